@@ -1,0 +1,173 @@
+"""Files named by the SHA-256 of their content: tokenizer, router, shards, base model, states.
+
+Whoever asks for a blob by its hash can trust the content whatever the source. One store may be
+used by several threads and processes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import IntegrityError
+from .files import (
+    atomic_file,
+    atomic_write,
+    remove_stale_temporaries,
+    sha256_of_file,
+    storage_errors,
+    sync_directory,
+)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COPY_BYTES = 2**20
+
+
+def is_sha256(text: str) -> bool:
+    """Return whether `text` is 64 lower-case hexadecimal digits."""
+    return bool(_SHA256.fullmatch(text))
+
+
+class BlobStore:
+    """A folder of blobs, `directory/ab/abcdef...`; unfinished downloads lie in `partial/`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        self._partials = self.directory / "partial"
+        with storage_errors(self.directory):
+            self._partials.mkdir(parents=True, exist_ok=True)
+        for folder in self.directory.iterdir():
+            if folder.is_dir():
+                remove_stale_temporaries(folder)
+
+    def path(self, sha: str) -> Path:
+        """Return where the blob lies or would lie. Raises ValueError when `sha` is no SHA-256."""
+        if not is_sha256(sha):
+            raise ValueError(f"not a SHA-256: {sha[:80]!r}")
+        return self.directory / sha[:2] / sha
+
+    def has(self, sha: str) -> bool:
+        """Return whether the blob is here; its content is not read."""
+        return self.path(sha).is_file()
+
+    def verify(self, sha: str) -> bool:
+        """Read the blob and return whether it is here and has its hash."""
+        path = self.path(sha)
+        with storage_errors(self.directory):
+            return path.is_file() and sha256_of_file(path) == sha
+
+    def add_bytes(self, content: bytes) -> str:
+        """Store `content` and return its SHA-256. Raises `StorageError` when the disk is full."""
+        sha = hashlib.sha256(content).hexdigest()
+        if not self.has(sha):
+            atomic_write(self.path(sha), content)
+        return sha
+
+    def add_file(self, path: Path, move: bool = False) -> str:
+        """Store a file's content, moving the file if asked, and return its SHA-256."""
+        path = Path(path)
+        with storage_errors(path.parent):
+            sha = sha256_of_file(path)
+        target = self.path(sha)
+        if path.resolve() == target.resolve():
+            return sha
+        with storage_errors(self.directory):
+            if self.has(sha):
+                if move:
+                    path.unlink()
+            elif move and _same_device(path, self.directory):
+                self._install(path, target)
+            else:
+                self._copy(path, sha)
+                if move:
+                    path.unlink()
+        return sha
+
+    def read(self, sha: str) -> bytes:
+        """Return the blob's content, checked. Raises `IntegrityError` if absent or damaged."""
+        path = self.require(sha)
+        with storage_errors(self.directory):
+            content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha:
+            raise IntegrityError(
+                f"{path} is damaged: its content does not have its hash; delete it so that it is "
+                f"fetched again"
+            )
+        return content
+
+    def open(self, sha: str) -> BinaryIO:
+        """Open the blob without checking its hash. Raises `IntegrityError` when it is not here."""
+        path = self.require(sha)
+        with storage_errors(self.directory):
+            return path.open("rb")
+
+    def require(self, sha: str) -> Path:
+        """Return the blob's path. Raises `IntegrityError` when it is not here."""
+        path = self.path(sha)
+        if not path.is_file():
+            raise IntegrityError(f"blob {sha[:16]} is not in {self.directory}; fetch it again")
+        return path
+
+    def remove(self, sha: str) -> None:
+        """Delete the blob and its partial download, if they are here."""
+        with storage_errors(self.directory):
+            self.path(sha).unlink(missing_ok=True)
+            self.partial_path(sha).unlink(missing_ok=True)
+
+    def partial_path(self, sha: str) -> Path:
+        """Return where a download of the blob is collected; it survives a restart."""
+        self.path(sha)
+        return self._partials / sha
+
+    def commit_partial(self, sha: str) -> Path:
+        """Make a finished download the blob, or remove it and raise `IntegrityError`.
+
+        Called by whoever fetched it, once the partial file has its full length.
+        """
+        partial = self.partial_path(sha)
+        with storage_errors(self.directory):
+            if not partial.is_file():
+                raise IntegrityError(f"no download of blob {sha[:16]} has begun")
+            found = sha256_of_file(partial)
+            if found != sha:
+                partial.unlink(missing_ok=True)
+                raise IntegrityError(f"blob {sha[:16]} arrived with the hash {found[:16]}")
+            self._install(partial, self.path(sha))
+        return self.path(sha)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blobs and partial downloads."""
+        total = 0
+        for file in self.directory.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += file.stat().st_size if file.is_file() else 0
+        return total
+
+    def _install(self, source: Path, target: Path) -> None:
+        """Rename a complete file to its place, durably."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(source, target)
+        sync_directory(target.parent)
+
+    def _copy(self, source: Path, sha: str) -> None:
+        """Copy a file to its place, hashing what is written: it may change meanwhile."""
+        hasher = hashlib.sha256()
+        with source.open("rb") as reader, atomic_file(self.path(sha)) as writer:
+            while chunk := reader.read(_COPY_BYTES):
+                hasher.update(chunk)
+                writer.write(chunk)
+            if hasher.hexdigest() != sha:
+                raise IntegrityError(f"{source} changed while it was being copied")
+        shutil.copymode(source, self.path(sha))
+
+
+def _same_device(first: Path, second: Path) -> bool:
+    return first.stat().st_dev == second.stat().st_dev

@@ -1,0 +1,220 @@
+"""The typed configuration of model, grid and optimizers: frozen, validated early, no extras.
+
+These classes are the fields of a run's plan (`dipaco.routing.plan`), so they are what all peers
+agree on. Unknown keys are refused with the nearest known name (`parse_config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from .errors import ConfigurationError, nearest_name
+
+# The four special pieces of every tokenizer of ours; padding is never a target of a loss.
+UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
+
+
+class Config(BaseModel):
+    """Base of every configuration class: frozen, and no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Config):
+    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
+
+    vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
+    block_count: int = Field(6, ge=1, le=1024, description="Transformer blocks in a path.")
+    hidden_size: int = Field(128, ge=8, description="Width of the residual stream.")
+    head_count: int = Field(4, ge=1, description="Query heads; must divide hidden_size.")
+    kv_head_count: int | None = Field(
+        None, ge=1, description="Key and value heads; must divide head_count. Default: head_count."
+    )
+    feed_forward_size: int | None = Field(
+        None, ge=1, description="Width of the SwiGLU. Default: 8/3 of hidden_size, up to 32."
+    )
+    sequence_length: int = Field(256, ge=8, description="Tokens in a training sequence.")
+    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
+    norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
+    tied_embedding: bool = Field(True, description="Use the embedding as the output head.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden_size % self.head_count:
+            raise ValueError(
+                f"head_count {self.head_count} does not divide hidden_size {self.hidden_size}"
+            )
+        if (self.hidden_size // self.head_count) % 2:
+            raise ValueError("hidden_size / head_count must be even for rotary embeddings")
+        if self.head_count % self.kv_heads:
+            raise ValueError(
+                f"kv_head_count {self.kv_heads} does not divide head_count {self.head_count}"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, the default resolved."""
+        return self.kv_head_count or self.head_count
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the SwiGLU, the default resolved (a multiple of 32)."""
+        return self.feed_forward_size or -(-(self.hidden_size * 8 // 3) // 32) * 32
+
+
+class GridConfig(Config):
+    """How the blocks of a path are divided into levels, and what belongs to one path alone."""
+
+    modules_per_level: tuple[int, ...] = Field(
+        (2, 2), min_length=1, description="Modules in each level; their product is the paths."
+    )
+    level_starts: tuple[int, ...] | None = Field(
+        None, description="First block of every level. Default: blocks divided evenly."
+    )
+    private_blocks: tuple[int, ...] = Field((), description="Path-specific blocks.")
+    private_embedding: bool = Field(False, description="Each path has its own embedding.")
+    private_head: bool = Field(
+        False, description="Each path has its own final norm and (untied) output head."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(count < 1 or count > 1024 for count in self.modules_per_level):
+            raise ValueError(f"modules_per_level must be 1 to 1024, got {self.modules_per_level}")
+        if len(set(self.private_blocks)) != len(self.private_blocks):
+            raise ValueError(f"private_blocks repeats a block: {self.private_blocks}")
+        return self
+
+
+class InnerConfig(Config):
+    """AdamW inside a round, and the per-path learning-rate schedule (by that path's own steps)."""
+
+    learning_rate: float = Field(4e-4, gt=0, description="Peak learning rate.")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="On matrices only.")
+    gradient_clip: float = Field(1.0, ge=0, description="Greatest gradient norm; 0 is off.")
+    batch_sequences: int = Field(8, ge=1, description="Sequences in a batch.")
+    warmup_steps: int = Field(0, ge=0, description="Linear warmup of a path's first steps.")
+    decay_steps: int = Field(
+        0, ge=0, description="Steps of the cosine from the peak to the floor; 0 keeps the peak."
+    )
+    floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the cosine / peak.")
+    fresh_state_warmup_steps: int = Field(
+        10, ge=0, description="Warmup of a peer that starts a path with a fresh AdamW state."
+    )
+
+
+class OuterConfig(Config):
+    """Nesterov on the averaged outer gradient (DiPaCo section 7.1; DiLoCo Alg. 1)."""
+
+    learning_rate: float = Field(0.7, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    sqrt_paths_rescaling: bool = Field(
+        True, description="Scale the average by the root of the contributing paths (section 2.7)."
+    )
+    shard_weights: bool = Field(
+        True, description="Weigh paths by shard size (Eq. 2-3); off: all paths alike."
+    )
+
+
+class RoundsConfig(Config):
+    """The clock of a run (docs/protocol.md, "Rounds")."""
+
+    duration_s: float = Field(600.0, ge=2.0, description="Seconds between two outer boundaries.")
+    inner_steps: int = Field(
+        0,
+        ge=0,
+        description="0: as many inner steps as fit. Otherwise exactly this many a round, the test "
+        "and research mode in which a swarm is comparable with the simulator.",
+    )
+    level_offsets: tuple[float, ...] | None = Field(
+        None,
+        description="Where in a round each level ends, in (0, 1], private modules last. "
+        "Default: evenly spread, the last at 1.",
+    )
+    matchmaking_s: float = Field(
+        2.0, gt=0, description="Seconds after a boundary in which a group forms."
+    )
+    commit_window_s: float = Field(
+        0.0, ge=0, description="Seconds after a boundary for all attempts; 0: 0.45 of the round."
+    )
+    dwell_rounds: int = Field(
+        2, ge=1, description="Rounds that a peer stays on a path before it may move on."
+    )
+    validation_every_rounds: int = Field(1, ge=1)
+    validation_sequences: int = Field(
+        64, ge=1, description="Sequences scored for a path's published loss, at most."
+    )
+    replication_every_rounds: int = Field(1, ge=1)
+    copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")
+    save_every_rounds: int = Field(1, ge=1, description="Rounds between saves to disk.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.level_offsets and not all(0 < offset <= 1 for offset in self.level_offsets):
+            raise ValueError(f"level_offsets must lie in (0, 1], got {self.level_offsets}")
+        if self.matchmaking_s * 2 > self.window_s:
+            raise ValueError(
+                f"matchmaking_s {self.matchmaking_s} does not fit twice into the commit window of "
+                f"{self.window_s:.1f} s; give a longer duration_s or a shorter matchmaking_s"
+            )
+        return self
+
+    @property
+    def window_s(self) -> float:
+        """Seconds after a boundary in which a commit is possible, the default resolved."""
+        return self.commit_window_s or 0.45 * self.duration_s
+
+
+class AveragingConfig(Config):
+    """The wire format of outer gradients."""
+
+    codec: Literal["none", "float16", "blockwise8bit"] = Field("float16")
+    part_bytes: int = Field(2**19, ge=1024, le=2**21, description="Greatest part on the wire.")
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+    """Build `config_class` from plain values, or raise `ConfigurationError` with one clear line.
+
+    `source` names where the values came from (a file name) and starts the message. An unknown key
+    is answered with the nearest known one.
+    """
+    try:
+        return config_class.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            owner = _class_at(config_class, first["loc"][:-1])
+            known = sorted(owner.model_fields) if owner else []
+            guess = nearest_name(str(first["loc"][-1]), known)
+            hint = f"; did you mean '{guess}'?" if guess else f"; known: {', '.join(known)}"
+            raise ConfigurationError(f"{source}: unknown key '{where}'{hint}") from None
+        message = str(first["msg"]).removeprefix("Value error, ")
+        shown = repr(first.get("input"))
+        seen = f" (got {shown})" if where and len(shown) < 80 else ""
+        raise ConfigurationError(f"{source}: {where or 'value'}: {message}{seen}") from None
+
+
+def _class_at(config_class: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:
+    """Follow a validation error's location down to the class that owns the key."""
+    current: type[BaseModel] | None = config_class
+    for part in location:
+        if current is None or part not in current.model_fields:
+            return None
+        annotation = current.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        current = next(
+            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
+        )
+    return current

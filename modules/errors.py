@@ -1,0 +1,139 @@
+"""Errors that a user can act on, each with the exit code of the command that meets it.
+
+Every command turns a `DipacoError` into one line on standard error and exits with its code;
+the traceback is shown only with `--debug`. The codes are documented in `docs/exit-codes.md`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+
+
+class DipacoError(Exception):
+    """Something a user can mend. The message says what happened, the value seen, what to type."""
+
+    exit_code = 1
+
+
+class ConfigurationError(DipacoError):
+    """A flag, a RUN.toml or a plan with an unknown or impossible value."""
+
+    exit_code = 3
+
+
+class UnreachableError(DipacoError):
+    """No address that was given answers, or an address is not a multiaddress."""
+
+    exit_code = 2
+
+
+class AddressError(DipacoError):
+    """An address or port that cannot be used: malformed, or already taken."""
+
+    exit_code = 4
+
+
+class RunSelectionError(DipacoError):
+    """The DHT holds no run, several runs, or not the run that was asked for."""
+
+    exit_code = 5
+
+
+class ManifestError(DipacoError):
+    """A manifest whose signature or hash is wrong, or which cannot be read."""
+
+    exit_code = 6
+
+
+class IntegrityError(DipacoError):
+    """Bytes that do not have the hash they were asked for by, or a state of the wrong shape."""
+
+    exit_code = 7
+
+
+class ClockError(DipacoError):
+    """This machine's clock is too far from those of the other peers."""
+
+    exit_code = 8
+
+
+class StorageError(DipacoError):
+    """The disk is full, or a directory cannot be read or written."""
+
+    exit_code = 9
+
+
+class CorpusError(DipacoError):
+    """A corpus that cannot be read or holds no usable text, or a shard that is empty."""
+
+    exit_code = 10
+
+
+class ProtocolVersionError(DipacoError):
+    """The swarm speaks another version of the protocol."""
+
+    exit_code = 11
+
+
+class NetworkError(DipacoError):
+    """The network layer died or a bounded wait for other peers ran out."""
+
+    exit_code = 12
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that looks most like `name`, for "did you mean" messages."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def run_command(main: Callable[[], int], debug: bool) -> int:
+    """Run a command's body and turn its errors into one line and an exit code.
+
+    Called by every `main`. `KeyboardInterrupt` gives 130. With `debug` the traceback is shown too.
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        exit_code, line = _explain(error)
+        if line:
+            print(f"error: {' '.join(line.split())}", file=sys.stderr)
+        return exit_code
+
+
+def _explain(error: Exception) -> tuple[int, str]:
+    """Return the exit code and the one line of an error that ends a command."""
+    if isinstance(error, DipacoError):
+        return error.exit_code, str(error)
+    if isinstance(error, BrokenPipeError) and _reader_left():
+        return 1, ""
+    if isinstance(error, ConnectionError):
+        return NetworkError.exit_code, f"the network layer broke off ({error}); start again"
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        where = f"{error.filename}: " if error.filename else ""
+        return StorageError.exit_code, f"{where}{reason}; free space, or give another directory"
+    return DipacoError.exit_code, (
+        f"unexpected {type(error).__name__}: {error}; give --debug for the traceback and report it"
+    )
+
+
+def _reader_left() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as with `| head`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes again on exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    except (OSError, ValueError):
+        pass
+    return False

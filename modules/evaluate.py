@@ -1,0 +1,98 @@
+"""Scoring sequences: the likelihood that one path gives to held-out tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from .config import PAD_TOKEN
+from .device import autocast_for, is_out_of_memory, release_memory
+from .errors import ConfigurationError
+from .transformer import PathModel, target_mask, token_losses
+
+logger = logging.getLogger(__name__)
+
+Rows = torch.Tensor | np.ndarray
+
+
+def score_sequences(
+    model: PathModel,
+    tokens: Rows,
+    skip_tokens: int,
+    batch_sequences: int = 16,
+    device: torch.device | None = None,
+) -> tuple[float, int]:
+    """Return the summed negative log-likelihood in nats of all rows, and the targets counted.
+
+    See `score_rows`. Perplexity is the exponential of their quotient.
+    """
+    losses, counts = score_rows(model, tokens, skip_tokens, batch_sequences, device)
+    return float(losses.sum()), int(counts.sum())
+
+
+def score_rows(
+    model: PathModel,
+    tokens: Rows,
+    skip_tokens: int,
+    batch_sequences: int = 16,
+    device: torch.device | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's negative log-likelihood, float64 [N] in nats, and its targets, int64 [N].
+
+    `tokens` is [N, T], of any integer type, also a memory map. A target counts as in
+    `sequence_loss`: no padding, and not among the first `skip_tokens` positions. Rows are taken
+    in order; batches are halved when memory runs out, which may change rounding. The model stays
+    where it is; `device` says where, by default that of its parameters. Raises
+    `ConfigurationError` when not even one row fits in memory.
+    """
+    device = device or next(model.parameters()).device
+    losses = np.zeros(len(tokens), dtype=np.float64)
+    counts = np.zeros(len(tokens), dtype=np.int64)
+    start = 0
+    while start < len(tokens):
+        stop = min(start + batch_sequences, len(tokens))
+        batch = _without_padding(_as_int64(tokens[start:stop]))
+        try:
+            losses[start:stop], counts[start:stop] = _score_batch(model, batch, skip_tokens, device)
+            start = stop
+            continue
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory(device)
+        if batch_sequences == 1:
+            raise ConfigurationError(
+                f"one sequence of {batch.shape[1]} tokens does not fit in the memory of {device}; "
+                f"close other programs that use it, or try --device cpu"
+            )
+        batch_sequences = (batch_sequences + 1) // 2
+        logger.warning("%s ran out of memory; scoring %d rows at once", device, batch_sequences)
+    return losses, counts
+
+
+def _as_int64(rows: Rows) -> torch.Tensor:
+    if isinstance(rows, torch.Tensor):
+        return rows.to(torch.int64)
+    return torch.from_numpy(np.array(rows, dtype=np.int64))
+
+
+def _without_padding(batch: torch.Tensor) -> torch.Tensor:
+    """Cut off the columns at the end that are padding in all rows."""
+    used = (batch != PAD_TOKEN).any(dim=0).nonzero()
+    return batch[:, : int(used[-1]) + 1] if len(used) else batch[:, :1]
+
+
+def _score_batch(
+    model: PathModel, batch: torch.Tensor, skip_tokens: int, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    mask = target_mask(batch, skip_tokens)
+    counts = mask.sum(dim=1).numpy()
+    if batch.shape[1] < 2 or not mask.any():
+        return np.zeros(len(batch)), counts
+    moved = batch.to(device)
+    with torch.no_grad(), autocast_for(device):
+        logits = model(moved)
+        losses = token_losses(logits, moved).double() * mask.to(device)
+    return losses.sum(dim=1).cpu().numpy(), counts

@@ -1,0 +1,107 @@
+"""Writing files so that a crash, a full disk or a SIGKILL never leaves half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import StorageError
+
+TEMPORARY_SUFFIX = ".tmp"
+STALE_TEMPORARY_S = 3600.0
+_READ_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """Turn an OSError of the body into a `StorageError` that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"disk full: cannot write in {directory} ({_free_space(directory)}); free some "
+                f"space there, or give another folder with --cache-dir (or --out)"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorageError(
+                f"no permission to use {error.filename or directory}; check its owner, or give "
+                f"another folder with --cache-dir (or --out)"
+            ) from error
+        where = error.filename or directory
+        raise StorageError(f"cannot use {where}: {error.strerror or error}") from error
+
+
+def _free_space(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB free"
+    except OSError:
+        return "free space unknown"
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` when the body ends well, and vanishes if not.
+
+    The content is on the disk before the name is. Creates the folder. Raises `StorageError`.
+    """
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = path.with_name(f".{path.name}.{unique}{TEMPORARY_SUFFIX}")
+    with storage_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as handle:
+                yield handle
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def atomic_write(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write `chunks` to `path`: afterwards it has the old content or all of the new."""
+    with atomic_file(path) as handle:
+        for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
+            handle.write(chunk)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in `directory` durable, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's content, reading it in pieces."""
+    hasher = hashlib.sha256()
+    with path.open("rb") as handle:
+        while chunk := handle.read(_READ_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def remove_stale_temporaries(directory: Path, older_than_s: float = STALE_TEMPORARY_S) -> None:
+    """Delete temporary files that a killed process left in `directory`; stores call it early.
+
+    Young ones are spared: another process may be writing them.
+    """
+    limit = time.time() - older_than_s
+    for temporary in directory.glob(f".*{TEMPORARY_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if temporary.stat().st_mtime < limit:
+                temporary.unlink()

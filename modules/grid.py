@@ -1,0 +1,294 @@
+"""The grid: which parameters make a module, which modules make a path (DiPaCo sections 2.3, 2.6).
+
+A *level* is a run of consecutive blocks with several alternative *modules*; a *path* takes one
+module of every level. What belongs to one path alone (private blocks, embedding or head) forms
+that path's private module. Modules are named `L0.E3` (level 0, alternative 3) and `P17` (private
+to path 17); a path is an integer whose digits in mixed radix are its modules, the first level
+most significant.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from .config import GridConfig, ModelConfig
+from .errors import ConfigurationError
+from .transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
+
+PRIVATE_LEVEL = "P"
+GREATEST_PATH_COUNT = 2**20
+
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
+_SHARED_MODULE = re.compile(r"(L\d+)\.E(0|[1-9]\d*)")
+_PRIVATE_MODULE = re.compile(r"P(0|[1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """Where the parameters of a module lie in its flat tensor: by name, in sorted order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes) or list(self.names) != sorted(set(self.names)):
+            raise ValueError("a layout needs sorted, distinct names and one shape for each")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the flat tensor."""
+        return sum(self.sizes)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parameters as views of `flat` [size]; no copies.
+
+        Raises ValueError when `flat` has another shape.
+        """
+        if flat.shape != (self.size,):
+            raise ValueError(f"expected a flat tensor of {self.size} elements, got {flat.shape}")
+        # Slices, because torch forbids in-place changes to the outputs of torch.split.
+        return {
+            name: flat[start : start + size].view(shape)
+            for name, shape, size, start in zip(
+                self.names, self.shapes, self.sizes, self._starts, strict=True
+            )
+        }
+
+
+class Grid:
+    """The modules and paths of a run, computed from its configuration alone.
+
+    Every process builds it from the plan. Raises `ConfigurationError` when the levels do not fit
+    the model, when a level is left without parameters, or when the offsets do not fit the levels.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        grid: GridConfig,
+        level_offsets: Sequence[float] | None = None,
+    ) -> None:
+        self.model = model
+        self.config = grid
+        self.path_count = math.prod(grid.modules_per_level)
+        if self.path_count > GREATEST_PATH_COUNT:
+            raise ConfigurationError(
+                f"modules_per_level {grid.modules_per_level} gives {self.path_count} paths; "
+                f"at most {GREATEST_PATH_COUNT} are possible"
+            )
+        self.level_starts = _level_starts(model, grid)
+        self._layouts = self._build_layouts(_parameter_shapes(model))
+        self.level_names = tuple(self._layouts)
+        self._offsets = _level_offsets(self.level_names, level_offsets)
+
+    def _build_layouts(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ModuleLayout]:
+        """Give every parameter to one level, and refuse a level that gets none."""
+        shared = tuple(f"L{index}" for index in range(len(self.config.modules_per_level)))
+        owned: dict[str, list[str]] = {level: [] for level in (*shared, PRIVATE_LEVEL)}
+        for name in sorted(shapes):
+            owned[self._owner(name)].append(name)
+        empty = next((level for level in shared if not owned[level]), None)
+        if empty is not None:
+            raise ConfigurationError(
+                f"level {empty} has no shared parameters: all its blocks are in private_blocks "
+                f"{list(self.config.private_blocks)}; leave it a block or use fewer levels"
+            )
+        if not owned[PRIVATE_LEVEL]:
+            del owned[PRIVATE_LEVEL]
+        return {
+            level: ModuleLayout(tuple(names), tuple(shapes[name] for name in names))
+            for level, names in owned.items()
+        }
+
+    def _owner(self, name: str) -> str:
+        """Return the level that a parameter of a path belongs to."""
+        last = f"L{len(self.config.modules_per_level) - 1}"
+        if name == EMBEDDING:
+            return PRIVATE_LEVEL if self.config.private_embedding else "L0"
+        if name in (FINAL_NORM, HEAD):
+            return PRIVATE_LEVEL if self.config.private_head else last
+        match = _BLOCK.match(name)
+        if match is None:
+            raise ConfigurationError(f"parameter '{name}' belongs to no level of the grid")
+        block = int(match[1])
+        if block in self.config.private_blocks:
+            return PRIVATE_LEVEL
+        return f"L{bisect.bisect_right(self.level_starts, block) - 1}"
+
+    @cached_property
+    def _modules(self) -> tuple[str, ...]:
+        shared = tuple(
+            f"L{level}.E{expert}"
+            for level, count in enumerate(self.config.modules_per_level)
+            for expert in range(count)
+        )
+        private = range(self.path_count) if self.has_private else ()
+        return shared + tuple(f"{PRIVATE_LEVEL}{path}" for path in private)
+
+    @cached_property
+    def _module_set(self) -> frozenset[str]:
+        return frozenset(self._modules)
+
+    @property
+    def has_private(self) -> bool:
+        """Whether paths have parameters of their own."""
+        return PRIVATE_LEVEL in self._layouts
+
+    def modules(self) -> tuple[str, ...]:
+        """Return all modules of the run: level by level, then the private ones by path."""
+        return self._modules
+
+    def has_module(self, module: str) -> bool:
+        """Return whether the run has a module of this name; for names that peers sent."""
+        return module in self._module_set
+
+    def modules_of_path(self, path: int) -> tuple[str, ...]:
+        """Return the modules of `path` in level order, the private one last."""
+        shared = tuple(f"L{level}.E{digit}" for level, digit in enumerate(self.digits(path)))
+        return (*shared, f"{PRIVATE_LEVEL}{path}") if self.has_private else shared
+
+    def paths_of_module(self, module: str) -> tuple[int, ...]:
+        """Return the paths through `module`, ascending."""
+        level = self.level_of(module)
+        if level == PRIVATE_LEVEL:
+            return (int(module[1:]),)
+        index, expert = int(level[1:]), int(module.partition(".E")[2])
+        below = math.prod(self.config.modules_per_level[index + 1 :])
+        count = self.config.modules_per_level[index]
+        return tuple(
+            (above * count + expert) * below + rest
+            for above in range(self.path_count // (below * count))
+            for rest in range(below)
+        )
+
+    def digits(self, path: int) -> tuple[int, ...]:
+        """Return which module `path` takes in every shared level."""
+        if not 0 <= path < self.path_count:
+            raise ConfigurationError(
+                f"path {path} does not exist; this run has paths 0 to {self.path_count - 1}"
+            )
+        digits = []
+        for count in reversed(self.config.modules_per_level):
+            path, digit = divmod(path, count)
+            digits.append(digit)
+        return tuple(reversed(digits))
+
+    def level_of(self, module: str) -> str:
+        """Return the level of `module`: `L0`, `L1`, ... or `P`."""
+        if module not in self._module_set:
+            raise ConfigurationError(
+                f"module '{module}' does not exist; this run has "
+                f"{self._modules[0]} to {self._modules[-1]}"
+            )
+        return module.partition(".")[0] if module[0] == "L" else PRIVATE_LEVEL
+
+    def layout(self, module_or_level: str) -> ModuleLayout:
+        """Return the layout of a module, which is the same for all modules of its level."""
+        if module_or_level in self._layouts:
+            return self._layouts[module_or_level]
+        return self._layouts[self.level_of(module_or_level)]
+
+    def level_offset(self, level: str) -> float:
+        """Return where in a round the boundary of `level` lies, in (0, 1]."""
+        return self._offsets[level]
+
+    def steps_before(self, level: str, inner_steps: int) -> int:
+        """Return how many of a round's `inner_steps` are done before the boundary of `level`.
+
+        Used where a round is counted in steps: in the simulator and in the swarm's test mode.
+        """
+        return math.floor(self._offsets[level] * inner_steps + 1e-9)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Count parameters: of one `path`, of the whole run (`total`), of all `shared` modules.
+
+        `private` counts those of one path that no other path has.
+        """
+        private = self._layouts[PRIVATE_LEVEL].size if self.has_private else 0
+        per_level = [
+            self._layouts[f"L{index}"].size for index in range(len(self.config.modules_per_level))
+        ]
+        shared = sum(
+            size * count
+            for size, count in zip(per_level, self.config.modules_per_level, strict=True)
+        )
+        return {
+            "path": sum(per_level) + private,
+            "total": shared + private * self.path_count,
+            "shared": shared,
+            "private": private,
+        }
+
+
+def module_name_is_valid(name: str) -> bool:
+    """Return whether `name` is written like a module; for checks where no grid is at hand."""
+    return bool(_SHARED_MODULE.fullmatch(name) or _PRIVATE_MODULE.fullmatch(name))
+
+
+@lru_cache(maxsize=8)
+def _meta_shapes(model: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    with torch.device("meta"):
+        path_model = PathModel(model)
+    return tuple((name, tuple(value.shape)) for name, value in path_model.named_parameters())
+
+
+def _parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Ask the model itself for its parameters, without memory for them."""
+    return dict(_meta_shapes(model))
+
+
+def _level_starts(model: ModelConfig, grid: GridConfig) -> tuple[int, ...]:
+    """Return the first block of every level, checked."""
+    levels, blocks = len(grid.modules_per_level), model.block_count
+    outside = [block for block in grid.private_blocks if not 0 <= block < blocks]
+    if outside:
+        raise ConfigurationError(
+            f"private_blocks {outside} do not exist; the model has blocks 0 to {blocks - 1}"
+        )
+    if levels > blocks:
+        raise ConfigurationError(
+            f"{levels} levels do not fit in {blocks} blocks; give fewer modules_per_level or a "
+            f"greater block_count"
+        )
+    if grid.level_starts is None:
+        return tuple(level * blocks // levels for level in range(levels))
+    starts = grid.level_starts
+    ascending = all(a < b for a, b in itertools.pairwise(starts))
+    if len(starts) != levels or starts[0] != 0 or not ascending or starts[-1] >= blocks:
+        raise ConfigurationError(
+            f"level_starts {list(starts)} must be {levels} ascending blocks from 0 to at most "
+            f"{blocks - 1}, the first 0"
+        )
+    return starts
+
+
+def _level_offsets(
+    level_names: tuple[str, ...], offsets: Sequence[float] | None
+) -> dict[str, float]:
+    """Return the boundary of every level, evenly spread by default, checked."""
+    if offsets is None:
+        count = len(level_names)
+        return {level: (index + 1) / count for index, level in enumerate(level_names)}
+    if len(offsets) != len(level_names) or not all(0 < offset <= 1 for offset in offsets):
+        raise ConfigurationError(
+            f"level_offsets {list(offsets)} must be {len(level_names)} numbers in (0, 1], one for "
+            f"each of {', '.join(level_names)}"
+        )
+    return dict(zip(level_names, offsets, strict=True))

@@ -1,0 +1,276 @@
+"""Inner training: AdamW on batches of one path's shard, with that path's own schedule.
+
+The published method leaves betas, clipping and the cosine's floor open; here they are settings
+of the run (`InnerConfig`). The same loop trains the base model, the peers and the simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import InnerConfig
+from .device import autocast_for, is_out_of_memory, release_memory
+from .eight_bit import load_bitsandbytes
+from .errors import ConfigurationError, nearest_name
+from .transformer import PathModel, target_mask, token_losses
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZERS = ("adamw", "adamw8bit")
+
+LossFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+def learning_rate_at(
+    config: InnerConfig, path_step: int, steps_since_fresh: int | None = None
+) -> float:
+    """Return the learning rate of a path's inner step `path_step` (from 0).
+
+    Linear warmup of the path, then the peak, or a cosine from the peak to the floor, which stays.
+    `steps_since_fresh` counts the steps since AdamW began without state, and adds a warmup of its
+    own; None when the state was kept.
+    """
+    factor = 1.0
+    if path_step < config.warmup_steps:
+        factor = (path_step + 1) / config.warmup_steps
+    elif config.decay_steps:
+        done = min(1.0, (path_step - config.warmup_steps) / config.decay_steps)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+        factor = config.floor_ratio + (1.0 - config.floor_ratio) * cosine
+    if steps_since_fresh is not None and steps_since_fresh < config.fresh_state_warmup_steps:
+        factor *= (steps_since_fresh + 1) / config.fresh_state_warmup_steps
+    return config.learning_rate * factor
+
+
+class InnerLoop:
+    """Trains `model`, which must be on `device`, batch by batch. Not for several threads at once.
+
+    A batch that does not fit in memory is split into halves until it does; the loss is normalised
+    over the whole batch, so the split changes rounding only. On CUDA passes are in bf16, weights
+    and AdamW state in fp32. The model's parameters may be overwritten in place between steps.
+
+    Raises `ConfigurationError` for an unknown optimizer.
+    """
+
+    def __init__(
+        self,
+        model: PathModel,
+        config: InnerConfig,
+        device: torch.device,
+        *,
+        optimizer: str = "adamw",
+        micro_batch_size: int | None = None,
+        compile_model: bool = False,
+    ) -> None:
+        if optimizer not in OPTIMIZERS:
+            guess = nearest_name(optimizer, OPTIMIZERS) or " or ".join(OPTIMIZERS)
+            raise ConfigurationError(f"optimizer '{optimizer}' is unknown; did you mean {guess}?")
+        self.model = model
+        self.config = config
+        self.device = device
+        self.kind = optimizer
+        self.micro_batch_size = min(
+            micro_batch_size or config.batch_sequences, config.batch_sequences
+        )
+        self.steps_since_fresh = 0
+        self.skipped_steps = 0
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = self._new_optimizer()
+        self._compiled: LossFunction | None = None
+        if compile_model and device.type == "cuda":
+            self._compiled = torch.compile(self._summed_loss, dynamic=False)
+
+    def step(self, tokens: torch.Tensor, path_step: int) -> float:
+        """Train on one batch and return its mean loss in nats a token, before the update.
+
+        `tokens` is int64 [B, T] on the CPU; `path_step` is the path's own step, for the schedule.
+        A batch whose loss or gradient is not finite changes nothing and is logged. Raises
+        `ConfigurationError` when not even one sequence fits in memory.
+        """
+        targets = int(target_mask(tokens).sum())
+        if targets == 0:
+            raise ValueError("a batch needs at least one token to predict")
+        loss = self._backward_in_memory(tokens, targets)
+        rate = learning_rate_at(self.config, path_step, self.steps_since_fresh)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.gradient_clip or float("inf"))
+        mean_loss, finite = loss.item(), bool(torch.isfinite(loss + norm))
+        if finite:
+            self._update(rate)
+        else:
+            self._report_skipped(path_step, mean_loss)
+        self._optimizer.zero_grad(set_to_none=True)
+        return mean_loss
+
+    def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
+        """Accumulate the gradients of a batch in as few pieces as memory allows."""
+        while True:
+            try:
+                return self._backward(tokens, targets)
+            except Exception as error:
+                if not is_out_of_memory(error) and not self._give_up_compiling(error):
+                    raise
+                out_of_memory = is_out_of_memory(error)
+            # Outside of the handler, whose traceback keeps the failed pass alive.
+            self._optimizer.zero_grad(set_to_none=True)
+            release_memory(self.device)
+            if out_of_memory:
+                self._halve_micro_batch(tokens.shape[1])
+
+    def _backward(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
+        total = torch.zeros((), device=self.device)
+        for piece in tokens.split(self.micro_batch_size):
+            moved = piece.to(self.device, non_blocking=True)
+            loss = (self._compiled or self._summed_loss)(moved) / targets
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _summed_loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        with autocast_for(self.device):
+            logits = self.model(tokens)
+        return token_losses(logits, tokens).sum()
+
+    def _halve_micro_batch(self, sequence_length: int) -> None:
+        if self.micro_batch_size == 1:
+            raise ConfigurationError(
+                f"one sequence of {sequence_length} tokens does not fit in the memory of "
+                f"{self.device}; close other programs that use it, or try --optimizer adamw8bit "
+                f"or --device cpu"
+            )
+        self.micro_batch_size = (self.micro_batch_size + 1) // 2
+        logger.warning(
+            "%s ran out of memory; continuing with %d sequences at once (--micro-batch-size)",
+            self.device,
+            self.micro_batch_size,
+        )
+
+    def _give_up_compiling(self, error: Exception) -> bool:
+        """Return whether the pass may be tried again without compilation."""
+        if self._compiled is None:
+            return False
+        logger.warning(
+            "compiling the model failed (%s); continuing without, somewhat slower",
+            type(error).__name__,
+        )
+        logger.debug("compilation error", exc_info=error)
+        self._compiled = None
+        return True
+
+    def _update(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigurationError(
+                f"the AdamW state does not fit in the memory of {self.device}; try --optimizer "
+                f"adamw8bit, a smaller --micro-batch-size or --device cpu"
+            ) from error
+        self.steps_since_fresh += 1
+
+    def _report_skipped(self, path_step: int, loss: float) -> None:
+        self.skipped_steps += 1
+        # Once a power of two: a diverged model would fill the log otherwise.
+        if self.skipped_steps & (self.skipped_steps - 1) == 0:
+            logger.warning(
+                "step %d left out: its loss (%s) or gradient is not finite (%d such steps so far)",
+                path_step,
+                loss,
+                self.skipped_steps,
+            )
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """Build an optimizer without state; weight decay is for matrices only."""
+        matrices = [p for p in self._parameters if p.ndim >= 2]
+        vectors = [p for p in self._parameters if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        betas = (self.config.beta1, self.config.beta2)
+        rate, epsilon = self.config.learning_rate, self.config.epsilon
+        if self.kind == "adamw8bit":
+            load_bitsandbytes()
+            from bitsandbytes.optim import AdamW8bit
+
+            return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
+        return torch.optim.AdamW(
+            groups, lr=rate, betas=betas, eps=epsilon, fused=self.device.type == "cuda"
+        )
+
+    def reset(self) -> None:
+        """Forget the AdamW state and warm up anew; for a path whose state is not at hand."""
+        self._optimizer = self._new_optimizer()
+        self.steps_since_fresh = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy on the CPU of all that `load_state_dict` needs to go on bit for bit."""
+        return {
+            "kind": self.kind,
+            "steps_since_fresh": self.steps_since_fresh,
+            "optimizer": _copied_to_cpu(self._optimizer.state_dict()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on with a kept AdamW state, and return whether it could be used.
+
+        A state of another optimizer or model starts afresh instead, with a warning: it is worth
+        a few steps of warmup, not the end of the program. `state` is copied.
+        """
+        self.reset()
+        reason = self._unfit(state)
+        if reason is not None:
+            logger.warning("the kept AdamW state is not used (%s); starting afresh", reason)
+            return False
+        # Copied first, because PyTorch would go on training the given tensors in place.
+        self._optimizer.load_state_dict(_copied_to_cpu(state["optimizer"]))
+        self.steps_since_fresh = int(state["steps_since_fresh"])
+        return True
+
+    def _unfit(self, state: Mapping[str, Any]) -> str | None:
+        """Return why a kept state cannot be used, or None."""
+        try:
+            if state["kind"] != self.kind:
+                return f"it is of {state['kind']}, not {self.kind}"
+            saved = state["optimizer"]["state"]
+            groups = state["optimizer"]["param_groups"]
+            fresh = self._optimizer.state_dict()["param_groups"]
+            if [len(group["params"]) for group in groups] != [len(g["params"]) for g in fresh]:
+                return "it is of another model"
+            ordered = [p for group in self._optimizer.param_groups for p in group["params"]]
+            for index, entry in saved.items():
+                if _first_moment(entry).shape != ordered[index].shape:
+                    return "it is of another model"
+            int(state["steps_since_fresh"])
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            return f"{type(error).__name__} in it"
+        return None
+
+
+def _first_moment(entry: Mapping[str, Any]) -> torch.Tensor:
+    """Find a parameter's first moment; bitsandbytes puts it one dictionary deeper."""
+    nested = [value for value in entry.values() if isinstance(value, Mapping)]
+    for mapping in (entry, *nested):
+        for key in ("exp_avg", "state1"):
+            if key in mapping:
+                return mapping[key]
+    raise KeyError("first moment")
+
+
+def _copied_to_cpu(value: Any) -> Any:
+    """Copy nested dictionaries and lists with their tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copied_to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied_to_cpu(item) for item in value)
+    return value

@@ -1,0 +1,207 @@
+"""The outer step: weigh and average outer gradients, then one Nesterov step (DiPaCo Alg. 1).
+
+Everything here gives the same bits on every machine: fp32 on the CPU, each operation rounded by
+itself (no fused multiply-add), sums in canonical order. The averager of the swarm and the
+simulator call the same functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .config import OuterConfig
+from .eight_bit import load_bitsandbytes
+from .errors import ConfigurationError, IntegrityError
+from .state import ModuleState, PathProgress
+
+FLOAT16_GREATEST = 65504.0
+BLOCKWISE_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One row of the table that the members of a group gather: who brings how much."""
+
+    path: int
+    peer: str
+    tokens: int
+
+
+def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
+    """Return the rows in the order in which everybody sums them: by path, then by peer.
+
+    Raises ValueError for an empty table, a path that is no natural number, tokens that are not
+    positive, and a peer that occurs twice. The simulator's peers have no name; of them each path
+    has one.
+    """
+    table = tuple(rows)
+    if not table:
+        raise ValueError("a group needs at least one contribution")
+    for row in table:
+        if type(row.path) is not int or row.path < 0:
+            raise ValueError(f"the contribution of '{row.peer}' has the path {row.path!r}")
+        if type(row.tokens) is not int or row.tokens <= 0:
+            raise ValueError(f"the contribution of '{row.peer}' has {row.tokens!r} tokens")
+    owners = [row.peer or row.path for row in table]
+    if len(set(owners)) != len(owners):
+        raise ValueError("a peer contributes twice to one group")
+    return tuple(sorted(table, key=lambda row: (row.path, row.peer)))
+
+
+def contribution_weights(
+    table: Sequence[Contribution], shard_sequences: Mapping[int, int] | None
+) -> tuple[float, ...]:
+    """Return the weight of each row of a canonical table; together they are 1.
+
+    A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised within
+    the group), or the same for all paths when `shard_sequences` is None. Replicas of a path split
+    its share by tokens. Raises ValueError when a contributing path has no sequences.
+    """
+    tokens_of_path: dict[int, int] = {}
+    for row in table:
+        tokens_of_path[row.path] = tokens_of_path.get(row.path, 0) + row.tokens
+    sizes = dict.fromkeys(tokens_of_path, 1)
+    if shard_sequences is not None:
+        sizes = {path: shard_sequences.get(path, 0) for path in tokens_of_path}
+    empty = [path for path, size in sizes.items() if size <= 0]
+    if empty:
+        raise ValueError(f"path {empty[0]} contributes but its shard has no sequences")
+    total = sum(sizes.values())
+    return tuple(
+        (sizes[row.path] / total) * (row.tokens / tokens_of_path[row.path]) for row in table
+    )
+
+
+def outer_gradient(anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return anchor minus local, both flat fp32 [size]: what inner training changed, negated."""
+    return anchor - local
+
+
+@dataclass(frozen=True)
+class WireCodec:
+    """What the wire does to numbers, without a wire: encoding and decoding in one.
+
+    Equal to Hivemind's codec of the same name, so that one process computes what a swarm does.
+    `blockwise8bit` scales blocks of 4,096 numbers of the tensor that it is given; a swarm's parts
+    begin at other places unless they are whole blocks. Raises `ConfigurationError` when unknown.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in ("none", "float16", "blockwise8bit"):
+            raise ConfigurationError(
+                f"codec '{self.name}' is unknown; known: none, float16, blockwise8bit"
+            )
+
+    def round_trip(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` (fp32, CPU) as the receiver will see it, in new memory."""
+        if self.name == "none":
+            return tensor.clone()
+        if self.name == "float16":
+            bounded = tensor.clamp(-FLOAT16_GREATEST, FLOAT16_GREATEST)
+            return bounded.to(torch.float16).to(torch.float32)
+        return _round_trip_8bit(tensor)
+
+
+def _round_trip_8bit(tensor: torch.Tensor) -> torch.Tensor:
+    load_bitsandbytes()
+    from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
+
+    quantized, quant_state = quantize_blockwise(tensor, blocksize=BLOCKWISE_ELEMENTS, nested=False)
+    return dequantize_blockwise(
+        quantized, absmax=quant_state.absmax, code=quant_state.code, blocksize=BLOCKWISE_ELEMENTS
+    )
+
+
+def weighted_sum(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the sum of weight times part, taken in the order given; parts are equal in shape.
+
+    Weights are rounded to fp32 first; product and sum are rounded separately. Raises ValueError
+    when parts and weights differ in number.
+    """
+    total: torch.Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        if total is None:
+            total = torch.zeros_like(part)
+        total.add_(part.mul(_fp32(weight)))
+    if total is None:
+        raise ValueError("nothing to sum")
+    return total
+
+
+def average_contributions(
+    tensors: Iterable[torch.Tensor], weights: Sequence[float], codec: WireCodec
+) -> torch.Tensor:
+    """Return what every member of a group holds after the all-reduce of `tensors`.
+
+    `tensors` are the members' outer gradients, flat fp32, in the order of the canonical table.
+    Each passes through the codec, and so does the average (DESIGN 4.3). Called by the simulator
+    and by a peer that is alone in its group; the swarm's averager does the same in parts.
+    """
+    received = (codec.round_trip(tensor) for tensor in tensors)
+    return codec.round_trip(weighted_sum(received, weights))
+
+
+def outer_step(
+    state: ModuleState,
+    average: torch.Tensor,
+    table: Sequence[Contribution],
+    config: OuterConfig,
+    round_index: int,
+    *,
+    paths: Collection[int] | None = None,
+) -> ModuleState:
+    """Return the state after one Nesterov step on the averaged outer gradient; inputs are kept.
+
+    `average` is flat fp32 [size], `table` the canonical rows that went into it. With rescaling
+    the average is multiplied by the root of the number of contributing paths (section 2.7);
+    replicas of a path count once. Given the module's `paths`, rows of other paths raise
+    ValueError. Raises `IntegrityError` when a number is not finite or the size is wrong.
+    """
+    if average.shape != state.parameters.shape or average.dtype != torch.float32:
+        raise IntegrityError(
+            f"the average for {state.module} has {average.numel()} numbers of {average.dtype}, "
+            f"not {state.layout.size} of fp32"
+        )
+    contributing = {row.path for row in table}
+    if paths is not None and not contributing <= set(paths):
+        raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
+    gradient = average
+    if config.sqrt_paths_rescaling:
+        gradient = average.mul(_fp32(math.sqrt(len(contributing))))
+    momentum = state.momentum.mul(_fp32(config.momentum)).add_(gradient)
+    step = momentum.mul(_fp32(config.momentum)).add_(gradient)
+    parameters = state.parameters.sub(step.mul_(_fp32(config.learning_rate)))
+    if not bool(torch.isfinite(parameters).all() and torch.isfinite(momentum).all()):
+        raise IntegrityError(f"the outer step of {state.module} gave numbers that are not finite")
+    return ModuleState(
+        module=state.module,
+        version=state.version + 1,
+        parameters=parameters,
+        momentum=momentum,
+        progress=advanced_progress(state.progress, table, round_index),
+        layout=state.layout,
+    )
+
+
+def advanced_progress(
+    progress: Mapping[int, PathProgress], table: Sequence[Contribution], round_index: int
+) -> dict[int, PathProgress]:
+    """Return a state's per-path counts with a committed table added."""
+    advanced = dict(progress)
+    for row in table:
+        before = advanced.get(row.path, PathProgress(0, round_index))
+        last_round = max(before.last_round, round_index)
+        advanced[row.path] = PathProgress(before.tokens + row.tokens, last_round)
+    return advanced
+
+
+def _fp32(value: float) -> float:
+    """Round to fp32, so that the scalar is the same however a kernel widens it."""
+    return float(np.float32(value))

@@ -1,0 +1,302 @@
+"""A module's committed state, its one canonical byte string, and its digest.
+
+The bytes are a safetensors file that any tool can read, written in one way only: a header of
+canonical JSON, then the momentum, then the parameters, each sorted by name. The digest is the
+SHA-256 of these bytes, so a state is also a blob named by its digest, and equal states have equal
+digests on every machine (DESIGN 4.3). The format is described in `docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import IntegrityError
+from .files import atomic_write, storage_errors
+from .grid import ModuleLayout
+
+STATE_FORMAT = "dipaco-state/1"
+GREATEST_COUNT = 2**62
+GREATEST_HEADER_BYTES = 2**26
+
+StateSource = Path | bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class PathProgress:
+    """What a module has taken in from one path: tokens trained, and the last round it came in."""
+
+    tokens: int
+    last_round: int
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleState:
+    """An anchor: what all peers of a module agree on after an outer step. Never modified.
+
+    `parameters` and `momentum` are flat fp32 CPU tensors [layout.size]; `progress` has an entry
+    for each path that ever contributed. Raises ValueError for tensors of another kind.
+    """
+
+    module: str
+    version: int
+    parameters: torch.Tensor
+    momentum: torch.Tensor
+    progress: Mapping[int, PathProgress]
+    layout: ModuleLayout
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "momentum"):
+            tensor: torch.Tensor = getattr(self, name)
+            if (
+                tensor.shape != (self.layout.size,)
+                or tensor.dtype != torch.float32
+                or tensor.device.type != "cpu"
+                or not tensor.is_contiguous()
+                or tensor.requires_grad
+            ):
+                raise ValueError(
+                    f"{name} of {self.module} must be {self.layout.size} contiguous fp32 numbers "
+                    f"on the CPU, got {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                )
+        object.__setattr__(self, "progress", dict(sorted(self.progress.items())))
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens behind this state, over all paths; the heavier of two states wins."""
+        return sum(progress.tokens for progress in self.progress.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the state's bytes, 64 hexadecimal digits."""
+        hasher = hashlib.sha256()
+        for chunk in state_chunks(self):
+            hasher.update(chunk)
+        return hasher.hexdigest()
+
+    @property
+    def byte_size(self) -> int:
+        """Length of the state's bytes."""
+        return (
+            8
+            + len(_header(self.module, self.version, self.progress, self.layout))
+            + (8 * self.layout.size)
+        )
+
+
+@dataclass(frozen=True)
+class StateSummary:
+    """What the header of a state file says, read without its tensors."""
+
+    module: str
+    version: int
+    progress: Mapping[int, PathProgress]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens behind the state."""
+        return sum(progress.tokens for progress in self.progress.values())
+
+
+def genesis_state(
+    module: str, layout: ModuleLayout, base: Mapping[str, torch.Tensor]
+) -> ModuleState:
+    """Return version 0 of a module: the base model's parameters, no momentum, no progress.
+
+    Raises `IntegrityError` when `base` lacks a parameter or has it in another shape.
+    """
+    parameters = torch.empty(layout.size, dtype=torch.float32)
+    for name, view in layout.views(parameters).items():
+        if name not in base:
+            raise IntegrityError(f"the base model lacks '{name}', which {module} needs")
+        if base[name].shape != view.shape:
+            raise IntegrityError(
+                f"the base model has '{name}' in shape {tuple(base[name].shape)}, but {module} "
+                f"needs {tuple(view.shape)}"
+            )
+        view.copy_(base[name].detach())
+    if not bool(torch.isfinite(parameters).all()):
+        raise IntegrityError(f"the base model has numbers in {module} that are not finite")
+    return ModuleState(module, 0, parameters, torch.zeros_like(parameters), {}, layout)
+
+
+def state_chunks(state: ModuleState) -> Iterator[bytes | memoryview]:
+    """Yield the state's bytes in order without copying its tensors."""
+    header = _header(state.module, state.version, state.progress, state.layout)
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for tensor in (state.momentum, state.parameters):
+        yield tensor.numpy().astype("<f4", copy=False).data.cast("B")
+
+
+def write_state(state: ModuleState, file: Path) -> None:
+    """Write the state's bytes to `file`: all or nothing. Raises `StorageError`."""
+    atomic_write(file, state_chunks(state))
+
+
+def greatest_state_bytes(layout: ModuleLayout, path_count: int) -> int:
+    """Return the most bytes that a state of this layout with so many paths can have.
+
+    Called before a state is fetched, to bound the transfer.
+    """
+    greatest = GREATEST_COUNT
+    progress = {greatest + path: PathProgress(greatest, greatest) for path in range(path_count)}
+    header = _header("L0000000.E0000000", greatest, progress, layout)
+    return 8 + len(header) + 8 * layout.size
+
+
+def read_state(
+    source: StateSource,
+    layout: ModuleLayout,
+    expected_digest: str | None = None,
+    *,
+    module: str | None = None,
+    paths: Collection[int] | None = None,
+) -> ModuleState:
+    """Read a state from a file or from bytes, believing nothing.
+
+    Checks the digest, that the bytes are the canonical ones for `layout`, that all numbers are
+    finite and all counts plausible, and, where given, that it is a state of `module` and that its
+    progress names only `paths`. Raises `IntegrityError` with what is wrong.
+    """
+    data = _load(source, 8 * layout.size)
+    digest = hashlib.sha256(data.data).hexdigest()
+    if expected_digest is not None and digest != expected_digest:
+        raise IntegrityError(f"state {expected_digest[:16]} has the digest {digest[:16]} instead")
+    header = _header_bytes(data)
+    summary = _parse_header(header)
+    if module is not None and summary.module != module:
+        raise IntegrityError(f"expected a state of {module}, got one of {summary.module}")
+    if paths is not None and not set(summary.progress) <= set(paths):
+        foreign = sorted(set(summary.progress) - set(paths))
+        raise IntegrityError(f"state of {summary.module} counts foreign paths {foreign[:5]}")
+    _check_header(header, summary, layout)
+    start = 8 + len(header)
+    if len(data) != start + 8 * layout.size:
+        raise IntegrityError(
+            f"state of {summary.module} has {len(data)} bytes, not {start + 8 * layout.size}"
+        )
+    numbers = torch.from_numpy(data[start:].view("<f4").astype(np.float32, copy=False))
+    if not bool(torch.isfinite(numbers).all()):
+        raise IntegrityError(f"state of {summary.module} has numbers that are not finite")
+    state = ModuleState(
+        module=summary.module,
+        version=summary.version,
+        parameters=numbers[layout.size :],
+        momentum=numbers[: layout.size],
+        progress=summary.progress,
+        layout=layout,
+    )
+    # The bytes are canonical, so their digest is the state's; this spares hashing them again.
+    state.__dict__["digest"] = digest
+    return state
+
+
+def read_state_summary(file: Path) -> StateSummary:
+    """Read only the header of a state file. Raises `IntegrityError` when it is none."""
+    with storage_errors(file.parent), file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if length > GREATEST_HEADER_BYTES:
+            raise IntegrityError(f"{file} is not a state: its header would be {length} bytes")
+        header = handle.read(length)
+    if len(header) != length:
+        raise IntegrityError(f"{file} is cut off")
+    return _parse_header(header)
+
+
+def _header(
+    module: str, version: int, progress: Mapping[int, PathProgress], layout: ModuleLayout
+) -> bytes:
+    """Return the one header that a state may have."""
+    table = {str(path): [entry.tokens, entry.last_round] for path, entry in progress.items()}
+    content = {"module": module, "version": version, "progress": table}
+    header: dict[str, Any] = {
+        "__metadata__": {"format": STATE_FORMAT, "state": _canonical(content)}
+    }
+    offset = 0
+    for part in ("momentum", "parameters"):
+        for name, shape, size in zip(layout.names, layout.shapes, layout.sizes, strict=True):
+            header[f"{part}/{name}"] = {
+                "dtype": "F32",
+                "shape": list(shape),
+                "data_offsets": [offset, offset + 4 * size],
+            }
+            offset += 4 * size
+    encoded = _canonical(header).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _load(source: StateSource, tensor_bytes: int) -> np.ndarray:
+    """Read everything into one buffer that the state's tensors will be views of."""
+    if not isinstance(source, Path):
+        return np.frombuffer(bytearray(source), dtype=np.uint8)
+    with storage_errors(source.parent):
+        size = source.stat().st_size
+        if size > tensor_bytes + GREATEST_HEADER_BYTES:
+            raise IntegrityError(f"{source} has {size} bytes, too many for this module")
+        return np.fromfile(source, dtype=np.uint8)
+
+
+def _header_bytes(data: np.ndarray) -> bytes:
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
+        raise IntegrityError(f"not a module state: {len(data)} bytes without a whole header")
+    return data[8 : 8 + length].tobytes()
+
+
+def _parse_header(header: bytes) -> StateSummary:
+    """Read module, version and progress out of a header that may be anything."""
+    try:
+        metadata = json.loads(header)["__metadata__"]
+        if metadata["format"] != STATE_FORMAT:
+            raise IntegrityError(f"not a {STATE_FORMAT} file but '{str(metadata['format'])[:40]}'")
+        content = json.loads(metadata["state"])
+        module, version, table = content["module"], content["version"], content["progress"]
+        progress = {
+            _count(int(path)): PathProgress(*(_count(number) for number in _pair(entry)))
+            for path, entry in table.items()
+        }
+        if not isinstance(module, str):
+            raise TypeError("module is no string")
+        return StateSummary(module, _count(version), dict(sorted(progress.items())))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"not a module state: {type(error).__name__} in its header") from None
+
+
+def _pair(entry: Any) -> list[Any]:
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise ValueError("progress is no pair")
+    return entry
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < GREATEST_COUNT:
+        raise ValueError("a count is out of range")
+    return value
+
+
+def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) -> None:
+    """Compare with the only header allowed, and say what differs in words."""
+    expected = _header(summary.module, summary.version, summary.progress, layout)
+    if header == expected:
+        return
+    found, wanted = json.loads(header), json.loads(expected)
+    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or unknown:
+        detail = f"lacks '{missing[0]}'" if missing else f"has an unknown '{unknown[0][:80]}'"
+    else:
+        name = next((name for name in wanted if found[name] != wanted[name]), None)
+        detail = f"describes '{name}' otherwise" if name else "is not in canonical form"
+    raise IntegrityError(f"the header of a state of {summary.module} {detail}")

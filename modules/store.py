@@ -1,0 +1,206 @@
+"""A peer's states on disk: the last good one of each module and the one before it.
+
+Beside each state lies a JSON file for people. When all peers of a run were gone, the first to
+come back serves from here (DESIGN 4.6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import IntegrityError, StorageError
+from .files import atomic_file, atomic_write, remove_stale_temporaries, storage_errors
+from .grid import ModuleLayout, module_name_is_valid
+from .state import ModuleState, read_state, read_state_summary, write_state
+
+logger = logging.getLogger(__name__)
+
+KEPT_STATES = 2
+KEPT_OPTIMIZERS = 2
+
+_STATE_FILE = re.compile(r"(\d{10})-([0-9a-f]{64})\.safetensors")
+_OPTIMIZER_FILE = re.compile(r"(\d{10})-path-(\d+)\.pt")
+
+
+class StoredState(NamedTuple):
+    """One state in the store, as its header says."""
+
+    module: str
+    version: int
+    digest: str
+    tokens: int
+
+
+class _Entry(NamedTuple):
+    """A file of the store; later saves have greater sequence numbers."""
+
+    sequence: int
+    digest: str
+    path: Path
+
+
+class StateStore:
+    """`directory/<module>/<sequence>-<digest>.safetensors`; one process writes, others may read."""
+
+    def __init__(self, directory: Path, kept_optimizers: int = KEPT_OPTIMIZERS) -> None:
+        self.directory = Path(directory)
+        self.kept_optimizers = kept_optimizers
+        self._optimizers = self.directory / "optimizers"
+        with storage_errors(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+        for folder in (*self._module_folders(), self._optimizers):
+            remove_stale_temporaries(folder)
+
+    def save(self, state: ModuleState) -> Path:
+        """Write a state as the last good one, keep the one before, and return its file.
+
+        Saving the newest again does nothing. Raises `StorageError`.
+        """
+        entries = self._entries(state.module)
+        if entries and entries[0].digest == state.digest:
+            return entries[0].path
+        sequence = entries[0].sequence + 1 if entries else 1
+        path = self.directory / state.module / f"{sequence:010d}-{state.digest}.safetensors"
+        write_state(state, path)
+        atomic_write(path.with_suffix(".json"), _description(state))
+        self._prune(state.module)
+        return path
+
+    def load_latest(self, module: str, layout: ModuleLayout) -> ModuleState | None:
+        """Return the newest state of `module` that is undamaged, or None.
+
+        Damaged files are reported in one warning and set aside as `*.bad`, so that the next save
+        does not take them for the last good one.
+        """
+        damaged = []
+        found = None
+        for entry in self._entries(module):
+            try:
+                found = read_state(entry.path, layout, entry.digest, module=module)
+                break
+            except (IntegrityError, StorageError) as error:
+                damaged.append(f"{entry.path.name}: {error}")
+                with contextlib.suppress(OSError):
+                    entry.path.replace(entry.path.with_suffix(".bad"))
+        if damaged:
+            instead = f"version {found.version} is used" if found else "there is no other"
+            logger.warning("damaged state of %s (%s); %s", module, "; ".join(damaged), instead)
+        return found
+
+    def find(self, digest: str) -> Path | None:
+        """Return the file of the state with this digest, for serving it."""
+        for folder in self._module_folders():
+            for entry in self._entries(folder.name):
+                if entry.digest == digest:
+                    return entry.path
+        return None
+
+    def list(self) -> Sequence[StoredState]:
+        """Return all states here, by module, the newest first; unreadable ones are left out."""
+        return [
+            stored
+            for folder in self._module_folders()
+            for entry in self._entries(folder.name)
+            if (stored := _stored(entry)) is not None
+        ]
+
+    def save_optimizer(self, path: int, state: Mapping[str, Any]) -> None:
+        """Keep the AdamW state of `path` for a return to it; only the latest few are kept."""
+        entries = self._optimizer_entries()
+        sequence = entries[0][0] + 1 if entries else 1
+        file = self._optimizers / f"{sequence:010d}-path-{path}.pt"
+        with atomic_file(file) as handle:
+            torch.save(dict(state), handle)
+        older = [entry for entry in entries if entry[1] == path]
+        others = [entry for entry in entries if entry[1] != path]
+        for _, _, old in older + others[max(0, self.kept_optimizers - 1) :]:
+            old.unlink(missing_ok=True)
+
+    def load_optimizer(self, path: int) -> dict[str, Any] | None:
+        """Return the kept AdamW state of `path`, or None; a damaged file is logged and removed."""
+        for _, owner, file in self._optimizer_entries():
+            if owner != path:
+                continue
+            try:
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises whatever the damage makes it stumble over
+                logger.warning("damaged AdamW state %s (%s); starting afresh", file.name, error)
+                file.unlink(missing_ok=True)
+                continue
+            if isinstance(loaded, dict):
+                return loaded
+        return None
+
+    def _module_folders(self) -> Sequence[Path]:
+        with storage_errors(self.directory):
+            return sorted(
+                folder
+                for folder in self.directory.iterdir()
+                if folder.is_dir() and module_name_is_valid(folder.name)
+            )
+
+    def _entries(self, module: str) -> Sequence[_Entry]:
+        """Return the states of a module, the newest first."""
+        entries = [
+            _Entry(int(match[1]), match[2], file)
+            for file, match in _matching(self.directory / module, _STATE_FILE)
+        ]
+        return sorted(entries, reverse=True)
+
+    def _optimizer_entries(self) -> Sequence[tuple[int, int, Path]]:
+        """Return (sequence, path, file), the newest first."""
+        return sorted(
+            (
+                (int(match[1]), int(match[2]), file)
+                for file, match in _matching(self._optimizers, _OPTIMIZER_FILE)
+            ),
+            reverse=True,
+        )
+
+    def _prune(self, module: str) -> None:
+        """Delete all but the last good states of a module, and what belongs to none."""
+        kept = {entry.path.stem for entry in self._entries(module)[:KEPT_STATES]}
+        for file in (self.directory / module).iterdir():
+            if file.suffix in (".safetensors", ".json", ".bad") and file.stem not in kept:
+                file.unlink(missing_ok=True)
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    if not folder.is_dir():
+        return
+    for file in folder.iterdir():
+        if match := pattern.fullmatch(file.name):
+            yield file, match
+
+
+def _stored(entry: _Entry) -> StoredState | None:
+    try:
+        summary = read_state_summary(entry.path)
+    except (IntegrityError, StorageError):
+        return None
+    return StoredState(summary.module, summary.version, entry.digest, summary.tokens)
+
+
+def _description(state: ModuleState) -> bytes:
+    """Return what a person wants to know of a state, as JSON."""
+    content = {
+        "module": state.module,
+        "version": state.version,
+        "digest": state.digest,
+        "tokens": state.tokens,
+        "progress": {
+            str(path): {"tokens": entry.tokens, "last_round": entry.last_round}
+            for path, entry in state.progress.items()
+        },
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()

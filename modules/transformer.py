@@ -1,0 +1,298 @@
+"""One path as an ordinary transformer with the parameter names of a Hugging Face Llama.
+
+RMSNorm, rotary positions (halves rotated, as Hugging Face does), SwiGLU and grouped-query
+attention. Because names and arithmetic are Llama's, a trained path is a plain checkpoint for
+other tools. Parameters are zero (norms one) until `initialise` or `load_path` fills them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import PAD_TOKEN, ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class Projection(nn.Linear):
+    """A linear map without bias. Zero at first: drawing here would spend the global generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Fill with zeros."""
+        nn.init.zeros_(self.weight)
+
+
+class Embedding(nn.Embedding):
+    """A token embedding, zero at first."""
+
+    def reset_parameters(self) -> None:
+        """Fill with zeros."""
+        nn.init.zeros_(self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm computed in fp32 whatever the autocast."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of [..., size]."""
+        normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
+        return normed.to(hidden.dtype)
+
+
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, for generating one token at a time.
+
+    Give the same cache to successive calls of `PathModel.forward`. Memory grows by doubling.
+    """
+
+    def __init__(self, block_count: int) -> None:
+        self.length = 0
+        self._stored: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * block_count
+
+    def extend(
+        self, block: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [B, heads, T, D] for one block and return everything stored of that block."""
+        end = self.length + keys.shape[2]
+        stored = self._stored[block]
+        if stored is None or stored[0].shape[2] < end:
+            stored = (self._grown(stored, 0, keys, end), self._grown(stored, 1, values, end))
+            self._stored[block] = stored
+        stored[0][:, :, self.length : end] = keys
+        stored[1][:, :, self.length : end] = values
+        return stored[0][:, :, :end], stored[1][:, :, :end]
+
+    def _grown(
+        self,
+        stored: tuple[torch.Tensor, torch.Tensor] | None,
+        which: int,
+        like: torch.Tensor,
+        needed: int,
+    ) -> torch.Tensor:
+        batch, heads, _, width = like.shape
+        capacity = max(64, 1 << (needed - 1).bit_length())
+        grown = like.new_empty(batch, heads, capacity, width)
+        if stored is not None:
+            grown[:, :, : self.length] = stored[which][:, :, : self.length]
+        return grown
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` as stored, after all blocks were extended by them."""
+        self.length += tokens
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; several query heads may share a key head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.head_count, config.kv_heads
+        self.width = config.hidden_size // config.head_count
+        self.q_proj = Projection(config.hidden_size, self.heads * self.width)
+        self.k_proj = Projection(config.hidden_size, self.kv_heads * self.width)
+        self.v_proj = Projection(config.hidden_size, self.kv_heads * self.width)
+        self.o_proj = Projection(self.heads * self.width, config.hidden_size)
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, block: int, cache: KeyValueCache | None
+    ) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]."""
+        batch, length, _ = hidden.shape
+        queries = self._split(self.q_proj(hidden), self.heads)
+        keys = self._split(self.k_proj(hidden), self.kv_heads)
+        values = self._split(self.v_proj(hidden), self.kv_heads)
+        queries, keys = rotate(queries, rotation), rotate(keys, rotation)
+        past = 0
+        if cache is not None:
+            past = cache.length
+            keys, values = cache.extend(block, keys, values)
+        if self.kv_heads != self.heads:
+            group = self.heads // self.kv_heads
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        mask = None
+        if past and length > 1:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=hidden.device)
+            mask = mask.tril(past)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=past == 0 and length > 1
+        )
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+    def _split(self, projected: torch.Tensor, heads: int) -> torch.Tensor:
+        """[B, T, heads * D] -> [B, heads, T, D]."""
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, heads, self.width).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Projection(config.hidden_size, config.feed_forward)
+        self.up_proj = Projection(config.hidden_size, config.feed_forward)
+        self.down_proj = Projection(config.feed_forward, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Block(nn.Module):
+    """A transformer block: attention and feed-forward, each on a normalised residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, block: int, cache: KeyValueCache | None
+    ) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, block, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and final norm; exists for the `model.` in the parameter names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocabulary_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.block_count))
+        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+
+
+class PathModel(nn.Module):
+    """One path: tokens [B, T] in, logits [B, T, V] out. Fills no memory of its own but parameters.
+
+    Any path's parameters can be loaded into the same instance (`dipaco.modules.compose`).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        if not config.tied_embedding:
+            self.lm_head = Projection(config.hidden_size, config.vocabulary_size)
+
+    def forward(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """Return logits [B, T, V] of the token after each of `tokens` [B, T].
+
+        With a `cache`, `tokens` continue what the cache holds, and are added to it.
+        """
+        hidden = self.model.norm(self.hidden_states(tokens, cache))
+        if self.config.tied_embedding:
+            return F.linear(hidden, self.model.embed_tokens.weight)
+        return self.lm_head(hidden)
+
+    def hidden_states(
+        self, tokens: torch.Tensor, cache: KeyValueCache | None = None
+    ) -> torch.Tensor:
+        """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1)."""
+        past = cache.length if cache is not None else 0
+        rotation = self._rotation(past, tokens.shape[1], tokens.device)
+        hidden = self.model.embed_tokens(tokens)
+        for index, block in enumerate(self.model.layers):
+            hidden = block(hidden, rotation, index, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return hidden
+
+    def new_cache(self) -> KeyValueCache:
+        """Return an empty cache for generation with this model."""
+        return KeyValueCache(self.config.block_count)
+
+    def _rotation(self, first: int, length: int, device: torch.device) -> Rotation:
+        """Return cosines and sines [T, D/2] of the positions from `first`, in fp32.
+
+        Computed in each pass: they cost nothing beside a block, and no buffer can get stale.
+        """
+        width = self.config.hidden_size // self.config.head_count
+        exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+        frequencies = self.config.rope_theta**-exponents
+        positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
+        angles = positions[:, None] * frequencies
+        return angles.cos(), angles.sin()
+
+
+def rotate(vectors: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Apply rotary positions to [B, heads, T, D], the two halves of D being the pairs."""
+    cosines, sines = (part.to(vectors.dtype) for part in rotation)
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+
+
+def initialise(model: PathModel, seed: int) -> None:
+    """Draw the parameters of a new base model, the same for a seed on every device.
+
+    Normal with deviation 0.02; projections onto the residual stream are divided by the root of
+    their number, so that its variance does not grow with depth. Called when a run is prepared.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual_scale = 1 / math.sqrt(2 * model.config.block_count)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+                continue
+            onto_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            deviation = 0.02 * (residual_scale if onto_residual else 1.0)
+            drawn = torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator)
+            parameter.copy_(drawn)
+
+
+def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
+    """Return which targets count, bool [B, T-1] for the targets `tokens[:, 1:]`.
+
+    Padding does not, and neither do the first `skip_tokens` positions, which routing has seen.
+    """
+    mask = tokens[:, 1:] != PAD_TOKEN
+    if skip_tokens > 1:
+        mask[:, : skip_tokens - 1] = False
+    return mask
+
+
+def token_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the negative log-likelihood in nats of each target `tokens[:, 1:]`, fp32 [B, T-1].
+
+    `logits` [B, T, V] are the model's for `tokens` [B, T]. Where the target is padding it is 0.
+    """
+    # The last position gets padding for a target: cutting it off would copy the logits instead.
+    targets = F.pad(tokens[:, 1:], (0, 1), value=PAD_TOKEN)
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=PAD_TOKEN, reduction="none"
+    )
+    return losses.view(tokens.shape)[:, :-1]
+
+
+def sequence_loss(
+    model: PathModel, tokens: torch.Tensor, skip_tokens: int = 0
+) -> tuple[torch.Tensor, int]:
+    """Return the summed negative log-likelihood (nats, fp32 scalar) and the targets counted.
+
+    A target at position t of `tokens` [B, T] counts if t >= max(1, skip_tokens) and it is no
+    padding (DiPaCo section 2.4: the routing prefix is excluded when models are compared).
+    """
+    mask = target_mask(tokens, skip_tokens)
+    losses = token_losses(model(tokens), tokens)
+    return torch.where(mask, losses, 0.0).sum(), int(mask.sum())
