@@ -1,0 +1,1 @@
+"""From text to paths, without a network: tokenizer, corpus, features, routers, shards, batches."""

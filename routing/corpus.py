@@ -1,0 +1,244 @@
+"""Reading documents: local files or a data set of the Hugging Face Hub, always as a stream."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from dipaco.modules.config import Config
+from dipaco.modules.errors import CorpusError, nearest_name
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["train", "validation"]
+
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the corpus, and its label (a domain, a language) if the corpus has labels."""
+
+    text: str
+    label: str | None = None
+
+
+class CorpusConfig(Config):
+    """Where the documents come from: `[data]` of a RUN.toml.
+
+    Either files (`train`, and `validation` if there is a separate set) or a data set of the Hub
+    (`hub`). Without a validation source, a part of the training documents is held out.
+    """
+
+    train: tuple[str, ...] = Field((), description="Files or patterns with * and **.")
+    validation: tuple[str, ...] = Field((), description="Files or patterns of held-out documents.")
+    hub: str | None = Field(None, description="Data set of the Hub, such as allenai/c4.")
+    hub_config: str | None = Field(None, description="Its configuration, such as en.")
+    hub_revision: str | None = Field(None, description="Commit or tag, so that it cannot change.")
+    train_split: str = Field("train", description="Split of the Hub's data set to train on.")
+    validation_split: str | None = Field(None, description="Split to validate on, if it has one.")
+    text_field: str = Field("text", description="The field that holds the text.")
+    label_field: str | None = Field(None, description="A field to report results by.")
+    txt_documents: Literal["file", "paragraph", "line"] = Field(
+        "file", description="What a document is in a .txt file."
+    )
+    held_out_fraction: float = Field(
+        0.01, gt=0, lt=1, description="Part held out when there is no validation source."
+    )
+    train_limit: int | None = Field(None, ge=1, description="Training documents, at most.")
+    validation_limit: int | None = Field(None, ge=1, description="Validation documents, at most.")
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.train) == bool(self.hub):
+            raise ValueError(
+                "give either train = ['data/*.jsonl.gz'] (files) or hub = 'allenai/c4' (a data "
+                "set of the Hub)"
+            )
+        if self.validation and self.hub:
+            raise ValueError("validation names files; with hub write validation_split = '...'")
+        return self
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation source; if not, `is_held_out` chooses."""
+        return bool(self.validation or (self.hub and self.validation_split))
+
+    def relative_to(self, directory: Path) -> CorpusConfig:
+        """Return this with files that are not absolute taken to be in `directory`."""
+
+        def placed(patterns: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(str(directory / pattern) for pattern in patterns)
+
+        return self.model_copy(
+            update={"train": placed(self.train), "validation": placed(self.validation)}
+        )
+
+
+def corpus_files(config: CorpusConfig, part: Part) -> list[Path]:
+    """Return the files of a part, patterns resolved, in sorted order, each once.
+
+    Raises CorpusError if a name or pattern matches nothing.
+    """
+    found: dict[Path, None] = {}
+    for pattern in config.train if part == "train" else config.validation:
+        matches = [Path(pattern)] if Path(pattern).is_file() else _matches(pattern)
+        if not matches:
+            folder = Path(pattern).parent
+            present = sorted(p.name for p in folder.glob("*") if p.is_file())[:8]
+            holds = f"{folder} holds {', '.join(present)}" if present else f"{folder} has no files"
+            raise CorpusError(
+                f"no file matches {part} = '{pattern}'; {holds}. Relative names are looked up "
+                f"beside the RUN.toml"
+            )
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def _matches(pattern: str) -> list[Path]:
+    return [
+        path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file()
+    ]
+
+
+def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
+    """Yield the documents of a part that are not empty, always in the same order.
+
+    Raises CorpusError, naming the file, if one cannot be read, lacks the text field, or if there
+    is no document with text in the whole part. Called by preparation and evaluation.
+    """
+    limit = config.train_limit if part == "train" else config.validation_limit
+    count = 0
+    for document in islice(_all_documents(config, part), limit):
+        count += 1
+        yield document
+    if not count:
+        raise CorpusError(
+            f"the {part} data hold no text: every '{config.text_field}' is empty; name another "
+            f"field with text_field = '...' under [data]"
+        )
+
+
+def is_held_out(document: Document, fraction: float) -> bool:
+    """Tell whether a document is for validation when there is no validation source.
+
+    Decided by a hash of its text, so equal texts never stand on both sides.
+    """
+    digest = hashlib.sha256(document.text.encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+
+
+def _all_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
+    if config.hub:
+        yield from _hub_documents(config, part)
+        return
+    for path in corpus_files(config, part):
+        yield from _documents(_file_rows(path, config), str(path), config)
+
+
+def _file_rows(path: Path, config: CorpusConfig) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one file. Files are opened one by one so that an error can name its file,
+    and so that files need not have the same fields."""
+    import datasets  # slow to import, and only preparation and evaluation read text
+
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
+    builder = _BUILDERS.get(suffixes[-1] if suffixes else "")
+    if builder is None:
+        known = ", ".join(sorted(_BUILDERS))
+        raise CorpusError(
+            f"{path} has an ending this version cannot read; it reads {known}, all but parquet "
+            f"also compressed ({', '.join(sorted(_COMPRESSIONS))})"
+        )
+    if path.stat().st_size == 0:
+        raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
+    options: dict[str, Any] = {}
+    if builder == "text":
+        unit = {"file": "document"}.get(config.txt_documents, config.txt_documents)
+        options = {"sample_by": unit}
+    try:
+        # As an absolute local address; a plain name with [ or * would be taken for a pattern.
+        files = [glob.escape(str(path.absolute()))]
+        rows = datasets.load_dataset(
+            builder, data_files=files, split="train", streaming=True, **options
+        )
+        yield from rows
+    except CorpusError:
+        raise
+    except Exception as error:  # datasets raises whatever its readers raise
+        raise CorpusError(f"{path} cannot be read as {builder}: {_first_line(error)}") from error
+
+
+def _hub_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
+    import datasets
+
+    split = config.train_split if part == "train" else config.validation_split
+    source = f"{config.hub} ({split})"
+    try:
+        rows = datasets.load_dataset(
+            config.hub,
+            config.hub_config,
+            split=split,
+            revision=config.hub_revision,
+            streaming=True,
+        )
+        yield from _documents(rows, source, config)
+    except CorpusError:
+        raise
+    except Exception as error:
+        raise CorpusError(
+            f"{source} cannot be read from the Hub: {_first_line(error)}; check hub, hub_config "
+            f"and the split under [data], and the connection"
+        ) from error
+
+
+def _documents(
+    rows: Iterable[dict[str, Any]], source: str, config: CorpusConfig
+) -> Iterator[Document]:
+    """Turn rows into documents, leaving out those without text."""
+    for number, row in enumerate(rows, start=1):
+        text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
+        if text is None or (isinstance(text, str) and not text.strip()):
+            continue
+        if not isinstance(text, str):
+            raise CorpusError(
+                f"{source}, row {number}: '{config.text_field}' is a {type(text).__name__}, not a "
+                f"text; name another field with text_field = '...' under [data]"
+            )
+        label = None
+        if config.label_field is not None and not source.endswith(".txt"):
+            value = _field(row, config.label_field, source, "label_field")
+            label = None if value is None else str(value)
+        yield Document(text, label)
+
+
+def _field(row: dict[str, Any], field: str, source: str, option: str = "text_field") -> Any:
+    if field in row:
+        return row[field]
+    names = sorted(row)
+    guess = nearest_name(field, names) or next(iter(names), "...")
+    raise CorpusError(
+        f"{source} has no field '{field}'; it has {', '.join(names) or 'no fields'}. Write "
+        f"{option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the innermost reason of an error in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

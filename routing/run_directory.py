@@ -1,0 +1,219 @@
+"""A run on disk: the manifest, the blobs that it names, and the states of the modules.
+
+    manifest.json   the signed plan
+    blobs/          tokenizer, router, base model, shard index, token files, each by its SHA-256
+    states/         the last good states of the modules, as the peers save them
+
+`dipaco-bootstrap prepare` writes one; a peer's cache, the simulator's output and the inference
+tools have the same form, so each can read the others'.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.config import ModelConfig, parse_config
+from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import ModuleState, genesis_state, read_state
+from dipaco.modules.store import StateStore
+from dipaco.modules.transformer import PathModel
+
+from .document_routing import DocumentRouter
+from .plan import PathShard, RunPlan, ShardIndex
+from .routers import Router, load_router
+from .token_files import open_tokens
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """Opens the parts of a run. Nothing is read before it is asked for.
+
+    Every blob but the token files is checked against its hash when it is read; token files are
+    checked once, when they enter the blob store, because they are large. Errors: IntegrityError
+    for a blob that is missing or wrong.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def manifest_path(self) -> Path:
+        """Where the signed plan is."""
+        return self.path / "manifest.json"
+
+    @cached_property
+    def blobs(self) -> BlobStore:
+        """The large parts of the run, by SHA-256."""
+        return BlobStore(self.path / "blobs")
+
+    @cached_property
+    def states(self) -> StateStore:
+        """The last good states of the modules."""
+        return StateStore(self.path / "states")
+
+    def plan(self) -> RunPlan:
+        """Return the plan inside the manifest, validated. The signature is not checked here.
+
+        Raises StorageError if there is no manifest, ManifestError if it is not one,
+        ConfigurationError if the plan in it is impossible.
+        """
+        try:
+            envelope = json.loads(self.manifest_path.read_bytes())
+        except FileNotFoundError:
+            raise StorageError(
+                f"{self.path} is not a run directory: it has no manifest.json; make one with "
+                f"'dipaco-bootstrap prepare RUN.toml --out {self.path}'"
+            ) from None
+        except ValueError as error:
+            raise ManifestError(f"{self.manifest_path} is not JSON: {error}") from None
+        if not isinstance(envelope, dict) or not isinstance(envelope.get("plan"), dict):
+            raise ManifestError(f"{self.manifest_path} holds no plan; is it a manifest?")
+        return parse_config(RunPlan, envelope["plan"], str(self.manifest_path))
+
+    def shard_index(self, plan: RunPlan) -> ShardIndex:
+        """Return what each path's shard is. Raises IntegrityError if it does not fit the plan."""
+        try:
+            values = json.loads(self.blobs.read(plan.blobs.shards))
+        except ValueError as error:
+            raise IntegrityError(f"the shard index of {self.path} is not JSON: {error}") from None
+        index = parse_config(ShardIndex, values, f"the shard index of {self.path}")
+        paths = int(np.prod(plan.grid.modules_per_level))
+        if len(index.paths) != paths or index.sequence_length != plan.model.sequence_length:
+            raise IntegrityError(
+                f"the shard index of {self.path} describes {len(index.paths)} paths of "
+                f"{index.sequence_length} tokens, but the plan has {paths} paths of "
+                f"{plan.model.sequence_length} tokens; prepare the run again"
+            )
+        return index
+
+    def grid(self, plan: RunPlan) -> Grid:
+        """Return the grid of the plan."""
+        return Grid(plan.model, plan.grid, plan.rounds.level_offsets)
+
+    def base_parameters(self, plan: RunPlan) -> dict[str, torch.Tensor]:
+        """Return the parameters of the base model: fp32 on the CPU, by their Hugging Face names."""
+        return self._load_parameters(plan.blobs.base)
+
+    def base_model(self, plan: RunPlan) -> PathModel:
+        """Return the base model, on the CPU and in evaluation mode.
+
+        Raises IntegrityError if its parameters are not those of the plan's model.
+        """
+        return self.load_base_model(plan.model, plan.blobs.base)
+
+    def load_base_model(self, config: ModelConfig, sha256: str) -> PathModel:
+        """Return the model whose parameters are a blob, as `base_model` does."""
+        model = PathModel(config)
+        parameters = self._load_parameters(sha256)
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        found = {name: tuple(p.shape) for name, p in parameters.items()}
+        if found != expected:
+            wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+            raise IntegrityError(
+                f"the base model of {self.path} is not the plan's model: they differ in {wrong}"
+            )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(parameters[name])
+        return model.eval()
+
+    def _load_parameters(self, sha256: str) -> dict[str, torch.Tensor]:
+        try:
+            return safetensors.torch.load(self.blobs.read(sha256))
+        except safetensors.SafetensorError as error:
+            raise IntegrityError(f"the base model of {self.path} is broken: {error}") from None
+
+    def tokenizer(self, plan: RunPlan) -> Tokenizer:
+        """Return the tokenizer. Raises IntegrityError if it has more pieces than the model."""
+        tokenizer = Tokenizer(self.blobs.read(plan.blobs.tokenizer))
+        if tokenizer.vocabulary_size > plan.model.vocabulary_size:
+            raise IntegrityError(
+                f"the tokenizer of {self.path} has {tokenizer.vocabulary_size} pieces, the model "
+                f"only {plan.model.vocabulary_size}; prepare the run again"
+            )
+        return tokenizer
+
+    def router(self, plan: RunPlan) -> Router:
+        """Return the router. Raises IntegrityError if it is not for this many paths."""
+        router = load_router(self.blobs.read(plan.blobs.router))
+        paths = int(np.prod(plan.grid.modules_per_level))
+        if router.path_count != paths:
+            raise IntegrityError(
+                f"the router of {self.path} knows {router.path_count} paths, the plan {paths}; "
+                f"prepare the run again"
+            )
+        return router
+
+    def document_router(self, plan: RunPlan) -> DocumentRouter:
+        """Return what finds the path of a document: tokenizer, base model and router."""
+        return DocumentRouter(
+            self.tokenizer(plan),
+            self.base_model(plan),
+            self.router(plan),
+            plan.routing.prefix_tokens,
+        )
+
+    def train_tokens(self, plan: RunPlan, path: int) -> np.ndarray:
+        """Return the training sequences of a path, [N, T], as a read-only memory map.
+
+        Raises IntegrityError if the token file is missing or has another size than the index says.
+        """
+        shard = self._shard(plan, path)
+        return self._tokens(plan, shard.train_sha256, shard.train_sequences)
+
+    def validation_tokens(self, plan: RunPlan, path: int) -> np.ndarray:
+        """Return the held-out scoring windows of a path (`scoring_windows`), [N, T].
+
+        Raises IntegrityError as `train_tokens` does.
+        """
+        shard = self._shard(plan, path)
+        return self._tokens(plan, shard.validation_sha256, shard.validation_sequences)
+
+    def genesis_state(
+        self, plan: RunPlan, module: str, base: Mapping[str, torch.Tensor] | None = None
+    ) -> ModuleState:
+        """Return the state that a module starts the run from.
+
+        It is cut out of the base model, or is the state that the plan of a successor run names.
+        Whoever wants several gives the `base_parameters`, which are else read for each.
+        Raises IntegrityError if that state is missing.
+        """
+        layout = self.grid(plan).layout(module)
+        if plan.blobs.genesis is None:
+            return genesis_state(module, layout, base or self.base_parameters(plan))
+        digests = json.loads(self.blobs.read(plan.blobs.genesis))
+        digest = digests.get(module) if isinstance(digests, dict) else None
+        if not isinstance(digest, str):
+            raise IntegrityError(f"the genesis of {self.path} names no state of module {module}")
+        return read_state(self.blobs.read(digest), layout, digest)
+
+    def _shard(self, plan: RunPlan, path: int) -> PathShard:
+        shards = self.shard_index(plan).paths
+        if not 0 <= path < len(shards):
+            raise ValueError(f"path {path} is not one of the {len(shards)} paths of this run")
+        return shards[path]
+
+    def _tokens(self, plan: RunPlan, sha256: str, sequences: int) -> np.ndarray:
+        if not self.blobs.has(sha256):
+            raise IntegrityError(f"the token file {sha256} is missing from {self.path / 'blobs'}")
+        tokens = open_tokens(
+            self.blobs.path(sha256), plan.model.sequence_length, plan.model.vocabulary_size
+        )
+        if len(tokens) != sequences:
+            raise IntegrityError(
+                f"the token file {sha256} holds {len(tokens)} sequences, the shard index says "
+                f"{sequences}; remove it and fetch or prepare it again"
+            )
+        return tokens

@@ -1,0 +1,251 @@
+"""Making the shards: every document goes to the token file of its path."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.config import PAD_TOKEN
+from dipaco.modules.files import atomic_write, storage_errors
+
+from .document_routing import DocumentRouter
+from .plan import PathShard, ShardIndex, canonical_json
+from .token_corpus import TokenCorpus
+from .token_files import token_dtype
+from .windows import scoring_windows, window_stride
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["train", "validation"]
+_PARTS: tuple[Part, Part] = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class PathSummary:
+    """What the table of `dipaco-bootstrap prepare` shows of a shard. Tokens are without padding."""
+
+    path: int
+    train_documents: int
+    train_tokens: int
+    validation_documents: int
+    labels: tuple[tuple[str, float], ...]  # the largest labels first, by their share of the tokens
+
+
+@dataclass
+class _PathPart:
+    """What is finished of one path's file."""
+
+    bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+
+class ShardBuilder:
+    """Routes a corpus and writes one token file per path and part.
+
+    A path's training documents follow each other and are cut into rows of `sequence_length`
+    tokens, the last row padded. A path's validation file holds the `scoring_windows` of its
+    held-out documents, in the order of the corpus. The work is done in chunks of documents; a
+    builder that was killed goes on after its last finished chunk and the files come out the same.
+
+    `inputs` is a hash of everything that the shards depend on. Called by `bootstrap.prepare`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        router: DocumentRouter,
+        path_count: int,
+        sequence_length: int,
+        vocabulary_size: int,
+        inputs: str,
+        *,
+        chunk_documents: int = 1024,
+    ) -> None:
+        self._directory = directory
+        self._router = router
+        self._path_count = path_count
+        self._sequence_length = sequence_length
+        self._dtype = token_dtype(vocabulary_size)
+        self._row_bytes = sequence_length * self._dtype.itemsize
+        self._inputs = inputs
+        self._chunk_documents = chunk_documents
+        self._progress_path = directory / "progress.json"
+        window_stride(sequence_length, router.prefix_tokens)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._start()
+
+    def build(
+        self,
+        train: TokenCorpus,
+        validation: TokenCorpus,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Route and write what is not done yet; `progress` gets (documents done, of how many)."""
+        total = len(train) + len(validation)
+        for part, corpus in zip(_PARTS, (train, validation), strict=True):
+            while self._done[part] < len(corpus):
+                self._add_chunk(part, corpus)
+                if progress:
+                    progress(sum(self._done.values()), total)
+        self._pad_train_files()
+
+    def finish(self, blobs: BlobStore) -> ShardIndex:
+        """Move the token files into the blob store and return the index of the shards.
+
+        May be called again after an interruption: files that were moved are remembered.
+        """
+        digests = self._moved()
+        for part in _PARTS:
+            for path in range(self._path_count):
+                file = self._file(part, path)
+                if file.exists():
+                    digests[file.name] = blobs.add_file(file)
+        atomic_write(self._directory / "digests.json", canonical_json(digests))
+        for part in _PARTS:
+            for path in range(self._path_count):
+                self._file(part, path).unlink(missing_ok=True)
+        return ShardIndex(
+            sequence_length=self._sequence_length,
+            paths=tuple(self._path_shard(path, digests) for path in range(self._path_count)),
+        )
+
+    def summaries(self) -> tuple[PathSummary, ...]:
+        """Return what the operator wants to see of each path."""
+        return tuple(
+            PathSummary(
+                path=path,
+                train_documents=self._parts["train"][path].documents,
+                train_tokens=self._parts["train"][path].tokens,
+                validation_documents=self._parts["validation"][path].documents,
+                labels=self._label_shares(path),
+            )
+            for path in range(self._path_count)
+        )
+
+    def _add_chunk(self, part: Part, corpus: TokenCorpus) -> None:
+        """Route one chunk, append its documents to their files, then count the chunk as done."""
+        first = self._done[part]
+        indices = range(first, min(first + self._chunk_documents, len(corpus)))
+        documents = [corpus.document(index) for index in indices]
+        paths = self._router.route_tokens(documents)
+        pieces: dict[int, list[np.ndarray]] = {}
+        for index, document, path in zip(indices, documents, paths.tolist(), strict=True):
+            content = document if part == "train" else self._windows(document)
+            pieces.setdefault(path, []).append(content.astype(self._dtype).reshape(-1))
+            if part == "train":
+                label = corpus.label_name(index)
+                if label is not None:
+                    self._labels[path][label] += len(document)
+            self._parts[part][path].documents += 1
+            self._parts[part][path].tokens += len(document)
+        for path, arrays in pieces.items():
+            content = np.concatenate(arrays)
+            with storage_errors(self._directory), open(self._file(part, path), "ab") as file:
+                file.write(content.tobytes())
+            self._parts[part][path].bytes += content.nbytes
+        self._done[part] = indices.stop
+        self._save()
+
+    def _windows(self, document: np.ndarray) -> np.ndarray:
+        return scoring_windows(document, self._sequence_length, self._router.prefix_tokens)
+
+    def _pad_train_files(self) -> None:
+        """Fill up the last row of every training file; doing it twice changes nothing."""
+        if self._moved():
+            return
+        row_tokens = self._sequence_length
+        for path, done in enumerate(self._parts["train"]):
+            tokens = done.bytes // self._dtype.itemsize
+            missing = max(0, self._sequences("train", path) * row_tokens - tokens)
+            padding = np.full(missing, PAD_TOKEN, self._dtype)
+            with storage_errors(self._directory), open(self._file("train", path), "ab") as file:
+                file.truncate(min(done.bytes, self._sequences("train", path) * self._row_bytes))
+                file.write(padding.tobytes())
+
+    def _path_shard(self, path: int, digests: dict[str, str]) -> PathShard:
+        return PathShard(
+            path=path,
+            train_sha256=digests[self._file("train", path).name],
+            train_sequences=self._sequences("train", path),
+            train_documents=self._parts["train"][path].documents,
+            validation_sha256=digests[self._file("validation", path).name],
+            validation_sequences=self._sequences("validation", path),
+        )
+
+    def _sequences(self, part: Part, path: int) -> int:
+        """Return the rows of a file. One token alone in a last row predicts nothing and is left
+        out: a batch of that row would have no loss."""
+        rows, rest = divmod(self._parts[part][path].bytes, self._row_bytes)
+        return rows + (rest > self._dtype.itemsize)
+
+    def _label_shares(self, path: int, shown: int = 2) -> tuple[tuple[str, float], ...]:
+        tokens = max(1, self._parts["train"][path].tokens)
+        largest = sorted(self._labels[path].items(), key=lambda entry: (-entry[1], entry[0]))
+        return tuple((name, count / tokens) for name, count in largest[:shown])
+
+    def _file(self, part: Part, path: int) -> Path:
+        return self._directory / f"{part}-{path:05d}.bin"
+
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        for part in _PARTS:
+            for path in range(self._path_count):
+                yield self._file(part, path), self._parts[part][path].bytes
+
+    def _start(self) -> None:
+        """Take up the progress that was saved for the same inputs, or begin anew."""
+        self._reset()
+        if self._progress_path.exists():
+            values = json.loads(self._progress_path.read_bytes())
+            if values.get("inputs") == self._inputs:
+                self._restore(values)
+        if self._moved():
+            return
+        if any(size and (not f.exists() or f.stat().st_size < size) for f, size in self._files()):
+            logger.warning("token files are shorter than noted; routing starts again")
+            self._reset()
+        for file, size in self._files():
+            with open(file, "ab") as handle:
+                handle.truncate(size)
+        self._save()
+
+    def _reset(self) -> None:
+        self._done: dict[Part, int] = dict.fromkeys(_PARTS, 0)
+        self._parts: dict[Part, list[_PathPart]] = {
+            part: [_PathPart() for _ in range(self._path_count)] for part in _PARTS
+        }
+        self._labels: list[Counter[str]] = [Counter() for _ in range(self._path_count)]
+
+    def _restore(self, values: dict[str, Any]) -> None:
+        for part in _PARTS:
+            self._done[part] = values["done"][part]
+            self._parts[part] = [_PathPart(*counts) for counts in values["parts"][part]]
+        self._labels = [Counter(counts) for counts in values["labels"]]
+
+    def _save(self) -> None:
+        values = {
+            "inputs": self._inputs,
+            "done": self._done,
+            "parts": {
+                part: [[p.bytes, p.documents, p.tokens] for p in self._parts[part]]
+                for part in _PARTS
+            },
+            "labels": [dict(counts) for counts in self._labels],
+        }
+        atomic_write(self._progress_path, canonical_json(values))
+
+    def _moved(self) -> dict[str, str]:
+        """Return the digests of files already in the blob store, if they are of these inputs."""
+        path = self._directory / "digests.json"
+        if not path.exists() or not sum(self._done.values()):
+            path.unlink(missing_ok=True)
+            return {}
+        digests: dict[str, str] = json.loads(path.read_bytes())
+        return digests

@@ -1,0 +1,233 @@
+"""The whole corpus as tokens on the operator's disk, made once and read by every later stage.
+
+    tokens.bin    all documents one after another, little-endian integers
+    ends.bin      for each document the position after its last token, uint64
+    labels.bin    for each document the number of its label, uint16
+
+A corpus is written in chunks. What a chunk adds is counted only when the progress file says so, so
+a writer that is killed at any instant goes on after its last whole chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dipaco.modules.errors import CorpusError, IntegrityError
+from dipaco.modules.files import atomic_write, storage_errors
+
+from .corpus import Document
+from .plan import canonical_json
+from .token_files import token_dtype
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_NO_LABEL = 2**16 - 1
+
+
+class TokenCorpus:
+    """Reads a finished token corpus through memory maps. Called by `bootstrap.prepare`."""
+
+    def __init__(self, directory: Path, vocabulary_size: int) -> None:
+        self.directory = directory
+        self.vocabulary_size = vocabulary_size
+        self._dtype = token_dtype(vocabulary_size)
+        progress = _read_progress(directory)
+        self.label_names: tuple[str, ...] = tuple(progress["labels"])
+        self.ends = _mapped(directory / "ends.bin", np.dtype("<u8"), progress["documents"])
+        self.labels = _mapped(directory / "labels.bin", np.dtype("<u2"), progress["documents"])
+        self.tokens = _mapped(directory / "tokens.bin", self._dtype, progress["tokens"])
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the tokens of a document, begin and end included."""
+        start = int(self.ends[index - 1]) if index else 0
+        return self.tokens[start : int(self.ends[index])]
+
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each document, int64 [N]."""
+        return np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
+
+    def label_name(self, index: int) -> str | None:
+        """Return the label of a document, if it has one."""
+        number = int(self.labels[index])
+        return self.label_names[number] if number < len(self.label_names) else None
+
+    def rows(self, sequence_length: int) -> np.ndarray:
+        """Return all documents packed into rows, [N, sequence_length]; what is over is left out.
+
+        Raises CorpusError if the corpus is shorter than one row.
+        """
+        count = len(self.tokens) // sequence_length
+        if not count:
+            raise CorpusError(
+                f"the whole corpus has {len(self.tokens)} tokens, less than one sequence of "
+                f"{sequence_length}; give more data or a smaller sequence_length under [model]"
+            )
+        return self.tokens[: count * sequence_length].reshape(count, sequence_length)
+
+
+class TokenCorpusWriter:
+    """Adds chunks of documents to a token corpus, after the last chunk that was finished.
+
+    `inputs` is a hash of everything that the tokens depend on; a half-made corpus of other inputs
+    is thrown away.
+    """
+
+    def __init__(self, directory: Path, vocabulary_size: int, inputs: str) -> None:
+        self._directory = directory
+        self._dtype = token_dtype(vocabulary_size)
+        self._progress_path = directory / "progress.json"
+        directory.mkdir(parents=True, exist_ok=True)
+        progress: dict[str, Any] = {
+            "inputs": inputs,
+            "documents": 0,
+            "tokens": 0,
+            "labels": [],
+        }
+        if self._progress_path.exists():
+            found = _read_progress(directory)
+            if found["inputs"] == inputs and self._has(found):
+                progress = found
+        self.documents: int = progress["documents"]
+        self.tokens: int = progress["tokens"]
+        self._inputs = inputs
+        self._labels: dict[str, int] = {name: i for i, name in enumerate(progress["labels"])}
+        self._truncate()
+        self._save()
+
+    def add(self, documents: Sequence[tuple[list[int], str | None]]) -> None:
+        """Append a chunk of documents, each its tokens and its label."""
+        lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.uint64)
+        flat = np.concatenate([np.asarray(tokens, self._dtype) for tokens, _ in documents])
+        labels = np.array([self._label(label) for _, label in documents], dtype="<u2")
+        ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.tokens)
+        _append(self._directory / "tokens.bin", flat)
+        _append(self._directory / "ends.bin", ends.astype("<u8"))
+        _append(self._directory / "labels.bin", labels)
+        self.documents += len(documents)
+        self.tokens += len(flat)
+        self._save()
+
+    def _label(self, label: str | None) -> int:
+        if label is None:
+            return _NO_LABEL
+        if label not in self._labels and len(self._labels) >= _NO_LABEL:
+            return _NO_LABEL
+        return self._labels.setdefault(label, len(self._labels))
+
+    def _files(self, documents: int, tokens: int) -> dict[str, int]:
+        return {
+            "tokens.bin": tokens * self._dtype.itemsize,
+            "ends.bin": documents * 8,
+            "labels.bin": documents * 2,
+        }
+
+    def _has(self, progress: dict[str, Any]) -> bool:
+        """Tell whether the files hold at least what the progress file says (a crash of the whole
+        machine may have lost their ends)."""
+        files = self._files(progress["documents"], progress["tokens"])
+        return all(
+            (self._directory / name).exists() and (self._directory / name).stat().st_size >= size
+            for name, size in files.items()
+        )
+
+    def _truncate(self) -> None:
+        for name, size in self._files(self.documents, self.tokens).items():
+            with open(self._directory / name, "ab") as file:
+                file.truncate(size)
+
+    def _save(self) -> None:
+        values = {
+            "inputs": self._inputs,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "labels": list(self._labels),
+        }
+        atomic_write(self._progress_path, canonical_json(values))
+
+
+def write_token_corpora(
+    documents: Iterable[tuple[Document, bool]],
+    tokenizer: Tokenizer,
+    train: TokenCorpusWriter,
+    validation: TokenCorpusWriter,
+    *,
+    chunk_documents: int = 1024,
+    chunk_characters: int = 4_000_000,
+) -> Iterator[tuple[int, int]]:
+    """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
+
+    Goes on where the writers stand: the documents that they hold are read but not tokenised again.
+    Yields (documents done, tokens done) after each chunk, so that the caller can show progress.
+    The order of the stream must be the same every time.
+    """
+    done = {False: train.documents, True: validation.documents}
+    writers = {False: train, True: validation}
+    fresh = _skip(documents, done)
+    while chunk := list(_take(fresh, chunk_documents, chunk_characters)):
+        for held_out, writer in writers.items():
+            part = [document for document, flag in chunk if flag == held_out]
+            if part:
+                writer.add([(tokenizer.document_tokens(d.text), d.label) for d in part])
+        yield train.documents + validation.documents, train.tokens + validation.tokens
+
+
+def _skip(
+    documents: Iterable[tuple[Document, bool]], done: dict[bool, int]
+) -> Iterator[tuple[Document, bool]]:
+    """Yield the documents after the first `done` of each kind.
+
+    Counted for each kind by itself: a kill may come after one corpus got its part of a chunk and
+    before the other got its own.
+    """
+    seen = {False: 0, True: 0}
+    for document, held_out in documents:
+        seen[held_out] += 1
+        if seen[held_out] > done[held_out]:
+            yield document, held_out
+
+
+def _take(
+    documents: Iterator[tuple[Document, bool]], count: int, characters: int
+) -> Iterator[tuple[Document, bool]]:
+    total = 0
+    for document, held_out in islice(documents, count):
+        yield document, held_out
+        total += len(document.text)
+        if total >= characters:
+            return
+
+
+def _append(path: Path, values: np.ndarray) -> None:
+    with storage_errors(path.parent), open(path, "ab") as file:
+        file.write(values.tobytes())
+
+
+def _read_progress(directory: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((directory / "progress.json").read_bytes())
+        if not isinstance(values, dict) or not {"documents", "tokens", "labels"} <= values.keys():
+            raise ValueError("it lacks a count")
+    except (OSError, ValueError) as error:
+        raise IntegrityError(
+            f"{directory / 'progress.json'} cannot be read ({error}); remove {directory} and "
+            f"prepare again"
+        ) from None
+    return values
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if not count:
+        return np.empty(0, dtype)
+    if path.stat().st_size < count * dtype.itemsize:
+        raise IntegrityError(f"{path} is shorter than its progress.json says; remove its folder")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

@@ -1,0 +1,164 @@
+"""The tokenizer of a run: SentencePiece, set up so that any text survives a round trip.
+
+No normalisation and no white-space rules are applied: prose, code and tables come back byte for
+byte. What the vocabulary lacks is spelled in UTF-8 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError
+from dipaco.modules.files import atomic_write
+
+# SentencePiece writes a space as this character, so the character itself goes through bytes.
+_SPACE_MARK = "\u2581"
+_LONGEST_LINE_BYTES = 4096
+# Of a corpus too large to read for a tokenizer, this many times the sample is looked at.
+_SCAN_FACTOR = 20
+
+
+class Tokenizer:
+    """Text to tokens and back. Given the path of a SentencePiece model, or its bytes.
+
+    Raises IntegrityError if the model cannot be read, ConfigurationError if its special pieces are
+    not `<unk>`, `<s>`, `</s>`, `<pad>` at 0 to 3, or if it lacks the 256 byte pieces.
+    """
+
+    def __init__(self, model: Path | bytes) -> None:
+        data = model if isinstance(model, bytes) else Path(model).read_bytes()
+        source = "the tokenizer" if isinstance(model, bytes) else f"the tokenizer {model}"
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=data)
+            self.vocabulary_size = int(self._pieces.vocab_size())
+        except (RuntimeError, ValueError, OSError) as error:
+            raise IntegrityError(f"{source} is not a SentencePiece model: {error}") from None
+        self._check_special_pieces(source)
+        self._space_mark = [self._pieces.piece_to_id(f"<0x{byte:02X}>") for byte in b"\xe2\x96\x81"]
+
+    def _check_special_pieces(self, source: str) -> None:
+        model = self._pieces
+        ids = (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id())
+        if ids != (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN):
+            raise ConfigurationError(
+                f"{source} has unknown, begin, end and padding at {ids}, but a run needs them at "
+                f"(0, 1, 2, 3); train it with unk_id=0, bos_id=1, eos_id=2, pad_id=3"
+            )
+        if not model.is_byte(model.piece_to_id("<0x00>")):
+            raise ConfigurationError(
+                f"{source} has no byte pieces, so some texts could not be written in it; train it "
+                f"with byte_fallback=True, or leave out model_file"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without begin and end."""
+        clean = text.encode("utf-8", "replace").decode("utf-8")
+        parts = self._pieces.encode(clean.split(_SPACE_MARK))
+        tokens: list[int] = list(parts[0])
+        for part in parts[1:]:
+            tokens += self._space_mark
+            tokens += part
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens. Begin, end and padding vanish; broken UTF-8 becomes U+FFFD."""
+        return str(self._pieces.decode([int(token) for token in tokens]))
+
+    def document_tokens(self, text: str) -> list[int]:
+        """Return what a document is in a shard: begin, its tokens, end."""
+        return [BEGIN_TOKEN, *self.encode(text), END_TOKEN]
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    vocabulary_size: int,
+    output: Path,
+    *,
+    character_limit: int,
+    seed: int = 0,
+    kind: Literal["bpe", "unigram"] = "bpe",
+) -> Tokenizer:
+    """Train a tokenizer of exactly `vocabulary_size` pieces, write it to `output`, return it.
+
+    At most `character_limit` characters are trained on: a random sample (by `seed`) of the first
+    20 times as many. The same texts and seed give the same bytes: training uses one thread.
+
+    Raises CorpusError if there is no text, ConfigurationError if the vocabulary is too small for
+    the characters of the texts or too large for the texts. Called by `bootstrap.prepare`.
+    """
+    sample = _sample(texts, character_limit, seed)
+    if not sample:
+        raise CorpusError("there is no text to train a tokenizer on; check [data] in the RUN.toml")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(sample),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocabulary_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            # Its own piece, because a line break is never seen inside a training line.
+            user_defined_symbols=["\n"],
+            max_sentence_length=2 * _LONGEST_LINE_BYTES,
+            unk_id=UNKNOWN_TOKEN,
+            bos_id=BEGIN_TOKEN,
+            eos_id=END_TOKEN,
+            pad_id=PAD_TOKEN,
+            # Unigram sums over threads in their order of arrival; one thread has one order.
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"a tokenizer of {vocabulary_size} pieces cannot be trained on {len(sample)} texts: "
+            f"{_reason(error)}; change vocabulary_size under [model]"
+        ) from None
+    atomic_write(output, model.getvalue())
+    return Tokenizer(model.getvalue())
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the human part of a SentencePiece error ("Internal: file.cc(12) [check] reason")."""
+    return str(error).rsplit("] ", 1)[-1].strip() or str(error)
+
+
+def _sample(texts: Iterable[str], character_limit: int, seed: int) -> list[str]:
+    """Return a random sample of texts of at most `character_limit` characters, in their order.
+
+    Every text gets a random priority and the best that fit are kept, so memory is bounded by the
+    limit however long the corpus is. A text longer than the limit is cut.
+    """
+    kept: list[tuple[float, int, str]] = []  # a heap, the worst priority first
+    kept_characters = scanned_characters = 0
+    for index, text in enumerate(texts):
+        piece = text[:character_limit]
+        digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=6).digest()
+        heapq.heappush(kept, (-int.from_bytes(digest, "big"), index, piece))
+        kept_characters += len(piece)
+        while kept_characters > character_limit:
+            kept_characters -= len(heapq.heappop(kept)[2])
+        scanned_characters += len(text)
+        if scanned_characters > _SCAN_FACTOR * character_limit:
+            break
+    return [piece for _, _, piece in sorted(kept, key=lambda entry: entry[1])]
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of the texts, long ones cut: SentencePiece drops a line that is too long."""
+    for text in texts:
+        for line in text.encode("utf-8", "replace").decode("utf-8").split("\n"):
+            for start in range(0, len(line), _LONGEST_LINE_BYTES // 4):
+                yield line[start : start + _LONGEST_LINE_BYTES // 4]
