@@ -1,0 +1,387 @@
+"""Announcing and looking up: the one place where records meet the DHT.
+
+Every call has a bounded wait and notices when the DHT process has died. What is read is parsed
+again, whatever the node that gave it should have checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dipaco.modules.errors import DipacoError, NetworkError, ProtocolVersionError
+from hivemind import DHT
+from hivemind.p2p import PeerID
+from hivemind.utils.timed_storage import get_dht_time
+
+from .identity import Identity
+from .manifest import SignedManifest, verify_manifest
+from .records import (
+    KINDS,
+    MANIFESTS_KEY,
+    BlobRecord,
+    ClaimRecord,
+    HoldingRecord,
+    PeerRecord,
+    ProgressRecord,
+    Record,
+    RecordError,
+    parse_record,
+    parse_subkey,
+    record_key,
+    record_subkey,
+)
+
+logger = logging.getLogger("dipaco.dht.directory")
+
+CALL_TIMEOUT_S = 30.0
+ALIVE_CHECK_S = 1.0
+MAX_REMEMBERED_COMPLAINTS = 1024
+RecordT = TypeVar("RecordT", bound=Record)
+# Tasks of the DHT process, referred to so that they are not collected while they run.
+_PINGS: set[asyncio.Task[None]] = set()
+# A key and a subkey, which together name a record.
+RecordName = tuple[str, bytes]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One record on its way into the DHT."""
+
+    name: RecordName
+    value: Any
+    expiration: float
+
+
+class Directory:
+    """Reads and writes the records of one run. Thread-safe."""
+
+    def __init__(self, dht: DHT, identity: Identity, run_id: str | None) -> None:
+        self._dht = dht
+        self._identity = identity
+        self._run_id = run_id
+        self._owner_marker = b"[owner:" + identity.key.get_public_key().to_bytes() + b"]"
+        self._lock = threading.RLock()
+        self._expirations: dict[RecordName, float] = {}
+        self._collected: dict[RecordName, _Entry] | None = None
+        self._complained_about: set[Any] = set()
+
+    @property
+    def run_id(self) -> str:
+        """The run; a directory that only lists runs has none."""
+        assert self._run_id is not None
+        return self._run_id
+
+    def is_alive(self) -> bool:
+        """Tell whether the DHT process lives."""
+        return bool(self._dht.is_alive())
+
+    # -- writing
+
+    def publish_claim(self, record: ClaimRecord, life_s: float) -> bool:
+        """Say which path this peer trains."""
+        return self._publish("claims", None, record, life_s)
+
+    def withdraw_claim(self) -> bool:
+        """Take the claim back at once."""
+        return self._withdraw("claims", None)
+
+    def publish_holding(self, record: HoldingRecord, life_s: float) -> bool:
+        """Say that this peer serves a module state."""
+        return self._publish("holdings", record.module, record, life_s)
+
+    def withdraw_holding(self, module: str) -> bool:
+        """Serve this module's state no more."""
+        return self._withdraw("holdings", module)
+
+    def publish_peer(self, record: PeerRecord, life_s: float) -> bool:
+        """Say what this peer is."""
+        return self._publish("peers", None, record, life_s)
+
+    def withdraw_peer(self) -> bool:
+        """Be gone."""
+        return self._withdraw("peers", None)
+
+    def publish_progress(self, record: ProgressRecord, life_s: float) -> bool:
+        """Say how far the paths are that this peer trained."""
+        return self._publish("progress", None, record, life_s)
+
+    def publish_blob(self, record: BlobRecord, life_s: float) -> bool:
+        """Say that this peer serves a blob."""
+        return self._publish("blobs", record.sha256, record, life_s)
+
+    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
+        """Store a run's manifest again; any peer may, since it certifies itself."""
+        subkey = record_subkey("manifests", self.run_id, None, b"")
+        life_s = min(life_s, KINDS["manifests"].max_life_s)
+        return self._store((MANIFESTS_KEY, subkey), envelope, life_s)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Collect what is published inside the block and store it with one call at its end.
+
+        A peer with many holdings renews them all in the time of one. Inside the block `publish_*`
+        answer True; what no node stored is logged at the end. Other threads wait meanwhile.
+        """
+        with self._lock:
+            assert self._collected is None, "together() does not nest"
+            self._collected = {}
+            try:
+                yield
+                entries = list(self._collected.values())
+            finally:
+                self._collected = None
+            if entries:
+                self._store_entries(entries)
+
+    def _publish(self, kind: str, item: str | None, record: Record, life_s: float) -> bool:
+        name = self._name(kind, item)
+        life_s = min(life_s, KINDS[kind].max_life_s)
+        return self._store(name, record.model_dump(), life_s)
+
+    def _withdraw(self, kind: str, item: str | None) -> bool:
+        """Overwrite a record by nothing, which ends a moment later than the record did."""
+        name = self._name(kind, item)
+        if name not in self._expirations:
+            return True
+        return self._store(name, None, 0.0)
+
+    def _name(self, kind: str, item: str | None) -> RecordName:
+        key = record_key(kind, self.run_id, item)
+        return key, record_subkey(kind, self.run_id, item, self._owner_marker)
+
+    def _store(self, name: RecordName, value: Any, life_s: float) -> bool:
+        """Store with an expiration strictly later than the last one, or it would be refused."""
+        with self._lock:
+            last = self._expirations.get(name, 0.0)
+            expiration = max(get_dht_time() + life_s, math.nextafter(last, math.inf))
+            self._expirations[name] = expiration
+            entry = _Entry(name, value, expiration)
+            if self._collected is not None:
+                self._collected[name] = entry
+                return True
+        return self._store_entries([entry])
+
+    def _store_entries(self, entries: list[_Entry]) -> bool:
+        """Store, and once more above what this peer had published in an earlier life."""
+        refused = self._try_to_store(entries)
+        if refused:
+            refused = self._try_to_store(self._postponed(refused))
+        for entry in refused:
+            logger.info("no node stored this peer's record at %s", entry.name[0])
+        return not refused
+
+    def _postponed(self, entries: list[_Entry]) -> list[_Entry]:
+        """Return `entries` with expirations later than what the DHT holds in their place."""
+        held = self._call(_get_expirations, tuple({entry.name[0] for entry in entries}))
+        postponed = []
+        for entry in entries:
+            last = held.get(entry.name, 0.0)
+            expiration = max(entry.expiration, math.nextafter(last, math.inf))
+            self._expirations[entry.name] = expiration
+            postponed.append(_Entry(entry.name, entry.value, expiration))
+        return postponed
+
+    def _try_to_store(self, entries: list[_Entry]) -> list[_Entry]:
+        """Store all at once and return those that no node took."""
+        stored = self._call(
+            _store_many, tuple((*entry.name, entry.value, entry.expiration) for entry in entries)
+        )
+        return [entry for entry in entries if not stored.get(entry.name)]
+
+    # -- reading
+
+    def read_claims(self) -> tuple[ClaimRecord, ...]:
+        """Return all claims of the run that have not expired."""
+        return self._read("claims", None, ClaimRecord)
+
+    def read_peers(self) -> tuple[PeerRecord, ...]:
+        """Return all peers of the run."""
+        return self._read("peers", None, PeerRecord)
+
+    def read_progress(self) -> tuple[ProgressRecord, ...]:
+        """Return what all peers say of the paths that they trained."""
+        return self._read("progress", None, ProgressRecord)
+
+    def read_holdings(self, modules: Iterable[str]) -> dict[str, tuple[HoldingRecord, ...]]:
+        """Return who serves which state of each of `modules`; asked for all at once."""
+        keys = {record_key("holdings", self.run_id, module): module for module in modules}
+        found = self._get_many(tuple(keys))
+        return {
+            module: self._parse_all(key, found.get(key), HoldingRecord)
+            for key, module in keys.items()
+        }
+
+    def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
+        """Return the peers, other than this one, that serve a blob."""
+        records = self._read("blobs", sha256, BlobRecord)
+        return tuple(r.peer_id for r in records if r.peer_id != self._identity.peer_id)
+
+    def list_manifests(self) -> list[SignedManifest]:
+        """Return the runs in this DHT, by name and id. Bad ones are skipped with one log line.
+
+        Raises `ProtocolVersionError` when there are runs and all are of another protocol.
+        """
+        found = self._get_many((MANIFESTS_KEY,)).get(MANIFESTS_KEY)
+        manifests = {}
+        foreign: ProtocolVersionError | None = None
+        for subkey, envelope in (found or {}).items():
+            try:
+                address = parse_subkey(subkey)
+                if address.key != MANIFESTS_KEY or not isinstance(envelope, bytes):
+                    raise RecordError("it is not a manifest record")
+                manifests[address.run_id] = verify_manifest(envelope, address.run_id)
+            except ProtocolVersionError as error:
+                logger.info("skipped a manifest: %s", error)
+                foreign = error
+            except DipacoError as error:
+                self._complain(subkey, "a manifest", error)
+        if foreign is not None and not manifests:
+            raise foreign
+        return sorted(manifests.values(), key=lambda m: (m.plan.name, m.plan.run_id))
+
+    def look_up_random_key(self, number: int) -> None:
+        """Ask for a key that nobody has: the search drops dead peers from the routing table."""
+        self._get_many((f"dipaco/refresh/{number}",))
+
+    def call_peers(self, peers: tuple[str, ...]) -> None:
+        """Call peers that may have been cut off, so that they are in the routing table again.
+
+        Returns at once: the calls are made in the DHT process, each within its time limit.
+        """
+        self._call(_ping_in_background, peers)
+
+    def _read(
+        self, kind: str, item: str | None, record_class: type[RecordT]
+    ) -> tuple[RecordT, ...]:
+        key = record_key(kind, self.run_id, item)
+        return self._parse_all(key, self._get_many((key,)).get(key), record_class)
+
+    def _parse_all(
+        self, key: str, entries: Mapping[Any, Any] | None, record_class: type[RecordT]
+    ) -> tuple[RecordT, ...]:
+        """Return the records under `key`; what does not belong there is left out."""
+        records = []
+        for subkey, value in (entries or {}).items():
+            if value is None:
+                continue
+            try:
+                address = parse_subkey(subkey)
+                if address.key != key:
+                    raise RecordError(f"a record of {address.key} stands under {key}")
+                record = parse_record(address, value)
+            except RecordError as error:
+                self._complain(subkey, "a record", error)
+                continue
+            assert isinstance(record, record_class)
+            records.append(record)
+        return tuple(sorted(records, key=lambda record: record.peer_id))
+
+    def _complain(self, subkey: Any, what: str, error: DipacoError) -> None:
+        """Log a refusal, as a warning the first time: the same records come every few seconds."""
+        level = logging.DEBUG if subkey in self._complained_about else logging.WARNING
+        if len(self._complained_about) < MAX_REMEMBERED_COMPLAINTS:
+            self._complained_about.add(subkey)
+        logger.log(level, "skipped %s: %s", what, error)
+
+    def _get_many(self, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
+        """Return the unexpired subkeys and values of dictionary keys, from the network."""
+        found = self._call(_get_latest, keys)
+        return found if isinstance(found, dict) else {}
+
+    def _call(self, coroutine: Any, arguments: Any) -> Any:
+        """Run a coroutine function in the DHT process. Raises `NetworkError`; bounded."""
+        self._check_alive()
+        try:
+            future = self._dht.run_coroutine(_Bound(coroutine, arguments), return_future=True)
+        except OSError:
+            self._check_alive()
+            raise NetworkError("the DHT process does not listen any more; start again") from None
+        return self._result(future)
+
+    def _result(self, future: concurrent.futures.Future[Any]) -> Any:
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            try:
+                return future.result(ALIVE_CHECK_S)
+            except (concurrent.futures.TimeoutError, TimeoutError):
+                self._check_alive()
+                if time.monotonic() > deadline:
+                    raise NetworkError(
+                        f"the DHT did not answer for {CALL_TIMEOUT_S:.0f} s; check the network"
+                    ) from None
+            except (Exception, concurrent.futures.CancelledError) as error:
+                logger.debug("a call to the DHT failed", exc_info=True)
+                reason = str(error) or type(error).__name__
+                raise NetworkError(f"the DHT could not answer: {reason}") from None
+
+    def _check_alive(self) -> None:
+        if not self._dht.is_alive():
+            raise NetworkError("the DHT process has ended; start again")
+
+
+class _Bound:
+    """A coroutine function with its argument, which can be sent to the DHT process."""
+
+    def __init__(self, function: Any, argument: Any) -> None:
+        self._function = function
+        self._argument = argument
+
+    async def __call__(self, dht: Any, node: Any) -> Any:
+        return await self._function(node, self._argument)
+
+
+async def _get_latest(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
+    """Runs in the DHT process: look all keys up at once, asking the network for the newest."""
+    return {
+        key: {subkey: item.value for subkey, item in entries.items()}
+        for key, entries in (await _look_up(node, keys)).items()
+    }
+
+
+async def _get_expirations(node: Any, keys: tuple[str, ...]) -> dict[RecordName, float]:
+    """Runs in the DHT process: return when the records under some keys expire."""
+    return {
+        (key, subkey): item.expiration_time
+        for key, entries in (await _look_up(node, keys)).items()
+        for subkey, item in entries.items()
+    }
+
+
+async def _look_up(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
+    found = await node.get_many(keys, sufficient_expiration_time=math.inf)
+    return {
+        key: entry.value
+        for key, entry in found.items()
+        if entry is not None and isinstance(entry.value, dict)
+    }
+
+
+async def _ping_in_background(node: Any, peers: tuple[str, ...]) -> None:
+    """Runs in the DHT process: ping peers; who answers is no longer shunned."""
+
+    async def ping(peer: Any) -> None:
+        if await node.protocol.call_ping(peer) is not None:
+            node.blacklist.register_success(peer)
+
+    for peer in peers:
+        task = asyncio.create_task(ping(PeerID.from_base58(peer)))
+        _PINGS.add(task)
+        task.add_done_callback(_PINGS.discard)
+
+
+async def _store_many(
+    node: Any, entries: tuple[tuple[str, bytes, Any, float], ...]
+) -> dict[RecordName, bool]:
+    """Runs in the DHT process: store all records at once and tell which ones a node took."""
+    keys, subkeys, values, expirations = (list(column) for column in zip(*entries, strict=True))
+    stored = await node.store_many(keys, values, expirations, subkeys=subkeys)
+    return dict(stored)

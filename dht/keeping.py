@@ -1,0 +1,67 @@
+"""Who keeps copies of what: rendezvous hashing over the peers (DESIGN 4.6). Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+
+from dipaco.modules.grid import Grid
+
+from .agreement import better_state, expected_group
+from .records import HoldingRecord
+from .view import SwarmView
+
+
+def keepers(name: str, peers: Iterable[str], copies: int) -> tuple[str, ...]:
+    """Return the `copies` peers that keep `name`, a module or a blob's hash.
+
+    When a peer comes or goes, only what it keeps itself finds another keeper.
+    """
+    ordered = sorted(
+        set(peers), key=lambda peer: hashlib.sha256(f"{name}/{peer}".encode()).digest()
+    )
+    return tuple(ordered[:copies])
+
+
+def heaviest(holdings: Iterable[HoldingRecord]) -> HoldingRecord | None:
+    """Return the holding that wins: more tokens, then the smaller digest."""
+    best: HoldingRecord | None = None
+    for holding in holdings:
+        if best is None or better_state(
+            (holding.tokens, holding.digest), (best.tokens, best.digest)
+        ):
+            best = holding
+    return best
+
+
+def modules_to_keep(
+    view: SwarmView,
+    grid: Grid,
+    me: str,
+    copies: int,
+    *,
+    unavailable: Collection[str] = (),
+) -> tuple[HoldingRecord, ...]:
+    """Return the states that this peer should hold a copy of, though it does not train them.
+
+    A module is held by its trainers anyway; the rest of the `copies` goes to the peers that
+    rendezvous hashing names among the others, bootstrap nodes included. `unavailable` are digests
+    that could not be fetched lately: whoever announces a state that nobody can have must not
+    keep the true one from being copied.
+    """
+    wanted = []
+    for module in grid.modules():
+        held = view.holdings.get(module, ())
+        best = heaviest(holding for holding in held if holding.digest not in unavailable)
+        if best is None or best.version == 0:
+            continue
+        trainers = expected_group(view, grid, module)
+        others = [
+            peer
+            for peer, record in view.peers.items()
+            if peer not in trainers and record.state != "leaving"
+        ]
+        missing = copies - len(trainers)
+        if missing > 0 and me in keepers(module, others, missing):
+            wanted.append(best)
+    return tuple(wanted)

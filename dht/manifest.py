@@ -1,0 +1,184 @@
+"""The signed manifest: a run's plan with the operator's signature.
+
+The envelope is JSON: the plan, the operator's public key (Ed25519) and the signature over the
+plan's canonical bytes. It certifies itself, so anybody may store and pass it on. A run's id is
+the hash of the plan alone; who signed is shown to the volunteer as the operator's fingerprint.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from dipaco.modules.config import parse_config
+from dipaco.modules.errors import (
+    ConfigurationError,
+    ManifestError,
+    ProtocolVersionError,
+    StorageError,
+)
+from dipaco.routing.plan import PROTOCOL_VERSION, RunPlan, canonical_json
+
+MAX_MANIFEST_BYTES = 2**16
+_SIGNED_PREFIX = b"dipaco-manifest/1\n"
+
+
+@dataclass(frozen=True)
+class SignedManifest:
+    """A manifest whose signature was verified."""
+
+    plan: RunPlan
+    operator_fingerprint: str
+    """First 16 hexadecimal digits of the hash of the operator's public key."""
+    envelope: bytes
+    """The bytes that were verified; store these again, not a copy made from the plan."""
+
+
+def load_or_create_operator_key(path: Path) -> Ed25519PrivateKey:
+    """Return the operator's key, made on first use and never overwritten (mode 600).
+
+    Raises `ManifestError` for a file that is no Ed25519 key, `StorageError` when it cannot be
+    read or written. Called by `dipaco-bootstrap prepare`.
+    """
+    path = Path(path)
+    try:
+        if not path.exists():
+            return _create_key(path)
+        data = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"operator key {path}: {error.strerror}") from None
+    try:
+        key = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ManifestError(
+            f"{path} is not an Ed25519 private key in PEM; move it away to have a new one made"
+        )
+    return key
+
+
+def _create_key(path: Path) -> Ed25519PrivateKey:
+    key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(pem)
+        file.flush()
+        os.fsync(file.fileno())
+    return key
+
+
+def sign_manifest(plan: RunPlan, key: Ed25519PrivateKey) -> bytes:
+    """Return the JSON envelope of `plan`, signed."""
+    envelope = {
+        "plan": plan.model_dump(mode="json"),
+        "operator": {"public_key": _encode(_raw(key.public_key()))},
+        "signature": _encode(key.sign(_SIGNED_PREFIX + plan.canonical_json())),
+    }
+    return json.dumps(envelope, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def verify_manifest(envelope: bytes, expected_run_id: str | None = None) -> SignedManifest:
+    """Check an envelope from a file or from the DHT and return its plan.
+
+    Raises `ManifestError` when it is too large, unreadable, badly signed or not the run expected,
+    and `ProtocolVersionError` when it is of another protocol. Nothing of a bad manifest is used.
+    """
+    values, public_key, run_id = _verify_signature(envelope)
+    if expected_run_id is not None and run_id != expected_run_id:
+        raise ManifestError(
+            f"the manifest is of run {run_id}, it was stored as run {expected_run_id}"
+        )
+    _check_version(values)
+    try:
+        plan = parse_config(RunPlan, values, "the manifest")
+    except ConfigurationError as error:
+        raise ManifestError(str(error)) from None
+    if plan.run_id != run_id:
+        raise ManifestError(
+            f"the manifest of run {run_id} leaves out or respells parts of its plan; ask the "
+            "operator to sign it again with `dipaco-bootstrap prepare`"
+        )
+    fingerprint = hashlib.sha256(public_key).hexdigest()[:16]
+    return SignedManifest(plan, fingerprint, bytes(envelope))
+
+
+def envelope_run_id(envelope: bytes) -> str:
+    """Return the run id of a correctly signed envelope, whatever protocol its plan is of.
+
+    Nodes that only store a manifest check this much, so that a swarm in which two versions of
+    the protocol meet can still tell a newcomer so. Raises `ManifestError`.
+    """
+    return _verify_signature(envelope)[2]
+
+
+def _verify_signature(envelope: bytes) -> tuple[Mapping[str, Any], bytes, str]:
+    """Return the plan's values, the operator's key and the run id, once the signature is right."""
+    if len(envelope) > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"the manifest has {len(envelope)} bytes, at most {MAX_MANIFEST_BYTES} are allowed"
+        )
+    try:
+        content = json.loads(envelope)
+        values = content["plan"]
+        public_key = _decode(content["operator"]["public_key"])
+        signature = _decode(content["signature"])
+        if not isinstance(values, Mapping):
+            raise TypeError
+        verifier = Ed25519PublicKey.from_public_bytes(public_key)
+        signed = canonical_json(values)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ManifestError(
+            "the manifest cannot be read: it is not a plan with a key and a signature"
+        ) from None
+    run_id = hashlib.sha256(signed).hexdigest()[:16]
+    try:
+        verifier.verify(signature, _SIGNED_PREFIX + signed)
+    except InvalidSignature:
+        raise ManifestError(
+            f"the signature of run {str(values.get('name'))[:64]!r} ({run_id}) is wrong: the "
+            "manifest was changed after it was signed; do not train it, ask the operator for a "
+            "new one"
+        ) from None
+    return values, public_key, run_id
+
+
+def _check_version(values: Mapping[str, Any]) -> None:
+    """Refuse another protocol before its unknown fields are called mistakes."""
+    version = values.get("protocol_version", PROTOCOL_VERSION)
+    if type(version) is int and version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"run {str(values.get('name'))[:64]!r} speaks protocol {version}, this installation "
+            f"speaks {PROTOCOL_VERSION}; install the version of dipaco that the operator names"
+        )
+
+
+def _raw(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError("not base64") from error

@@ -1,0 +1,214 @@
+"""Joining the DHT, and finding a run in it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from dipaco.modules.errors import (
+    AddressError,
+    ClockError,
+    DipacoError,
+    NetworkError,
+    RunSelectionError,
+    UnreachableError,
+)
+from multiaddr import Multiaddr
+
+from .directory import Directory
+from .identity import Identity
+from .manifest import SignedManifest
+from .process_guard import GuardedDHT
+from .record_validator import record_validators
+
+logger = logging.getLogger("dipaco.dht.node")
+
+STARTUP_TIMEOUT_S = 60.0
+EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/QmPeerId"
+EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
+
+
+def check_peer_address(address: str) -> str:
+    """Return `address` if it names a peer and where to find it. Raises `AddressError`."""
+    _parse(address, EXAMPLE_PEER)
+    if "/p2p/" not in address:
+        raise AddressError(
+            f"'{address}' does not end with /p2p/ and a peer id; paste the whole address, "
+            f"for example {EXAMPLE_PEER}"
+        )
+    return address
+
+
+def check_listen_address(address: str, flag: str) -> str:
+    """Return `address` if one can listen there or announce it. Raises `AddressError`."""
+    parsed = _parse(address, EXAMPLE_LISTEN)
+    protocols = {protocol.name for protocol in parsed.protocols()}
+    if not protocols & {"tcp", "udp", "p2p-circuit"}:
+        raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
+    if flag == "--announce-maddrs" and _port(parsed) == 0:
+        raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")
+    return address
+
+
+def _parse(address: str, example: str) -> Multiaddr:
+    try:
+        return Multiaddr(address)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AddressError(
+            f"'{address}' is not a multiaddress ({reason}); for example {example}"
+        ) from None
+
+
+def _port(address: Multiaddr) -> int | None:
+    try:
+        return int(address.value_for_protocol("tcp"))
+    except Exception:
+        return None
+
+
+def check_port_is_free(address: str) -> None:
+    """Raise `AddressError` when another program listens at an address already."""
+    parsed = _parse(address, EXAMPLE_LISTEN)
+    port = _port(parsed)
+    if not port:
+        return
+    for name, family in (("ip4", socket.AF_INET), ("ip6", socket.AF_INET6)):
+        try:
+            host = parsed.value_for_protocol(name)
+        except Exception:
+            continue
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As p2pd does it: a port in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise AddressError(
+                    f"cannot listen at {address}: {error.strerror}; stop the program that uses "
+                    f"the port, or give another (--port {port + 1}; --port 0 takes a free one)"
+                ) from None
+
+
+def join_dht(
+    initial_peers: Sequence[str],
+    *,
+    identity: Identity,
+    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    announce_maddrs: Sequence[str] = (),
+    client_mode: bool = False,
+) -> GuardedDHT:
+    """Start this node's DHT process and p2pd, and join through `initial_peers` if there are any.
+
+    Raises `AddressError` for an address that cannot be used, `UnreachableError` when nobody
+    answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
+    the network layer itself does not start. No process is left behind then.
+    """
+    for address in initial_peers:
+        check_peer_address(address)
+    for address in announce_maddrs:
+        check_listen_address(address, "--announce-maddrs")
+    for address in host_maddrs:
+        check_listen_address(address, "--host-maddrs")
+        if not client_mode:
+            check_port_is_free(address)
+    dht = GuardedDHT(
+        initial_peers=list(initial_peers) or None,
+        start=False,
+        host_maddrs=list(host_maddrs),
+        announce_maddrs=list(announce_maddrs) or None,
+        client_mode=client_mode,
+        identity_path=str(identity.path),
+        # Our lock on the identity file replaces Hivemind's check, which starts a second p2pd.
+        check_if_identity_free=False,
+        record_validators=record_validators(identity),
+        startup_timeout=STARTUP_TIMEOUT_S,
+        # The daemon must not give up while a slow machine still imports.
+        idle_timeout=120.0,
+        use_relay=True,
+    )
+    try:
+        dht.run_in_background(timeout=STARTUP_TIMEOUT_S + 15.0)
+    except Exception as error:
+        dht.shutdown()
+        logger.debug("joining failed", exc_info=True)
+        raise _explain(error, initial_peers) from None
+    except BaseException:
+        dht.shutdown()
+        raise
+    return dht
+
+
+def _explain(error: Exception, initial_peers: Sequence[str]) -> DipacoError:
+    """Turn a failed join into an error that says what to do; Hivemind tells by words alone."""
+    reason = (str(error).splitlines() or [""])[-1] or type(error).__name__
+    lower = reason.lower()
+    if "local time must be within" in lower:
+        return ClockError(
+            f"this machine's clock is {_clock_difference(reason)} the swarm's; set it, for example "
+            "with: sudo timedatectl set-ntp true"
+        )
+    if "address already in use" in lower or "failed to listen" in lower:
+        return AddressError(f"cannot listen here: {reason}; give another --port")
+    if "can't access this node" in lower:
+        return UnreachableError(
+            "the swarm answers but cannot reach this machine; open its port in the firewall and "
+            "forward it (--port, --announce-maddrs)"
+        )
+    unanswered = "bootstrap" in lower or isinstance(error, TimeoutError | FutureTimeoutError)
+    if initial_peers and unanswered:
+        return UnreachableError(
+            f"none of {', '.join(initial_peers)} answered; check address, port and firewall, or "
+            "try the address of another peer"
+        )
+    return NetworkError(f"the network layer did not start: {reason}")
+
+
+def _clock_difference(reason: str) -> str:
+    """Read both clocks out of Hivemind's words: "... (local: 1700000030.1, peer: 1700000000.2)"."""
+    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", reason)
+    if clocks is None:
+        return "too far from"
+    difference_s = float(clocks[1].rstrip(".")) - float(clocks[2].rstrip("."))
+    return f"{abs(difference_s):.1f} s {'ahead of' if difference_s > 0 else 'behind'}"
+
+
+def select_run(directory: Directory, run: str | None) -> SignedManifest:
+    """Return the run that `run` (id, its beginning, or name) means, or the only one there is.
+
+    A run with a successor signed by the same operator counts only when it is asked for. Raises
+    `RunSelectionError`, listing the runs, when there is not exactly one.
+    """
+    manifests = directory.list_manifests()
+    if not manifests:
+        raise RunSelectionError(
+            "this DHT holds no run; check the address, or start a bootstrap node: "
+            "dipaco-bootstrap serve DIR"
+        )
+    listed = ", ".join(f"{m.plan.run_id} '{m.plan.name}'" for m in manifests)
+    if run is None:
+        manifests = _without_superseded(manifests)
+        if len(manifests) > 1:
+            raise RunSelectionError(
+                f"this DHT holds several runs: {listed}; choose one with --run ID"
+            )
+        return manifests[0]
+    exact = [m for m in manifests if m.plan.run_id == run]
+    matching = exact or [
+        m for m in manifests if m.plan.run_id.startswith(run) or m.plan.name == run
+    ]
+    if len(matching) != 1:
+        found = "no run" if not matching else "more than one run"
+        raise RunSelectionError(f"--run {run} matches {found}; this DHT holds: {listed}")
+    return matching[0]
+
+
+def _without_superseded(manifests: list[SignedManifest]) -> list[SignedManifest]:
+    """Leave out the runs that another run of the same operator succeeds."""
+    superseded = {
+        (manifest.operator_fingerprint, manifest.plan.successor_of) for manifest in manifests
+    }
+    return [m for m in manifests if (m.operator_fingerprint, m.plan.run_id) not in superseded]

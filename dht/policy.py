@@ -1,0 +1,220 @@
+"""Who trains what: pure functions from a view of the swarm to a decision (DESIGN 4.5).
+
+Every peer decides for itself; the functions are made so that peers with the same view decide
+compatibly, and peers with slightly different views at worst share a path for a moment.
+What is kept where, and which state wins, is in `keeping.py` and `agreement.py`; this module
+re-exports them, so that callers find all of policy here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from dipaco.modules.grid import Grid
+
+from .agreement import (
+    better_state,
+    enough_for_commit,
+    expected_group,
+    possible_group,
+    winning_state,
+)
+from .keeping import keepers, modules_to_keep
+from .records import ClaimRecord
+from .view import SwarmView
+
+__all__ = [
+    "Decision",
+    "better_state",
+    "choose_path",
+    "enough_for_commit",
+    "expected_group",
+    "keepers",
+    "lead_rank",
+    "modules_to_keep",
+    "possible_group",
+    "resolve_collision",
+    "seniority",
+    "should_move",
+    "winning_state",
+]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A path to train, and why, for the person in front of the machine."""
+
+    path: int
+    reason: str
+
+
+def rendezvous(peer: str, path: int) -> bytes:
+    """Order peers for a path, and paths for a peer, without anybody agreeing on anything."""
+    return hashlib.sha256(f"{peer}/{path}".encode()).digest()
+
+
+def choose_path(
+    view: SwarmView,
+    grid: Grid,
+    me: str,
+    *,
+    pinned: int | None = None,
+    exclude: Collection[int] = (),
+) -> Decision:
+    """Choose the path with the least service: fewest trainers, then longest waited, then hash."""
+    if pinned is not None:
+        return Decision(pinned, "asked for by --path")
+    paths = [path for path in range(grid.path_count) if path not in exclude]
+    if not paths:
+        raise ValueError("every path is excluded")
+    others = {path: _others(view, path, me) for path in paths}
+    chosen = min(paths, key=lambda p: (others[p], view.last_round(p), rendezvous(me, p)))
+    return Decision(chosen, _reason(view, chosen, others[chosen]))
+
+
+def _others(view: SwarmView, path: int, me: str) -> int:
+    return sum(claim.peer_id != me for claim in view.claimants(path))
+
+
+def _reason(view: SwarmView, path: int, others: int) -> str:
+    last = view.last_round(path)
+    when = "never trained yet" if last < 0 else f"last trained in round {last}"
+    if others == 0:
+        return f"nobody trains it ({when})"
+    return f"least service: {others} other{'s' if others > 1 else ''} on it"
+
+
+def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
+    """Give way, or stay (None), after a second look at a path that was just claimed.
+
+    Those who train the path already stay. Those who join it take their places one after the
+    other, by rendezvous hash, each where the fewest are by then, and here if that is as good; so
+    many newcomers that met on one path part at the first look, in as many directions. Everybody
+    works out everybody's place and takes only its own.
+    """
+    mine = view.claims.get(me)
+    if mine is None:
+        return None
+    joining = {
+        claim.peer_id
+        for claim in view.claimants(mine.path)
+        if claim.state == "joining" and not claim.pinned
+    } | {me}
+    trainers = {
+        path: sum(claim.peer_id not in joining for claim in view.claimants(path))
+        for path in range(grid.path_count)
+    }
+    for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
+        place = min(trainers, key=lambda path: _preference(view, mine, trainers[path], path, peer))
+        if peer == me:
+            break
+        trainers[place] += 1
+    if place == mine.path:
+        return None
+    return Decision(place, _reason(view, place, trainers[place]))
+
+
+def _preference(
+    view: SwarmView, mine: ClaimRecord, trainers: int, path: int, peer: str
+) -> tuple[int, bool, int, bytes]:
+    return trainers, path != mine.path, view.last_round(path), rendezvous(peer, path)
+
+
+def should_move(
+    view: SwarmView, grid: Grid, me: str, *, rounds_on_path: int, dwell_rounds: int
+) -> Decision | None:
+    """Move to a path that needs a trainer more, or stay (None). Asked at the end of a round.
+
+    A path that nobody trains gets a spare replica at once. With fewer peers than paths everybody
+    moves on after the dwell: the peer that has been longest on its path goes to the path that
+    has waited longest, the next to the next, so that two movers rarely meet. When all paths are
+    served, a path with two trainers more than another gives its newest one away.
+    """
+    mine = view.claims.get(me)
+    if mine is None:
+        return None
+    waiting = sorted(
+        (path for path in range(grid.path_count) if not view.claimants(path)),
+        key=lambda path: (view.last_round(path), path),
+    )
+    if not waiting:
+        return _even_out(view, grid, mine) if rounds_on_path >= dwell_rounds else None
+    spare = _spare_peers(view, grid)
+    # A lead leaves its path to wait only when the spare peers are not enough.
+    movers = spare if len(spare) >= len(waiting) else [*spare, *_leads(view, grid, dwell_rounds)]
+    rank = movers.index(me) if me in movers else len(waiting)
+    if rank >= len(waiting):
+        return None
+    target = waiting[rank]
+    if me in spare:
+        return Decision(target, "nobody trains it and this path has others")
+    served_until = view.last_round(mine.path)
+    if rounds_on_path > 0:
+        served_until = max(served_until, mine.round - 1)
+    if rounds_on_path < dwell_rounds or view.last_round(target) >= served_until:
+        return None
+    last = view.last_round(target)
+    since = f"since round {last}" if last >= 0 else "since the run began"
+    return Decision(target, f"nobody trains it {since}, and there are more paths than peers")
+
+
+def _spare_peers(view: SwarmView, grid: Grid) -> list[str]:
+    """Return who could leave without leaving a path alone, the newest first.
+
+    Each path's oldest trainer stays, unless one that never moves stays anyway.
+    """
+    spare = []
+    for path in range(grid.path_count):
+        claims = view.claimants(path)
+        free = [claim for claim in claims if not claim.pinned]
+        spare += free if len(free) < len(claims) else free[1:]
+    return [claim.peer_id for claim in sorted(spare, key=lambda c: (-c.since_s, c.peer_id))]
+
+
+def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
+    """Return the leads that may leave their paths to wait, the one longest on its path first.
+
+    Who has not moved for several dwells perhaps never will and comes last, or the path whose turn
+    it is would wait for it for ever. Among several of these the order changes with every round:
+    one that never moves may hold up the others for a while, and all of them look alike then.
+    """
+    claimants = [view.claimants(path) for path in range(grid.path_count)]
+    leads = [claims[0] for claims in claimants if claims and not any(c.pinned for c in claims)]
+    patience_rounds = 3 * dwell_rounds + 3
+    waiting = [claim for claim in leads if view.rounds_held(claim) <= patience_rounds]
+    stuck = [claim for claim in leads if view.rounds_held(claim) > patience_rounds]
+    waiting.sort(key=lambda claim: (claim.since_s, claim.peer_id))
+    stuck.sort(key=lambda claim: rendezvous(claim.peer_id, int(view.rounds_held(claim))))
+    return [claim.peer_id for claim in (*waiting, *stuck)]
+
+
+def _even_out(view: SwarmView, grid: Grid, mine: ClaimRecord) -> Decision | None:
+    """Give the newest trainer of a path to one that has two fewer."""
+    here = view.claimants(mine.path)
+    if len(here) < 3 or here[-1].peer_id != mine.peer_id:
+        return None
+    counts = {path: len(view.claimants(path)) for path in range(grid.path_count)}
+    target = min(counts, key=lambda path: (counts[path], rendezvous(mine.peer_id, path)))
+    if counts[target] > len(here) - 2:
+        return None
+    return Decision(target, f"{counts[target]} trains it, {len(here)} train the path before")
+
+
+def lead_rank(view: SwarmView, me: str, path: int) -> int:
+    """Return this peer's place among the trainers of a path; 0 is the lead, the oldest claim."""
+    peers = [claim.peer_id for claim in view.claimants(path)]
+    return peers.index(me) if me in peers else len(peers)
+
+
+def seniority(view: SwarmView, me: str, peer: str) -> tuple[bool, float, str]:
+    """Return what orders peers: those that train first, among them the oldest claim first.
+
+    `me` trains, whatever the view still says.
+    """
+    claim = view.claims.get(peer)
+    if claim is None:
+        return True, math.inf, peer
+    return claim.state != "training" and peer != me, claim.since_s, peer

@@ -1,0 +1,196 @@
+"""What every node of the DHT runs on every record that it is asked to store or is given to read.
+
+Nothing enters the DHT but the records of `records.py`, each under the one key that its subkey
+names, signed by its owner, within its kind's bounds, and the short declarations by which
+Hivemind's matchmaking finds the members of an averaging group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+import time
+from collections import OrderedDict
+from typing import Any
+
+from dipaco.modules.errors import ManifestError
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.timed_storage import get_dht_time
+
+from .identity import Identity
+from .manifest import envelope_run_id
+from .records import MAX_SUBKEY_BYTES, Address, RecordError, parse_record, parse_subkey
+
+logger = logging.getLogger(__name__)
+
+# Clocks differ by a few seconds, and what one node stored another must not refuse to read.
+CLOCK_TOLERANCE_S = 15.0
+COMPLAINT_PERIOD_S = 60.0
+# Warnings a period in all: whoever makes keys by the hundred must not fill the log.
+MAX_COMPLAINTS = 20
+# Records accepted lately, of which a node remembers a hash instead of checking them again.
+MAX_REMEMBERED = 16_384
+MAX_SIGNATURE_BYTES = 1024
+# Matchmaking: the subkey is a peer id (a SHA-256 multihash), the value says "looking for a group".
+MULTIHASH_PREFIX = b"\x12\x20"
+MULTIHASH_BYTES = 34
+MAX_DECLARATION_LIFE_S = 3600.0
+
+
+class RecordValidator(RSASignatureValidator):
+    """Hivemind's signature check and ours in one, so that a refusal is one line and never raises.
+
+    The DHT process calls it. What one honest node stores another must not refuse to read, so all
+    bounds are fixed, the only one that depends on the time has a tolerance, and a record has to
+    be spelled as a node spells it that passes it on (its signature covers the spelling).
+    """
+
+    def __init__(self, private_key: RSAPrivateKey | None = None) -> None:
+        super().__init__(private_key)
+        self._complained_at: dict[str, float] = {}
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Tell whether `record` may stand in the DHT."""
+        owner = "an unnamed peer"
+        try:
+            subkey = _load_subkey(record.subkey)
+            if _is_declaration(subkey):
+                _check_declaration(record)
+                return True
+            address = parse_subkey(subkey)
+            owner = address.peer_id or f"whoever stores run {address.run_id}"
+            self._check(address, record)
+        except RecordError as error:
+            self._complain(owner, str(error))
+            return False
+        except Exception as error:
+            logger.debug("record of %s", owner, exc_info=True)
+            self._complain(owner, f"it cannot be read ({type(error).__name__})")
+            return False
+        return True
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """Return the value without its signature; what is not signed has nothing to strip."""
+        if not self._PUBLIC_KEY_RE.search(record.subkey or b""):
+            return record.value
+        return bytes(super().strip_value(record))
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Absorb another signature validator: this one signs and checks already."""
+        return bool(super().merge_with(other))
+
+    def _check(self, address: Address, record: DHTRecord) -> None:
+        kind = address.kind
+        if record.key != DHTID.generate(source=address.key).to_bytes():
+            raise RecordError(f"a {kind.name} record stands under a key that is not its own")
+        if type(record.value) is not bytes or type(record.expiration_time) is not float:
+            raise RecordError(f"a {kind.name} record has no bytes or no time of expiration")
+        life_s = record.expiration_time - get_dht_time()
+        # Not `>`: an expiration that is not a number compares with nothing.
+        if not life_s <= kind.max_life_s + CLOCK_TOLERANCE_S:
+            raise RecordError(
+                f"a {kind.name} record would live for {life_s:.0f} s, at most "
+                f"{kind.max_life_s:.0f} s are allowed"
+            )
+        if len(record.value) > kind.max_bytes + MAX_SIGNATURE_BYTES:
+            raise RecordError(_too_large(address, len(record.value)))
+        fingerprint = _fingerprint(record)
+        if fingerprint in self._accepted:
+            return
+        self._check_content(address, record)
+        self._accepted[fingerprint] = None
+        if len(self._accepted) > MAX_REMEMBERED:
+            self._accepted.popitem(last=False)
+
+    def _check_content(self, address: Address, record: DHTRecord) -> None:
+        """Check what does not change with time; every refresh gives the same records many times."""
+        kind = address.kind
+        content = self.strip_value(record)
+        if len(content) > kind.max_bytes:
+            raise RecordError(_too_large(address, len(content)))
+        if kind.record is None:
+            _check_manifest(address, MSGPackSerializer.loads(content))
+            return
+        if not super().validate(record):
+            raise RecordError(f"a {kind.name} record has no valid signature of its owner")
+        value = MSGPackSerializer.loads(content)
+        if value is not None:  # None: withdrawn.
+            parse_record(address, value)
+
+    def _complain(self, owner: str, reason: str) -> None:
+        """Log a refusal, for each peer once a minute as a warning."""
+        now = time.monotonic()
+        self._complained_at = {
+            peer: at for peer, at in self._complained_at.items() if now - at < COMPLAINT_PERIOD_S
+        }
+        silent = owner in self._complained_at or len(self._complained_at) >= MAX_COMPLAINTS
+        level = logging.DEBUG if silent else logging.WARNING
+        if not silent:
+            self._complained_at[owner] = now
+        logger.log(level, "refused a record of %s: %s", owner, reason)
+
+
+def _load_subkey(subkey: bytes | None) -> Any:
+    if subkey is None or len(subkey) > MAX_SUBKEY_BYTES:
+        raise RecordError("its subkey is not of this protocol")
+    loaded = MSGPackSerializer.loads(subkey)
+    # msgpack has several spellings of one value. Nodes pass on the shortest, whatever they got, and
+    # a signature over another would spoil the answers of every node that stored the record.
+    if MSGPackSerializer.dumps(loaded) != subkey:
+        raise RecordError("its subkey is not in its canonical form")
+    return loaded
+
+
+def _fingerprint(record: DHTRecord) -> bytes:
+    """Return a hash of a whole record; none of its parts can be shifted into another."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (record.key, record.subkey, struct.pack("<d", record.expiration_time)):
+        digest.update(struct.pack("<I", len(part)) + part)
+    digest.update(record.value)
+    return digest.digest()
+
+
+def _too_large(address: Address, size_bytes: int) -> str:
+    kind = address.kind
+    return f"a {kind.name} record has {size_bytes} bytes, at most {kind.max_bytes} are allowed"
+
+
+def _is_declaration(subkey: Any) -> bool:
+    return (
+        isinstance(subkey, bytes)
+        and len(subkey) == MULTIHASH_BYTES
+        and subkey.startswith(MULTIHASH_PREFIX)
+    )
+
+
+def _check_declaration(record: DHTRecord) -> None:
+    """A declaration is not signed: who is declared in vain is asked and does not answer."""
+    if type(record.value) is not bytes or type(record.expiration_time) is not float:
+        raise RecordError("a declaration for a group has no bytes or no time of expiration")
+    if len(record.value) > 1 or not isinstance(MSGPackSerializer.loads(record.value), bool):
+        raise RecordError("a declaration for a group is not a truth value")
+    life_s = record.expiration_time - get_dht_time()
+    if not life_s <= MAX_DECLARATION_LIFE_S + CLOCK_TOLERANCE_S:
+        raise RecordError(f"a declaration for a group would live for {life_s:.0f} s")
+
+
+def _check_manifest(address: Address, envelope: Any) -> None:
+    if not isinstance(envelope, bytes):
+        raise RecordError("a manifest record does not hold bytes")
+    try:
+        run_id = envelope_run_id(envelope)
+    except ManifestError as error:
+        raise RecordError(str(error)) from None
+    if run_id != address.run_id:
+        raise RecordError(f"the manifest of run {run_id} was stored as run {address.run_id}")
+
+
+def record_validators(identity: Identity) -> list[RecordValidatorBase]:
+    """Return the validators that every node of the swarm runs, with the identity's key to sign."""
+    return [RecordValidator(identity.key)]

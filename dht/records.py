@@ -1,0 +1,257 @@
+"""The records that the swarm publishes: types, bounds, keys.
+
+Records are small msgpack maps, checked field by field by every node that stores them
+(`record_validator`) and by every reader. Signed kinds carry the owner's public key in their
+subkey, in Hivemind's format, so only the owner can change them, and the peer id inside must be
+the owner's. Manifests certify themselves, so any peer may store them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from dipaco.modules.errors import DipacoError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from .identity import peer_id_of_public_key
+from .manifest import MAX_MANIFEST_BYTES
+
+NAMESPACE = "dipaco/1"
+MANIFESTS_KEY = f"{NAMESPACE}/manifests"
+MAX_COUNT = 2**53
+MAX_ENTRIES = 64
+MAX_SUBKEY_BYTES = 1024
+DAY_S = 86_400.0
+
+
+class RecordError(DipacoError):
+    """A record that is refused; the message says what is wrong with it."""
+
+
+def _check(pattern: str) -> Any:
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(f"must match {pattern}")
+        return value
+
+    return AfterValidator(check)
+
+
+PeerId = Annotated[str, _check(r"[1-9A-HJ-NP-Za-km-z]{32,64}")]
+ModuleName = Annotated[str, _check(r"L[0-9]{1,4}\.E[0-9]{1,5}|P[0-9]{1,8}")]
+Sha256 = Annotated[str, _check(r"[0-9a-f]{64}")]
+# Printable and without brackets: Hivemind looks for "[signature:" in a record's bytes.
+Text = Annotated[str, _check(r"[ -Z\\^-~]{0,96}")]
+# The longest: an IPv6 relay's address with both peer ids.
+AddressText = Annotated[str, _check(r"/[ -Z\\^-~]{0,191}")]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PathNumber = Annotated[int, Field(ge=0, lt=2**31)]
+TimeS = Annotated[float, Field(ge=0, le=1e11)]
+Rate = Annotated[float, Field(ge=0, le=1e12)]
+
+
+def _check_loss(value: float) -> float:
+    if not (math.isnan(value) or abs(value) <= 1e6):
+        raise ValueError("must be a loss, or not a number when there is none yet")
+    return value
+
+
+Loss = Annotated[float, AfterValidator(_check_loss)]
+
+
+def clean_text(text: str, limit: int = 96) -> str:
+    """Return `text` as a record can hold it: cut, and "?" for what may not stand in a record.
+
+    For names that come from a driver or an operating system.
+    """
+    return "".join(c if " " <= c <= "~" and c not in "[]" else "?" for c in text[:limit])
+
+
+class Record(BaseModel):
+    """Base of all records: strict types, no surprises; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+    peer_id: PeerId
+
+
+class ClaimRecord(Record):
+    """This peer trains a path."""
+
+    path: PathNumber
+    state: Literal["joining", "training", "leaving"]
+    since_s: TimeS
+    round: Count
+    pinned: bool = False
+    """This peer was told to train this path and never moves, so nobody waits for it to."""
+
+
+class HoldingRecord(Record):
+    """This peer can serve a module state."""
+
+    module: ModuleName
+    version: Count
+    digest: Sha256
+    tokens: Count
+    round: Count
+    bytes: Count
+
+
+class PeerRecord(Record):
+    """What a peer says of itself."""
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    software: Text
+    device: Text
+    state: Literal["joining", "training", "leaving", "serving"]
+    path: PathNumber | None
+    tokens_per_s: Rate
+    round: Count
+    reachable: Literal["direct", "relayed", "unknown"]
+    addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
+    bytes_up: Count
+    bytes_down: Count
+
+
+class ProgressEntry(BaseModel):
+    """How far a path is, as its trainer saw it last."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    path: PathNumber
+    last_round: Count
+    tokens: Count
+    validation_nll: Annotated[float, Field(ge=0, le=1e15)]
+    validation_tokens: Count
+    train_loss: Loss
+
+
+class ProgressRecord(Record):
+    """The paths that this peer trained, the latest first."""
+
+    entries: Annotated[tuple[ProgressEntry, ...], Field(max_length=MAX_ENTRIES)]
+
+
+class BlobRecord(Record):
+    """This peer can serve a blob."""
+
+    sha256: Sha256
+    bytes: Count
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of record: its type and its bounds."""
+
+    name: str
+    record: type[Record] | None
+    max_bytes: int
+    max_life_s: float
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("claims", ClaimRecord, 512, 600.0),
+        Kind("peers", PeerRecord, 2048, 600.0),
+        Kind("holdings", HoldingRecord, 512, 600.0),
+        Kind("progress", ProgressRecord, 16_384, 2 * DAY_S),
+        Kind("blobs", BlobRecord, 384, 3600.0),
+        Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),
+    )
+}
+
+_SUBKEY = re.compile(
+    rb"dipaco/1/(?P<run>[0-9a-f]{16})/(?P<kind>claims|peers|holdings|progress|blobs)"
+    rb"(?:/(?P<item>[A-Za-z0-9.]{1,64}))?\[owner:(?P<owner>ssh-rsa [A-Za-z0-9+/=]{200,800})\]"
+)
+_MANIFEST_SUBKEY = re.compile(rb"dipaco/1/manifests/(?P<run>[0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a subkey says: kind, run, item (a module or a hash) and the owner's peer id."""
+
+    kind: Kind
+    run_id: str
+    item: str | None
+    peer_id: str | None
+
+    @property
+    def key(self) -> str:
+        """The DHT key under which this record must stand."""
+        return record_key(self.kind.name, self.run_id, self.item)
+
+
+def record_key(kind: str, run_id: str, item: str | None = None) -> str:
+    """Return the DHT key of a kind of record of a run."""
+    if kind == "manifests":
+        return MANIFESTS_KEY
+    return f"{NAMESPACE}/{run_id}/{kind}" + (f"/{item}" if item else "")
+
+
+def record_subkey(kind: str, run_id: str, item: str | None, owner_marker: bytes) -> bytes:
+    """Return the subkey of a record; `owner_marker` is Hivemind's "[owner:...]", or empty."""
+    if kind == "manifests":
+        return f"{NAMESPACE}/manifests/{run_id}".encode()
+    return record_key(kind, run_id, item).encode() + owner_marker
+
+
+def parse_subkey(subkey: Any) -> Address:
+    """Read a subkey. Raises `RecordError`."""
+    if not isinstance(subkey, bytes) or len(subkey) > MAX_SUBKEY_BYTES:
+        raise RecordError("its subkey is not of this protocol")
+    return _parse_subkey(subkey)
+
+
+@functools.lru_cache(maxsize=8192)
+def _parse_subkey(subkey: bytes) -> Address:
+    """Every node sees each peer's few subkeys again and again; parsing a key is slow."""
+    manifest = _MANIFEST_SUBKEY.fullmatch(subkey)
+    if manifest:
+        return Address(KINDS["manifests"], manifest["run"].decode(), None, None)
+    match = _SUBKEY.fullmatch(subkey)
+    if not match:
+        raise RecordError("its subkey is not of this protocol")
+    try:
+        # One key has one spelling, or a peer could stand in the DHT many times.
+        owner = peer_id_of_public_key(match["owner"])
+    except Exception:
+        raise RecordError("the owner in its subkey is not an RSA key") from None
+    item = match["item"].decode() if match["item"] else None
+    return Address(KINDS[match["kind"].decode()], match["run"].decode(), item, owner)
+
+
+def parse_record(address: Address, value: Any) -> Record:
+    """Check the content of a signed record against its address. Raises `RecordError`."""
+    record_class = address.kind.record
+    assert record_class is not None
+    if not isinstance(value, dict):
+        raise RecordError(f"a {address.kind.name} record is a {type(value).__name__}, not a map")
+    # msgpack knows no tuples; the lists in a record are its bounded sequences.
+    fields = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+    try:
+        record = record_class.model_validate(fields)
+    except (ValidationError, TypeError) as error:
+        raise RecordError(f"a {address.kind.name} record is malformed: {_first(error)}") from None
+    if record.peer_id != address.peer_id:
+        raise RecordError(
+            f"a {address.kind.name} record names {record.peer_id} but {address.peer_id} signed it"
+        )
+    item = getattr(record, "module", getattr(record, "sha256", None))
+    if item != address.item:
+        raise RecordError(f"a {address.kind.name} record is about {item}, not {address.item}")
+    return record
+
+
+def _first(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(str(p) for p in first['loc'])}: {first['msg']}"
+    return str(error)

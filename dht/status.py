@@ -1,0 +1,150 @@
+"""The state of the whole swarm, made of a view. Pure; printed by `status_cli.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dipaco.modules.grid import Grid
+
+from .agreement import expected_group
+from .keeping import heaviest
+from .manifest import SignedManifest
+from .view import SwarmView, round_at
+
+
+def status_of(view: SwarmView, manifest: SignedManifest, grid: Grid) -> dict[str, Any]:
+    """Return the status as plain values; its keys are part of the command's contract."""
+    plan = manifest.plan
+    round_index = round_at(plan, view.now_s)
+    paths = [_path_status(view, grid, path) for path in range(grid.path_count)]
+    modules = [_module_status(view, grid, module) for module in grid.modules()]
+    problems = _problems(view, grid, round_index, plan.rounds.dwell_rounds, modules)
+    return {
+        "run": {"id": plan.run_id, "name": plan.name, "fingerprint": plan.fingerprint},
+        "operator": manifest.operator_fingerprint,
+        "round": round_index,
+        "round_duration_s": plan.rounds.duration_s,
+        "paths": paths,
+        "modules": modules,
+        "peers": [_peer_status(view, peer) for peer in sorted(view.peers)],
+        "validation": _validation(view),
+        "healthy": not problems,
+        "problems": problems,
+    }
+
+
+def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
+    claims = view.claimants(path)
+    service = view.progress.get(path)
+    rates = [view.peers[c.peer_id].tokens_per_s for c in claims if c.peer_id in view.peers]
+    states = {claim.state for claim in claims}
+    return {
+        "path": path,
+        "modules": list(grid.modules_of_path(path)),
+        "peers": [claim.peer_id for claim in claims],
+        "state": "training" if "training" in states else "joining" if states else "unserved",
+        "last_round": service.last_round if service else None,
+        "tokens": service.tokens if service else 0,
+        "tokens_per_s": round(sum(rates), 1),
+        "validation_loss": service.validation_loss if service else None,
+    }
+
+
+def _module_status(view: SwarmView, grid: Grid, module: str) -> dict[str, Any]:
+    holdings = view.holdings.get(module, ())
+    best = heaviest(holdings)
+    trainers = expected_group(view, grid, module)
+    by_version: dict[int, set[str]] = {}
+    for holding in holdings:
+        if holding.peer_id in trainers:
+            by_version.setdefault(holding.version, set()).add(holding.digest)
+    return {
+        "module": module,
+        "version": best.version if best else 0,
+        "tokens": best.tokens if best else 0,
+        "digest": best.digest if best else None,
+        "holders": [h.peer_id for h in holdings if best and h.digest == best.digest],
+        "trainers": len(trainers),
+        # A peer may be a version behind for a moment; two states of one version are a fork.
+        "agree": all(len(digests) == 1 for digests in by_version.values()),
+    }
+
+
+def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
+    record = view.peers[peer]
+    return {
+        "peer_id": peer,
+        "path": record.path,
+        "state": record.state,
+        "tokens_per_s": record.tokens_per_s,
+        "device": record.device,
+        "software": record.software,
+        "protocol": record.protocol,
+        "reachable": record.reachable,
+        "addresses": list(record.addresses),
+        "bytes_up": record.bytes_up,
+        "bytes_down": record.bytes_down,
+    }
+
+
+def _validation(view: SwarmView) -> dict[str, Any]:
+    """Return the swarm's perplexity: token-weighted over the paths that report one."""
+    scored = [s for s in view.progress.values() if s.validation_tokens]
+    tokens = sum(s.validation_tokens for s in scored)
+    nll = sum(s.validation_nll for s in scored)
+    return {
+        "perplexity": math.exp(min(nll / tokens, 700.0)) if tokens else None,
+        "tokens": tokens,
+        "paths_reporting": len(scored),
+    }
+
+
+def _problems(
+    view: SwarmView,
+    grid: Grid,
+    round_index: int,
+    dwell_rounds: int,
+    modules: list[dict[str, Any]],
+) -> list[str]:
+    """Return what a person should know, one line each."""
+    problems = []
+    trainers = [c for c in view.claims.values() if c.state != "leaving"]
+    if not trainers:
+        problems.append("no peer trains; start one: dipaco-peer --initial-peers ADDR")
+    unserved = [path for path in range(grid.path_count) if not view.claimants(path)]
+    if trainers and len(trainers) >= grid.path_count:
+        problems += [f"path {path} has no trainer" for path in unserved]
+    elif trainers:
+        turns = -(-grid.path_count // len(trainers)) + 1
+        patience = turns * dwell_rounds + 2
+        problems += [
+            f"path {path} has waited {round_index - view.last_round(path)} rounds, "
+            f"{len(trainers)} peers should come round in {patience}"
+            for path in unserved
+            if round_index - view.last_round(path) > patience
+        ]
+    problems += [
+        f"the trainers of {module['module']} hold different states of one version"
+        for module in modules
+        if not module["agree"]
+    ]
+    problems += [
+        f"{module['module']} version {module['version']} has a single holder"
+        for module in modules
+        if module["version"] > 1
+        and len(module["holders"]) == 1
+        and len(view.peers) > 1
+        and not _held_lately(view, module)
+    ]
+    return problems
+
+
+def _held_lately(view: SwarmView, module: dict[str, Any]) -> bool:
+    """Tell whether a state nearly as new has other holders: copies come a little later."""
+    holders = {
+        holding.peer_id
+        for holding in view.holdings.get(module["module"], ())
+        if holding.version >= module["version"] - 3
+    }
+    return len(holders) > 1
