@@ -1,0 +1,226 @@
+"""Taking over a heavier state of a module that other peers committed (DESIGN 4.4).
+
+A peer falls behind when its group failed here and committed elsewhere, when a network split
+heals, or when it slept. It then fetches the state with more tokens behind it by digest, checks
+that it does not wreck the held-out loss, and puts its own unmerged work on top.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from dipaco.dht.keeping import heaviest
+from dipaco.dht.policy import expected_group, winning_state
+from dipaco.dht.records import HoldingRecord
+from dipaco.modules.errors import DipacoError
+from dipaco.modules.state import ModuleState
+
+from .events import EventLog
+from .node import Node
+from .outer_round import Answers, CommittedElsewhere
+from .publisher import Publisher
+from .trainer import PathTrainer, Snapshot
+
+logger = logging.getLogger("dipaco.peer.adoption")
+
+# A foreign state that makes the held-out loss worse by more nats than this is not believed.
+MAX_LOSS_INCREASE = 1.0
+LOSS_CHECK_SEQUENCES = 8
+# Rounds without a commit of its own after which a peer no longer insists on its state.
+PATIENCE_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A state on its way here."""
+
+    snapshot: Snapshot | None
+    """Own work that the state may contain."""
+    holders: tuple[str, ...]
+    future: Future[ModuleState | None]
+
+
+class Adoptions:
+    """Fetches in the background, applies on the session's thread, between two inner steps."""
+
+    def __init__(
+        self,
+        node: Node,
+        publisher: Publisher,
+        trainer: PathTrainer,
+        executor: Executor,
+        wake: threading.Event,
+        hold: Callable[[ModuleState], None],
+        events: EventLog,
+    ) -> None:
+        self._node = node
+        self._publisher = publisher
+        self._trainer = trainer
+        self._executor = executor
+        self._wake = wake
+        self._hold = hold
+        self._events = events
+        self._fetching: dict[str, _Fetch] = {}
+        self._refused_digests: set[str] = set()
+        self._unavailable: dict[str, float] = {}
+        self._uncommitted: dict[str, Snapshot] = {}
+        self._looked_s = 0.0
+        self.validation = torch.empty(0, 0, dtype=torch.int64)
+        """Held-out rows of the path in training, [sequences, length]."""
+
+    def clear(self) -> None:
+        """Forget what is being fetched: the peer moves to another path."""
+        self._fetching.clear()
+        self._uncommitted.clear()
+
+    def ask_others(self, module: str, anchor: ModuleState, peers: frozenset[str]) -> Answers:
+        """Ask peers, all at once, whether they hold a heavier state than `anchor`.
+
+        Called by an outer round, on its thread, when its group failed.
+        """
+
+        def ask(peer: str) -> HoldingRecord | None:
+            return self._node.exchange.holdings(peer, module)
+
+        alive, heavier = set(), []
+        with ThreadPoolExecutor(max_workers=max(1, min(len(peers), 16))) as pool:
+            for peer, future in [(peer, pool.submit(ask, peer)) for peer in sorted(peers)]:
+                try:
+                    holding = future.result()
+                except DipacoError as error:
+                    logger.debug("%s does not answer: %s", peer, error)
+                    continue
+                alive.add(peer)
+                if holding is not None and holding.tokens > anchor.tokens:
+                    heavier.append(holding)
+        best = heaviest(heavier)
+        if best is None:
+            return Answers(frozenset(alive))
+        holders = tuple(h.peer_id for h in heavier if h.digest == best.digest)
+        return Answers(
+            frozenset(alive),
+            CommittedElsewhere(best.digest, holders, "the group committed without this peer"),
+        )
+
+    def remember(self, snapshot: Snapshot) -> None:
+        """Keep the work of a failed outer round: a state that turns up later may contain it."""
+        self._uncommitted[snapshot.module] = snapshot
+
+    def forget(self, module: str) -> None:
+        """The work of the last failed outer round is in an anchor, or in a newer snapshot."""
+        self._uncommitted.pop(module, None)
+
+    def catch_up(self, now: float, running: Collection[str]) -> None:
+        """Look, once a refresh, whether a heavier state of a module is announced."""
+        if now - self._looked_s < self._publisher.period_s:
+            return
+        self._looked_s = now
+        view = self._publisher.view
+        for module in self._trainer.modules:
+            level = self._node.grid.level_of(module)
+            if level in running or module in self._fetching:
+                continue
+            anchor = self._trainer.anchor(module)
+            best = winning_state(
+                [h for h in view.holdings.get(module, ()) if h.digest not in self._refused_digests],
+                own=(anchor.tokens, anchor.digest),
+                view=view,
+                grid=self._node.grid,
+                plan=self._node.plan,
+            )
+            if best is not None:
+                holders = tuple(h.peer_id for h in view.holdings[module] if h.digest == best.digest)
+                self.start(module, best.digest, holders, self._uncommitted.get(module))
+
+    def start(
+        self, module: str, digest: str, holders: tuple[str, ...], snapshot: Snapshot | None
+    ) -> None:
+        """Fetch a state in the background; `snapshot` is the work that it may contain."""
+        if module in self._fetching or digest in self._refused_digests:
+            return
+        if time.monotonic() < self._unavailable.get(digest, 0.0):
+            return
+        future = self._executor.submit(self._fetch_or_none, module, digest, holders)
+        future.add_done_callback(lambda _: self._wake.set())
+        self._fetching[module] = _Fetch(snapshot, holders, future)
+
+    def _fetch_or_none(
+        self, module: str, digest: str, holders: tuple[str, ...]
+    ) -> ModuleState | None:
+        try:
+            return self._node.fetcher.state(module, digest, holders)
+        except DipacoError as error:
+            logger.warning("state %s of %s: %s", digest[:12], module, error)
+            self._unavailable[digest] = time.monotonic() + 5 * self._publisher.period_s
+            return None
+
+    def finish(self, running: Collection[str]) -> None:
+        """Apply what has arrived, for levels that have no outer round `running`."""
+        for module, fetch in list(self._fetching.items()):
+            if not fetch.future.done() or self._node.grid.level_of(module) in running:
+                continue
+            del self._fetching[module]
+            state = fetch.future.result()
+            if state is None or module not in self._trainer.modules:
+                continue
+            anchor = self._trainer.anchor(module)
+            if (state.tokens, anchor.digest) <= (anchor.tokens, state.digest):
+                continue
+            if not self._outvoted(module, fetch.holders) and not self._believable(state):
+                self._refused_digests.add(state.digest)
+                continue
+            merged = self._trainer.adopt(module, state, fetch.snapshot)
+            if merged:
+                self.forget(module)
+            self._hold(state)
+            self._events.emit(
+                "adopt",
+                module=module,
+                version=state.version,
+                digest=state.digest,
+                tokens=state.tokens,
+                own_work_merged=merged,
+            )
+
+    def _outvoted(self, module: str, holders: tuple[str, ...]) -> bool:
+        """Tell whether the others have settled on a state, so that refusing it helps nobody.
+
+        After a fork the modules of a path fit each other and the other side's fit badly, so that
+        an honest state can look wrong. One that at least two peers and most of the trainers hold
+        is taken whatever the held-out loss says, and so is any by a peer that has been left
+        behind for rounds: what it trains by itself is not used by anybody.
+        """
+        view = self._publisher.view
+        others = expected_group(view, self._node.grid, module) - {self._node.me}
+        agreeing = len(others & set(holders))
+        if agreeing >= 2 and 2 * agreeing > len(others):
+            return True
+        progress = self._trainer.anchor(module).progress.values()
+        last_round = max((entry.last_round for entry in progress), default=-1)
+        behind = self._node.schedule.round_at(self._node.clock.now()) - last_round
+        return behind > PATIENCE_ROUNDS
+
+    def _believable(self, state: ModuleState) -> bool:
+        """Check that a foreign state does not wreck the held-out loss (DESIGN 4.4)."""
+        if len(self.validation) == 0:
+            return True
+        rows = self.validation[:LOSS_CHECK_SEQUENCES]
+        skip = self._node.plan.routing.prefix_tokens
+        before, count = self._trainer.score_anchors(rows, skip)
+        after, _ = self._trainer.score_anchors(rows, skip, {state.module: state})
+        if count == 0 or after / count <= before / count + MAX_LOSS_INCREASE:
+            return True
+        logger.warning(
+            "refused state %s of %s: held-out loss would go from %.3f to %.3f",
+            state.digest[:12],
+            state.module,
+            before / count,
+            after / count,
+        )
+        return False

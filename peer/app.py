@@ -1,0 +1,229 @@
+"""Building a training peer from its settings, and tearing it down again."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+from dipaco.dht.records import HoldingRecord
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.files import atomic_write
+from hivemind.utils.limits import increase_file_limit
+
+from .averaging_pool import AveragingPool
+from .display import Display
+from .events import EventLog
+from .keeper import Keeper
+from .node import SOFTWARE, Node, join_run, visible_addresses
+from .publisher import PeerStatus, Publisher
+from .reachability import classify
+from .session import Session
+from .settings import PeerSettings, choose_device
+from .trainer import PathTrainer
+
+logger = logging.getLogger("dipaco.peer.app")
+
+# Promise 10: Ctrl+C leaves within ten seconds, whatever hangs.
+LEAVE_LIMIT_S = 9.0
+
+
+def run_peer(settings: PeerSettings) -> int:
+    """Join and train until stopped. Called by the command line. Returns the exit code."""
+    display = Display()
+    stopping = threading.Event()
+    joined = install_stop_signals(stopping, display.say)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    increase_file_limit(4096, 16384)
+    events = EventLog(settings.log_json)
+    events.add_listener(display.on_event)
+    node: Node | None = None
+    try:
+        node = join_run(
+            initial_peers=settings.initial_peers,
+            run=settings.run,
+            cache_directory=settings.cache_directory,
+            identity_path=settings.identity_path,
+            host_maddrs=settings.listen_maddrs(),
+            announce_maddrs=settings.announce_maddrs,
+            say=display.say,
+        )
+        joined.set()
+        _greet(node, display)
+        if settings.path is not None and settings.path >= node.grid.path_count:
+            raise ConfigurationError(
+                f"--path {settings.path}: this run has paths 0 to {node.grid.path_count - 1}"
+            )
+        _train(settings, node, display, events, stopping)
+    finally:
+        display.stop()
+        if node is not None:
+            node.close()
+        events.close()
+    return 0
+
+
+def _greet(node: Node, display: Display) -> None:
+    plan = node.plan
+    counts = node.grid.parameter_counts()
+    display.say(
+        f"run '{plan.name}' ({node.run_id}), manifest {node.manifest.plan.fingerprint}, signed by "
+        f"{node.manifest.operator_fingerprint}"
+    )
+    display.say(
+        f"{node.grid.path_count} paths of {counts['path'] / 1e6:.1f} M parameters, "
+        f"{counts['total'] / 1e6:.1f} M in all; a round is {plan.rounds.duration_s:.0f} s"
+    )
+    display.say(f"this peer is {node.me}, its files are in {node.directory_path}")
+
+
+def _train(
+    settings: PeerSettings,
+    node: Node,
+    display: Display,
+    events: EventLog,
+    stopping: threading.Event,
+) -> None:
+    """Start the background work in the order that forking needs, then run the session."""
+    weights = node.shard_sequences() if node.plan.outer.shard_weights else None
+    node.load_shard_index()
+    pool = AveragingPool(node.dht, node.plan, node.grid, weights)
+    try:
+        device, reason = choose_device(settings.device)
+        display.say(f"device: {device} ({reason})")
+        status = PeerStatus(device=device_name(device), since_s=node.clock.now())
+        publisher, keeper = start_background(node, status, events)
+        display.start(node, publisher, status)
+        session = Session(
+            settings,
+            node,
+            pool,
+            lambda: PathTrainer(
+                node.plan,
+                node.grid,
+                device,
+                optimizer=settings.optimizer,
+                micro_batch_size=settings.micro_batch_size,
+                compile_model=settings.compile_model and device.type == "cuda",
+            ),
+            status,
+            publisher,
+            keeper,
+            events,
+            stopping,
+        )
+        if settings.address_file is not None:
+            write_address_file(settings, node)
+        session.run()
+    finally:
+        pool.shutdown()
+
+
+def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[Publisher, Keeper]:
+    """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
+    node.held.load_from_disk()
+    status.addresses = visible_addresses(node.dht)
+    status.reachable = classify(status.addresses, node.initial_peers or status.addresses)
+    publisher = Publisher(
+        node.directory,
+        node.plan,
+        node.grid,
+        node.schedule,
+        node.clock,
+        node.held,
+        node.blobs,
+        status,
+        me=node.me,
+        software=SOFTWARE,
+        manifest=node.manifest.envelope,
+        exchange=node.exchange,
+        initial_peers=node.initial_peers,
+    )
+    keeper = Keeper(
+        node.plan,
+        node.grid,
+        node.schedule,
+        publisher,
+        node.fetcher,
+        node.held,
+        me=node.me,
+        own_modules=lambda: _modules_in_training(node, status),
+        on_kept=lambda module, version: events.emit("kept", module=module, version=version),
+    )
+
+    def accept(offer: HoldingRecord) -> bool:
+        return keeper.accept_offer(offer)
+
+    node.exchange.set_offer_handler(accept)
+    publisher.start(node.fetcher.all_blobs)
+    publisher.refresh()
+    keeper.start()
+    return publisher, keeper
+
+
+def _modules_in_training(node: Node, status: PeerStatus) -> tuple[str, ...]:
+    """Modules whose states the session itself keeps up to date."""
+    if status.path is None or status.state not in ("joining", "training"):
+        return ()
+    return node.grid.modules_of_path(status.path)
+
+
+def write_address_file(settings: PeerSettings, node: Node) -> None:
+    """Write this node's addresses, one a line, for scripts that start other peers."""
+    assert settings.address_file is not None
+    lines = "".join(f"{address}\n" for address in visible_addresses(node.dht))
+    atomic_write(settings.address_file, [lines.encode()])
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device for the status of the swarm."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu x{torch.get_num_threads()}"
+
+
+def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) -> threading.Event:
+    """First Ctrl+C (or SIGTERM): leave cleanly, in bounded time. Second: exit at once.
+
+    Returns an event for the caller to set once the swarm is joined: until then there is nothing
+    to leave, and the first Ctrl+C raises `KeyboardInterrupt`.
+    """
+    joined = threading.Event()
+    process = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            # A forked child; it ignores Ctrl+C, and SIGTERM comes from its parent.
+            os._exit(128 + number)
+        if stopping.is_set():
+            _exit_at_once()
+        stopping.set()
+        # Whatever hangs, a transfer or a network that does not answer, must not keep anybody here.
+        limit = threading.Timer(LEAVE_LIMIT_S, _exit_at_once)
+        limit.daemon = True
+        limit.start()
+        if not joined.is_set():
+            say("stopped before the swarm was joined")
+            raise KeyboardInterrupt
+        say("leaving; press Ctrl+C again to exit at once")
+        sys.stdout.flush()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    return joined
+
+
+def _exit_at_once() -> None:
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()
+    finally:
+        # Another thread may be waiting for the same children; they end with this process anyway.
+        os._exit(130)

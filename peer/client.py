@@ -1,0 +1,117 @@
+"""A read-only member of the swarm, for evaluation and generation: it only fetches."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from dipaco.dht.view import SwarmView, build_view
+from dipaco.modules.errors import NetworkError
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import ModuleState
+from dipaco.routing.plan import RunPlan
+
+from .node import Node, join_run
+
+
+class ReadOnlyClient:
+    """Joins in client mode and fetches blobs and the heaviest states. A context manager.
+
+    Files go to `cache_directory`, or to a temporary folder that is removed at the end.
+    """
+
+    def __init__(
+        self,
+        initial_peers: tuple[str, ...],
+        *,
+        run: str | None = None,
+        cache_directory: Path | None = None,
+    ) -> None:
+        self._temporary: str | None = None
+        if cache_directory is None:
+            self._temporary = tempfile.mkdtemp(prefix="dipaco-reader-")
+            cache_directory = Path(self._temporary)
+        try:
+            self._node: Node = join_run(
+                initial_peers=initial_peers,
+                run=run,
+                cache_directory=cache_directory,
+                client_mode=True,
+            )
+            self._node.load_shard_index()
+        except BaseException:
+            self._remove_temporary()
+            raise
+        self._view: SwarmView | None = None
+
+    def __enter__(self) -> ReadOnlyClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the swarm and remove temporary files."""
+        self._node.close()
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._temporary)
+
+    @property
+    def plan(self) -> RunPlan:
+        """The verified plan of the run."""
+        return self._node.plan
+
+    @property
+    def grid(self) -> Grid:
+        """The run's grid."""
+        return self._node.grid
+
+    @property
+    def directory_path(self) -> Path:
+        """A run directory (manifest and blobs) that `RunDirectory` can open."""
+        return self._node.directory_path
+
+    def view(self) -> SwarmView:
+        """Read the swarm once and keep the answer, so that all modules are of one moment."""
+        if self._view is None:
+            node = self._node
+            self._view = build_view(
+                now_s=node.clock.now(),
+                plan=node.plan,
+                grid=node.grid,
+                claims=node.directory.read_claims(),
+                peers=node.directory.read_peers(),
+                holdings=node.directory.read_holdings(node.grid.modules()),
+                progress=node.directory.read_progress(),
+            )
+        return self._view
+
+    def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
+        """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
+        return self._node.fetcher.blob(sha256, what)
+
+    def best_state(self, module: str) -> ModuleState | None:
+        """Fetch the heaviest state of a module; None when nobody holds one (still genesis).
+
+        Raises `NetworkError` when it is announced but cannot be had.
+        """
+        view = self.view()
+        state = self._node.fetcher.heaviest_state(module, view)
+        if state is None and view.holdings.get(module):
+            raise NetworkError(
+                f"{module} has {len(view.holdings[module])} announced holders and none serves it; "
+                "try again in a minute"
+            )
+        return state

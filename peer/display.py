@@ -1,0 +1,177 @@
+"""What a volunteer sees: a live panel on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dipaco.dht.policy import expected_group
+from dipaco.modules.errors import DipacoError
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .node import Node
+from .publisher import PeerStatus, Publisher
+
+# Plain lines for inner steps appear at most this often.
+PLAIN_INNER_PERIOD_S = 15.0
+
+
+class Display:
+    """Shows the events of a session. `say` is for the lines before training begins."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._panel: _LivePanel | None = None
+        self._last_inner_s = 0.0
+
+    def say(self, line: str) -> None:
+        """Print one line above the panel."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+        """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
+        if self.console.is_terminal:
+            self._panel = _LivePanel(node, publisher, status)
+            self._live = Live(
+                self._panel, console=self.console, refresh_per_second=2, transient=True
+            )
+            self._live.start()
+
+    def stop(self) -> None:
+        """End the live panel."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Turn an event into a line, if it is one that a person wants to read."""
+        if self._panel is not None and kind == "inner":
+            self._panel.last_loss = values["loss"]
+        line = self._line(kind, values)
+        if line:
+            self.say(f"{time.strftime('%H:%M:%S')} {line}")
+
+    def _line(self, kind: str, v: Mapping[str, Any]) -> str | None:
+        if kind == "inner":
+            now = time.monotonic()
+            if self._live is not None or now - self._last_inner_s < PLAIN_INNER_PERIOD_S:
+                return None
+            self._last_inner_s = now
+            return (
+                f"path {v['path']} step {v['path_step']}: loss {v['loss']:.3f}, "
+                f"{v['tokens_per_s']:,.0f} tokens/s"
+            )
+        if kind == "waiting":
+            return f"waiting for {v['what']}" if self._live is None else None
+        formatter = _LINES.get(kind)
+        return formatter(v) if formatter else None
+
+
+def _commit_line(v: Mapping[str, Any]) -> str:
+    peers = len(v["group"])
+    return (
+        f"round {v['round']}: {v['module']} is now version {v['version']} ({v['digest'][:12]}), "
+        f"{peers} of {v['expected']} peers, {v['seconds_after_boundary']:.1f} s after the boundary"
+    )
+
+
+_LINES = {
+    "claimed": lambda v: f"claimed path {v['path']}: {v['reason']}",
+    "training": lambda v: (
+        f"training path {v['path']} from its step {v['path_step']}"
+        + (", with its kept AdamW state" if v["resumed_optimizer"] else "")
+    ),
+    "commit": _commit_line,
+    "carry_on": lambda v: f"round {v['round']}: {v['module']} carries on: {v['reason']}",
+    "adopt": lambda v: (
+        f"took over {v['module']} version {v['version']} ({v['digest'][:12]}), "
+        f"{v['tokens']:,} tokens behind it"
+    ),
+    "move": lambda v: f"moving from path {v['from_path']} to {v['to_path']}: {v['reason']}",
+    "validation": lambda v: (
+        f"round {v['round']}: held-out loss of path {v['path']} is {v['loss']:.3f} "
+        f"({v['tokens']:,} tokens)"
+    ),
+    "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
+    "leaving": lambda v: "leaving: states handed over, claim withdrawn",
+}
+
+
+class _LivePanel:
+    """Drawn anew by rich on every refresh."""
+
+    def __init__(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+        self._node = node
+        self._publisher = publisher
+        self._status = status
+        self.last_loss = float("nan")
+
+    def __rich__(self) -> Panel:
+        node, status = self._node, self._status
+        now = node.clock.now()
+        head = Table.grid(padding=(0, 2))
+        head.add_row("path", f"{status.path if status.path is not None else '-'}  {status.reason}")
+        head.add_row("round", self._round_text(now))
+        head.add_row("loss", f"{self.last_loss:.3f}  held-out {status.validation_loss:.3f}")
+        head.add_row(
+            "speed",
+            f"{status.tokens_per_s:,.0f} tokens/s on {status.device}   "
+            f"up {_bytes(status.bytes_up)}, down {_bytes(status.bytes_down)}",
+        )
+        if status.waiting_for:
+            head.add_row("waiting", f"for {status.waiting_for}")
+        parts: list[Any] = [head, Text()]
+        modules = self._modules_table()
+        if modules is not None:
+            parts.append(modules)
+        return Panel(
+            Group(*parts), title=f"dipaco {node.plan.name} {node.run_id}", title_align="left"
+        )
+
+    def _round_text(self, now: float) -> str:
+        schedule = self._node.schedule
+        if now < schedule.start_s:
+            return f"the run starts in {schedule.start_s - now:.0f} s"
+        upcoming = min(schedule.next_boundary(level, now) for level in schedule.ordered_levels())
+        return (
+            f"{schedule.round_at(now)}, boundary of {upcoming.level} in "
+            f"{upcoming.time_s - now:.0f} s"
+        )
+
+    def _modules_table(self) -> Table | None:
+        if self._status.path is None:
+            return None
+        try:
+            view = self._publisher.view
+        except DipacoError:
+            return None
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("module", "peers", "version", "state", "last commit"):
+            table.add_column(column)
+        for module in self._node.grid.modules_of_path(self._status.path):
+            held = self._node.held.get(module)
+            commit = self._status.last_commit.get(module)
+            table.add_row(
+                module,
+                str(len(expected_group(view, self._node.grid, module))),
+                str(held.version) if held else "-",
+                held.digest[:12] if held else "-",
+                f"round {commit[0]}, {commit[1]} peers" if commit else "-",
+            )
+        return table
+
+
+def _bytes(count: int) -> str:
+    """Write a number of bytes for people."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return str(count)

@@ -1,0 +1,63 @@
+"""What a peer tells about itself: one typed stream of events, to the log file and the display."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from dipaco.modules.errors import StorageError
+
+logger = logging.getLogger("dipaco.peer.events")
+
+Listener = Callable[[str, dict[str, Any]], None]
+
+
+class EventLog:
+    """Sends each event to the listeners and, as a JSON line, to a file. Thread-safe.
+
+    An event has a kind (`claimed`, `commit`, `carry_on`, ...; listed in docs/protocol.md) and
+    plain values. A full disk stops the file, not the peer.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Listener] = []
+        self._file: TextIO | None = None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise StorageError(
+                    f"--log-json {path}: {error.strerror}; give a writable path"
+                ) from None
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call `listener(kind, values)` for every later event, on the thread that emits it."""
+        self._listeners.append(listener)
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Record one event."""
+        with self._lock:
+            if self._file is not None:
+                record = {"event": kind, "time_s": round(time.time(), 3), **values}
+                try:
+                    self._file.write(json.dumps(record) + "\n")
+                    self._file.flush()
+                except OSError as error:
+                    logger.warning("the event log stopped: %s", error.strerror)
+                    self._file = None
+        for listener in self._listeners:
+            listener(kind, values)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None

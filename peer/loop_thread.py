@@ -1,0 +1,128 @@
+"""An event loop on a thread of its own, so that serving others goes on while this peer trains."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+from dipaco.modules.errors import NetworkError
+
+ResultT = TypeVar("ResultT")
+
+CANCEL_TIMEOUT_S = 0.5
+
+
+class LoopThread:
+    """A uvloop event loop on a daemon thread, with a blocking way in. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Tell whether `call` can be used."""
+        return self._thread is not None and self._thread.is_alive() and self._loop is not None
+
+    def start(self) -> None:
+        """Start the thread; returns when its loop runs."""
+        ready = threading.Event()
+
+        def run() -> None:
+            loop = uvloop.new_event_loop()
+            asyncio.set_event_loop(loop)
+            self._loop = loop
+            loop.call_soon(ready.set)
+            try:
+                loop.run_forever()
+            finally:
+                self._loop = None
+                with contextlib.suppress(Exception):
+                    loop.close()
+
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    def call(self, coroutine: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises `NetworkError` when the loop is stopped or `timeout_s` has passed; an interrupted
+        wait (Ctrl+C) cancels the coroutine.
+        """
+        assert threading.current_thread() is not self._thread, "would wait for itself"
+        loop = self._loop
+        if loop is None or not self.running:
+            coroutine.close()
+            raise NetworkError(f"the {self._name} is not running")
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:
+            coroutine.close()
+            raise NetworkError(f"the {self._name} was stopped") from None
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise NetworkError(f"the {self._name} was stopped") from None
+        except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+            raise NetworkError(
+                f"the {self._name} did not answer within {timeout_s:.0f} s"
+            ) from None
+        finally:
+            future.cancel()
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """Cancel everything on the loop and end the thread. May be called twice."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(loop), loop)
+        thread.join(timeout_s)
+
+
+async def _cancel_others(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+    # One more turn, so that callers of cancelled tasks learn it before the loop ends.
+    loop.call_soon(loop.stop)
+
+
+async def run_blocking(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """Run a blocking function on a daemon thread and await its result.
+
+    Not an executor: its threads are joined when the interpreter exits, and a mirror or a disk
+    that hangs must not keep a peer from leaving.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def settle(result: ResultT | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result: ResultT | None = None
+        failure: BaseException | None = None
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name="exchange-io", daemon=True).start()
+    return await future

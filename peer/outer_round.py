@@ -1,0 +1,256 @@
+"""One outer round of one module: gather a group, average, step; commit or carry on (DESIGN 4.4).
+
+Runs on a worker thread while the inner loop goes on. It changes nothing: it returns what should
+happen, and the session applies that between two inner steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from dipaco.dht.policy import enough_for_commit
+from dipaco.dht.view import greatest_contribution
+from dipaco.modules.errors import IntegrityError
+from dipaco.modules.outer import (
+    Contribution,
+    WireCodec,
+    average_contributions,
+    contribution_weights,
+    outer_step,
+)
+from dipaco.modules.state import ModuleState
+from dipaco.routing.plan import RunPlan
+
+from .averager import AveragingOutcome
+from .exact_parts import AveragingFailed
+from .group_key import group_bits
+from .schedule import Boundary
+from .trainer import Snapshot
+
+logger = logging.getLogger("dipaco.peer.outer_round")
+
+ATTEMPTS = 2
+# Rounds in vain after which a peer no longer waits for others that do not come.
+PATIENCE_ROUNDS = 2
+# A group that closes sooner than this from now cannot form any more.
+SHORTEST_MATCHMAKING_S = 0.3
+
+
+class Averager(Protocol):
+    """What an outer round needs of `ExactAverager`."""
+
+    def average(
+        self,
+        flat: torch.Tensor,
+        *,
+        group_bits: str,
+        scheduled_time: float,
+        timeout_s: float,
+        contribution: Contribution,
+        module: str,
+        round_index: int,
+        anchor_digest: str,
+        greatest_tokens: int = ...,
+        expected_peers: int | None = ...,
+        exclude: Collection[str] = ...,
+    ) -> AveragingOutcome: ...
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The group's result: everybody in it holds the same state."""
+
+    state: ModuleState
+    table: tuple[Contribution, ...]
+    attempt: int
+    expected: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CommittedElsewhere:
+    """This peer failed, but others of its group committed: fetch their state by digest."""
+
+    digest: str
+    holders: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class CarriedOn:
+    """No commit; the work stays in `anchor - local`."""
+
+    reason: str
+    expected: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the other peers of a group said when they were asked after a failure."""
+
+    alive: frozenset[str] = frozenset()
+    """Those that answered at all."""
+    committed: CommittedElsewhere | None = None
+    """The heaviest state that they hold, if it is heavier than the anchor."""
+
+
+OuterResult = Committed | CommittedElsewhere | CarriedOn
+
+
+@dataclass(frozen=True)
+class OuterRound:
+    """Everything that one outer round needs, so that it can run on another thread."""
+
+    plan: RunPlan
+    me: str
+    module_index: int
+    shard_sequences: dict[int, int] | None
+    averager: Averager
+    expected_group: Callable[[str], frozenset[str]]
+    """Peers that train a path through the module, from the newest view."""
+    possible_group: Callable[[str], frozenset[str]]
+    """Those and the peers that are about to: they may have begun since the view was read."""
+    ask_others: Callable[[str, ModuleState, frozenset[str]], Answers]
+    """Ask the given peers what they hold; called when a group failed."""
+    seniority: Callable[[str], tuple[bool, float, str]]
+    """Orders peers: those that train before those that join, then the oldest claim first."""
+    rounds_in_vain: int
+    """Rounds of this module in a row that ended without a commit anywhere."""
+    stopping: Callable[[], bool]
+    """Whether this peer leaves: then nothing is tried again."""
+    local_time: Callable[[float], float]
+    """Swarm time to this machine's clock."""
+
+    def run(self, snapshot: Snapshot, boundary: Boundary) -> OuterResult:
+        """Run the attempts that fit into the commit window and return what should happen."""
+        started = time.monotonic()
+        module = snapshot.module
+        mine = Contribution(path=snapshot.path, peer=self.me, tokens=snapshot.tokens)
+        gradient = snapshot.outer_gradient()
+        expected = self.expected_group(module) | {self.me}
+        possible = self.possible_group(module) | expected
+        if len(possible) == 1:
+            return self._step(snapshot, self._alone(gradient, mine), 0, 1, started)
+        failure: AveragingFailed | None = None
+        answers = Answers()
+        for attempt in range(ATTEMPTS):
+            close_s = self.local_time(boundary.time_s + self._close_after_s(attempt))
+            if close_s - time.time() < SHORTEST_MATCHMAKING_S:
+                continue
+            culprits = failure.culprits if failure is not None else ()
+            size = len(possible) if failure is None else 1 + len(answers.alive)
+            outcome, failure = self._attempt(
+                snapshot, gradient, mine, boundary, attempt, close_s, size, culprits
+            )
+            expected = self.expected_group(module) | {self.me}
+            if outcome is not None:
+                if not enough_for_commit(len(outcome.table), len(expected)):
+                    return CarriedOn(
+                        f"have {len(outcome.table)} of {len(expected)} peers of {module}, "
+                        "need at least half",
+                        len(expected),
+                    )
+                return self._step(snapshot, outcome, attempt, len(expected), started)
+            if self.stopping():
+                return CarriedOn("this peer leaves", len(expected))
+            others = (self.possible_group(module) | expected) - {self.me}
+            answers = self.ask_others(module, snapshot.anchor, others)
+            if answers.committed is not None:
+                return answers.committed
+            if not answers.alive & expected:
+                break
+        if failure is None:
+            return CarriedOn("the commit window had passed", len(expected))
+        if enough_for_commit(1, len(expected)) and self._may_step_alone(answers):
+            outcome = self._alone(gradient, mine)
+            return self._step(snapshot, outcome, ATTEMPTS, len(expected), started)
+        return CarriedOn(str(failure), len(expected))
+
+    def _may_step_alone(self, answers: Answers) -> bool:
+        """Tell whether a peer that met nobody may commit its own work.
+
+        It may when the others are gone. Of peers that live and still do not meet, only the one
+        with the oldest claim may, or each would make a version of its own; a newer one may not
+        even be taking part yet. After some rounds in vain anybody may, because the oldest does not
+        train.
+        """
+        oldest = min((*answers.alive, self.me), key=self.seniority)
+        return oldest == self.me or self.rounds_in_vain >= PATIENCE_ROUNDS
+
+    def _close_after_s(self, attempt: int) -> float:
+        """Return when after the boundary an attempt's group closes: the same for every peer."""
+        rounds = self.plan.rounds
+        return (
+            rounds.matchmaking_s
+            if attempt == 0
+            else max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
+        )
+
+    def _attempt(
+        self,
+        snapshot: Snapshot,
+        gradient: torch.Tensor,
+        mine: Contribution,
+        boundary: Boundary,
+        attempt: int,
+        close_s: float,
+        expected_peers: int,
+        culprits: Collection[str],
+    ) -> tuple[AveragingOutcome | None, AveragingFailed | None]:
+        """Average once; return the outcome or the failure."""
+        digest = snapshot.anchor.digest
+        rounds = self.plan.rounds
+        end_s = self.local_time(
+            boundary.time_s + (rounds.window_s / 2 if attempt == 0 else rounds.window_s)
+        )
+        try:
+            outcome = self.averager.average(
+                gradient,
+                group_bits=group_bits(self.module_index, snapshot.round_index, attempt, digest),
+                scheduled_time=close_s,
+                timeout_s=max(end_s - time.time(), close_s - time.time() + 1.0),
+                contribution=mine,
+                module=snapshot.module,
+                round_index=snapshot.round_index,
+                anchor_digest=digest,
+                greatest_tokens=greatest_contribution(self.plan, boundary.time_s),
+                expected_peers=max(2, expected_peers),
+                exclude=culprits,
+            )
+        except AveragingFailed as failure:
+            logger.debug("%s attempt %d: %s", snapshot.module, attempt, failure)
+            return None, failure
+        return outcome, None
+
+    def _alone(self, gradient: torch.Tensor, mine: Contribution) -> AveragingOutcome:
+        """Be a group of one; the gradient passes through the codec like everybody's."""
+        weights = contribution_weights((mine,), self.shard_sequences)
+        average = average_contributions([gradient], weights, WireCodec(self.plan.averaging.codec))
+        return AveragingOutcome(average=average, table=(mine,))
+
+    def _step(
+        self,
+        snapshot: Snapshot,
+        outcome: AveragingOutcome,
+        attempt: int,
+        expected: int,
+        started: float,
+    ) -> OuterResult:
+        """Take the Nesterov step on a copy."""
+        try:
+            state = outer_step(
+                snapshot.anchor,
+                outcome.average,
+                outcome.table,
+                self.plan.outer,
+                snapshot.round_index,
+            )
+            state.digest  # noqa: B018  computed here, on this thread, and cached
+        except IntegrityError as error:
+            return CarriedOn(str(error), expected)
+        return Committed(state, outcome.table, attempt, expected, time.monotonic() - started)

@@ -1,0 +1,269 @@
+"""One path being trained: model, inner loop, anchors, and what of the work is not yet merged.
+
+No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
+one of `commit`, `adopt` when an outer round ended; when it did not, nothing is called and the
+work stays in `anchor - local` for the next round (DESIGN 4.4).
+
+A module's local parameters go on changing while its outer round runs in the background, so a
+commit sets `local = new anchor + (local - snapshot)`. Without steps in between the difference is
+exactly zero and local becomes exactly the anchor, as in the simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
+from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.grid import Grid
+from dipaco.modules.inner import InnerLoop
+from dipaco.modules.outer import outer_gradient
+from dipaco.modules.state import ModuleState
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.batches import BatchStream
+from dipaco.routing.plan import RunPlan
+
+logger = logging.getLogger("dipaco.peer.trainer")
+
+# Contributions remembered to be put back on top of a state that lacks them.
+REMEMBERED_CONTRIBUTIONS = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A module at a boundary: what its outer round starts from. Immutable."""
+
+    module: str
+    path: int
+    round_index: int
+    anchor: ModuleState
+    local: torch.Tensor
+    tokens: int
+    path_step: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every local parameter is a finite number."""
+        return bool(torch.isfinite(self.local).all())
+
+    def outer_gradient(self) -> torch.Tensor:
+        """Return anchor minus local, flat fp32."""
+        return outer_gradient(self.anchor.parameters, self.local)
+
+
+@dataclass(frozen=True)
+class _Contribution:
+    """Work that was merged into an anchor: needed again if another state wins."""
+
+    round_index: int
+    shift: torch.Tensor
+    tokens: int
+
+
+@dataclass
+class _ModuleProgress:
+    """What the trainer knows of one module of its path."""
+
+    anchor: ModuleState
+    unmerged_tokens: int = 0
+    contributions: deque[_Contribution] = field(
+        default_factory=lambda: deque(maxlen=REMEMBERED_CONTRIBUTIONS)
+    )
+
+
+class PathTrainer:
+    """Trains one path at a time; `start_path` moves it to another. One thread calls it."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        grid: Grid,
+        device: torch.device,
+        *,
+        optimizer: str = "adamw",
+        micro_batch_size: int | None = None,
+        compile_model: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.grid = grid
+        self.device = device
+        self.model = PathModel(plan.model).to(device)
+        self.inner = InnerLoop(
+            self.model,
+            plan.inner,
+            device,
+            optimizer=optimizer,
+            micro_batch_size=micro_batch_size,
+            compile_model=compile_model,
+        )
+        self.path: int | None = None
+        self.path_step = 0
+        self.replica = 0
+        self.tokens_trained = 0
+        self._stream: BatchStream | None = None
+        self._modules: dict[str, _ModuleProgress] = {}
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one inner step."""
+        return self.plan.inner.batch_sequences * self.plan.model.sequence_length
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules of the current path, in level order."""
+        return tuple(self._modules)
+
+    def anchor(self, module: str) -> ModuleState:
+        """Return the last committed state of one of the path's modules."""
+        return self._modules[module].anchor
+
+    def anchors(self) -> dict[str, ModuleState]:
+        """Return the last committed state of every module of the path."""
+        return {module: progress.anchor for module, progress in self._modules.items()}
+
+    def unmerged_tokens(self, module: str) -> int:
+        """Return the tokens trained since this module's last merged boundary."""
+        return self._modules[module].unmerged_tokens
+
+    def start_path(
+        self,
+        path: int,
+        states: Mapping[str, ModuleState],
+        stream: BatchStream,
+        *,
+        optimizer_state: dict[str, object] | None = None,
+    ) -> None:
+        """Begin to train `path` from `states`, with its kept AdamW state or a fresh one."""
+        load_path(self.model, self.grid, path, states)
+        if optimizer_state is not None:
+            self.inner.load_state_dict(optimizer_state)
+        else:
+            self.inner.reset()
+        self.path, self.replica, self._stream = path, 0, stream
+        self._modules = {
+            module: _ModuleProgress(states[module]) for module in self.grid.modules_of_path(path)
+        }
+        self.path_step = max(self._counted_steps(state) for state in states.values())
+
+    def _counted_steps(self, state: ModuleState) -> int:
+        """Return how many of this path's inner steps a state has counted."""
+        assert self.path is not None
+        progress = state.progress.get(self.path)
+        return progress.tokens // self.tokens_per_step if progress else 0
+
+    def inner_step(self) -> float:
+        """Train one batch and return its mean loss in nats a token."""
+        assert self._stream is not None
+        tokens = self._stream.batch(self.path_step, self.replica)
+        loss = self.inner.step(tokens, self.path_step)
+        self.path_step += 1
+        self.tokens_trained += self.tokens_per_step
+        for progress in self._modules.values():
+            progress.unmerged_tokens += self.tokens_per_step
+        return loss
+
+    def snapshot(self, module: str, round_index: int) -> Snapshot:
+        """Copy a module at a boundary."""
+        assert self.path is not None
+        progress = self._modules[module]
+        return Snapshot(
+            module=module,
+            path=self.path,
+            round_index=round_index,
+            anchor=progress.anchor,
+            local=gather_module(self.model, self.grid, module),
+            tokens=progress.unmerged_tokens,
+            path_step=self.path_step,
+        )
+
+    def commit(self, snapshot: Snapshot, state: ModuleState) -> None:
+        """Make `state` the anchor; it contains the work up to `snapshot`."""
+        progress = self._modules[snapshot.module]
+        self._rebase(snapshot.module, state, snapshot.local)
+        progress.contributions.append(
+            _Contribution(
+                snapshot.round_index, snapshot.local - snapshot.anchor.parameters, snapshot.tokens
+            )
+        )
+        progress.unmerged_tokens -= snapshot.tokens
+        self._advance_path_step(state, progress)
+
+    def adopt(self, module: str, state: ModuleState, snapshot: Snapshot | None = None) -> bool:
+        """Put another peer's heavier state under the own unmerged work (DESIGN 4.4).
+
+        With a `snapshot` whose work `state` already counts, only the steps since then are put on
+        top; contributions that `state` lacks are put back. Returns whether the snapshot's work
+        was found merged. Called when a group failed here but committed elsewhere, when a network
+        split healed, and when the peer finds itself behind.
+        """
+        progress = self._modules[module]
+        assert self.path is not None
+        counted = state.progress.get(self.path)
+        counted_round = counted.last_round if counted else -1
+        counted_tokens = counted.tokens if counted else 0
+        own = progress.anchor.progress.get(self.path)
+        merged = snapshot is not None and (
+            counted_round >= snapshot.round_index
+            and counted_tokens >= (own.tokens if own else 0) + snapshot.tokens
+        )
+        if merged:
+            assert snapshot is not None
+            self.commit(snapshot, state)
+            return True
+        lacking = [c for c in progress.contributions if c.round_index > counted_round]
+        self._rebase(module, state, progress.anchor.parameters)
+        if lacking:
+            local = gather_module(self.model, self.grid, module)
+            for contribution in lacking:
+                local.add_(contribution.shift)
+                progress.unmerged_tokens += contribution.tokens
+                progress.contributions.remove(contribution)
+            scatter_module(self.model, self.grid, module, local)
+        self._advance_path_step(state, progress)
+        return False
+
+    def discard(self, module: str) -> None:
+        """Go back to the anchor: the local parameters are no numbers any more."""
+        progress = self._modules[module]
+        scatter_module(self.model, self.grid, module, progress.anchor.parameters)
+        progress.unmerged_tokens = 0
+        self.inner.reset()
+
+    def _rebase(self, module: str, state: ModuleState, base: torch.Tensor) -> None:
+        """Set local = state + (local - base), and make `state` the anchor."""
+        add_to_module(self.model, self.grid, module, state.parameters, base)
+        self._modules[module].anchor = state
+
+    def _advance_path_step(self, state: ModuleState, progress: _ModuleProgress) -> None:
+        """Let the schedule follow what all replicas of the path trained together."""
+        own_steps = progress.unmerged_tokens // self.tokens_per_step
+        self.path_step = max(self.path_step, self._counted_steps(state) + own_steps)
+
+    def score_anchors(
+        self,
+        tokens: torch.Tensor,
+        skip_tokens: int,
+        replaced: Mapping[str, ModuleState] | None = None,
+    ) -> tuple[float, int]:
+        """Score `tokens` [sequences, length] with the committed states of the path.
+
+        `replaced` tries other states in place of some anchors. Local parameters are restored bit
+        for bit. Returns the summed negative log-likelihood in nats and the tokens scored.
+        """
+        assert self.path is not None
+        states = {**self.anchors(), **(replaced or {})}
+        local = {module: gather_module(self.model, self.grid, module) for module in self.modules}
+        load_path(self.model, self.grid, self.path, states)
+        try:
+            return score_sequences(self.model, tokens, skip_tokens, device=self.device)
+        finally:
+            for module, flat in local.items():
+                scatter_module(self.model, self.grid, module, flat)
+
+    def optimizer_state(self) -> dict[str, object]:
+        """Return the AdamW state, to be kept on disk for a return to this path."""
+        return self.inner.state_dict()
