@@ -1,0 +1,1 @@
+"""Preparing a run and operating a bootstrap node."""

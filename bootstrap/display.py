@@ -1,0 +1,111 @@
+"""What preparation shows: a bar in a terminal, plain lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from dipaco.routing.plan import RunPlan, ShardIndex
+from dipaco.routing.shards import PathSummary
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_PLAIN_EVERY_S = 10.0
+
+
+class StageProgress:
+    """Progress of one stage; `update` may be called as often as one likes."""
+
+    def __init__(self, console: Console, name: str, bar: Progress | None) -> None:
+        self._console = console
+        self._name = name
+        self._bar = bar
+        self._task = bar.add_task(name, total=None, note="") if bar else None
+        self._shown_at = time.monotonic()
+
+    def update(self, done: float, total: float | None, note: str = "") -> None:
+        """Show that `done` of `total` (None: unknown) is done."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total, note=note)
+        elif time.monotonic() - self._shown_at >= _PLAIN_EVERY_S:
+            self._shown_at = time.monotonic()
+            amount = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
+            self._console.print(f"{self._name}: {amount} {note}".rstrip())
+
+
+class Display:
+    """All output of `dipaco-bootstrap prepare`."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageProgress]:
+        """Show the progress of a stage while it runs, and its time when it is done."""
+        started_at = time.monotonic()
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed:,.0f}"),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            with Progress(*columns, console=self.console, transient=True) as bar:
+                yield StageProgress(self.console, name, bar)
+        else:
+            self.say(f"{name} ...")
+            yield StageProgress(self.console, name, None)
+        self.say(f"{name}: done in {time.monotonic() - started_at:.1f} s")
+
+    def shards(self, index: ShardIndex, summaries: Sequence[PathSummary]) -> None:
+        """Show the table of shard sizes."""
+        table = Table(title="Shards", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+        for heading in ("path", "documents", "sequences", "tokens", "share", "held out"):
+            table.add_column(heading, justify="right")
+        labelled = any(summary.labels for summary in summaries)
+        if labelled:
+            table.add_column("mostly")
+        total_tokens = sum(summary.train_tokens for summary in summaries)
+        for shard, summary in zip(index.paths, summaries, strict=True):
+            cells = [
+                str(shard.path),
+                f"{summary.train_documents:,}",
+                f"{shard.train_sequences:,}",
+                f"{summary.train_tokens:,}",
+                f"{summary.train_tokens / max(1, total_tokens):.1%}",
+                f"{shard.validation_sequences:,}",
+            ]
+            mostly = ", ".join(f"{name} {share:.0%}" for name, share in summary.labels)
+            table.add_row(*cells, *([mostly] if labelled else []))
+        table.add_section()
+        cells = [
+            "all",
+            f"{sum(summary.train_documents for summary in summaries):,}",
+            f"{sum(shard.train_sequences for shard in index.paths):,}",
+            f"{total_tokens:,}",
+            "100.0%",
+            f"{sum(shard.validation_sequences for shard in index.paths):,}",
+        ]
+        table.add_row(*cells, *([""] if labelled else []))
+        self.console.print(table)
+
+    def run(self, plan: RunPlan, counts: dict[str, int], directory: str) -> None:
+        """Show what was made and how to start it."""
+        levels = " x ".join(map(str, plan.grid.modules_per_level))
+        starts = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan.start_s))
+        self.say(
+            f"Run {plan.name} {plan.run_id}: grid {levels}, "
+            f"{counts['path'] / 1e6:.2f} M parameters a path "
+            f"({counts['shared'] / 1e6:.2f} M shared), {counts['total'] / 1e6:.2f} M in all; "
+            f"rounds of {plan.rounds.duration_s:g} s from {starts}"
+        )
+        self.say(f"Start it with: dipaco-bootstrap serve {directory}")

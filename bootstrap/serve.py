@@ -1,0 +1,117 @@
+"""The bootstrap node: first address of a swarm, server of its blobs, keeper of states.
+
+It is a peer that does not train. Nothing depends on it once others are there: peers hold the
+blobs and states as well, and store the manifest again themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import threading
+import time
+from pathlib import Path
+
+from dipaco.modules.errors import DipacoError, ManifestError
+from dipaco.modules.files import atomic_write
+from dipaco.peer.app import install_stop_signals, start_background
+from dipaco.peer.display import Display
+from dipaco.peer.events import EventLog
+from dipaco.peer.leaving import hand_over
+from dipaco.peer.node import Node, join_run, visible_addresses
+from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.routing.run_directory import RunDirectory
+
+logger = logging.getLogger("dipaco.bootstrap.serve")
+
+LEAVE_BUDGET_S = 4.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until stopped. Called by `dipaco-bootstrap serve`. Returns the exit code."""
+    directory: Path = options.directory
+    manifest_path = RunDirectory(directory).manifest_path
+    if not manifest_path.is_file():
+        raise ManifestError(
+            f"{directory} holds no manifest.json; prepare a run first: "
+            f"dipaco-bootstrap prepare RUN.toml --out {directory}"
+        )
+    display = Display()
+    stopping = threading.Event()
+    joined = install_stop_signals(stopping, display.say)
+    events = EventLog(options.log_json)
+    events.add_listener(display.on_event)
+    node = join_run(
+        initial_peers=tuple(options.initial_peers),
+        run=None,
+        cache_directory=directory,
+        identity_path=options.identity_path or directory / "identity.key",
+        host_maddrs=tuple(options.host_maddrs) or (f"/ip4/0.0.0.0/tcp/{options.port}",),
+        announce_maddrs=tuple(options.announce_maddrs),
+        own_manifest=manifest_path.read_bytes(),
+        run_directory=directory,
+        say=display.say,
+    )
+    joined.set()
+    try:
+        _serve(node, options, display, events, stopping)
+    finally:
+        node.close()
+        events.close()
+    return 0
+
+
+def _serve(
+    node: Node,
+    options: argparse.Namespace,
+    display: Display,
+    events: EventLog,
+    stopping: threading.Event,
+) -> None:
+    node.load_shard_index()
+    status = PeerStatus(state="serving", since_s=node.clock.now())
+    publisher, keeper = start_background(node, status, events)
+    addresses = visible_addresses(node.dht)
+    if options.address_file is not None:
+        atomic_write(options.address_file, ["".join(f"{a}\n" for a in addresses).encode()])
+    display.say(
+        f"serving run '{node.plan.name}' ({node.run_id}) from {options.directory}; "
+        "a volunteer pastes this:"
+    )
+    display.say(f"dipaco-peer --initial-peers {addresses[0]}")
+    events.emit("serving", run=node.run_id, addresses=list(addresses))
+    try:
+        _refresh_until_stopped(node, publisher, options.refresh_period_s, display, stopping)
+    finally:
+        status.state = "leaving"
+        modules = tuple(held.module for held in node.held.all())
+        hand_over(node, publisher, modules, time.monotonic() + LEAVE_BUDGET_S)
+        keeper.stop()
+        publisher.stop(withdraw=True)
+
+
+def _refresh_until_stopped(
+    node: Node,
+    publisher: Publisher,
+    period_s: float,
+    display: Display,
+    stopping: threading.Event,
+) -> None:
+    """Say how the swarm is, and look a random key up so that dead peers leave the routing table."""
+    while not stopping.wait(period_s):
+        if publisher.failure is not None:
+            raise publisher.failure
+        try:
+            node.directory.look_up_random_key(random.getrandbits(64))
+            view = publisher.view
+        except DipacoError as error:
+            logger.warning("%s", error)
+            continue
+        training = [claim for claim in view.claims.values() if claim.state == "training"]
+        served = {claim.path for claim in training}
+        display.say(
+            f"{time.strftime('%H:%M:%S')} round {node.schedule.round_at(node.clock.now())}: "
+            f"{len(view.peers)} peers, {len(served)} of {node.grid.path_count} paths in training, "
+            f"{len(node.held.all())} states held here"
+        )

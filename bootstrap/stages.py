@@ -1,0 +1,73 @@
+"""Stages of preparation that are skipped when they are already done for the same inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.files import atomic_write
+from dipaco.routing.corpus import CorpusConfig, corpus_files
+from dipaco.routing.plan import canonical_json
+from pydantic import BaseModel
+
+# Raise it when a stage would give other results for the same inputs.
+_STAGES_VERSION = 1
+
+
+def inputs_hash(*inputs: Any) -> str:
+    """Return the SHA-256 of what a stage depends on: plain values and configurations."""
+    plain = [
+        value.model_dump(mode="json") if isinstance(value, BaseModel) else value for value in inputs
+    ]
+    return hashlib.sha256(canonical_json([_STAGES_VERSION, plain])).hexdigest()
+
+
+def corpus_fingerprint(config: CorpusConfig) -> str:
+    """Return a hash that changes when the documents may have changed.
+
+    Of files it is name, size and time of change: reading a large corpus only to hash it would take
+    as long as the work that is to be saved. Raises CorpusError if a file is missing.
+    """
+    files: list[list[Any]] = []
+    if not config.hub:
+        for part in ("train", "validation"):
+            for path in corpus_files(config, "train" if part == "train" else "validation"):
+                found = path.stat()
+                files.append([part, path.name, found.st_size, found.st_mtime_ns])
+    settings = config.model_dump(mode="json", exclude={"train", "validation"})
+    return inputs_hash(settings, files)
+
+
+class StageMarkers:
+    """Remembers for each stage the hash of its inputs and the blobs that it made."""
+
+    def __init__(self, directory: Path, blobs: BlobStore) -> None:
+        self._directory = directory
+        self._blobs = blobs
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def done(self, stage: str, inputs: str) -> dict[str, Any] | None:
+        """Return the outputs of a stage that is done for these inputs, else None.
+
+        Outputs whose name ends in `sha256` are blobs, and must still be in the store.
+        """
+        try:
+            marker = json.loads(self._path(stage).read_bytes())
+            if marker["inputs"] != inputs:
+                return None
+            outputs: dict[str, Any] = marker["outputs"]
+            blobs = [value for name, value in outputs.items() if name.endswith("sha256")]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return outputs if all(self._blobs.has(sha256) for sha256 in blobs) else None
+
+    def mark(self, stage: str, inputs: str, outputs: dict[str, Any]) -> None:
+        """Note that a stage is done."""
+        marker = {"inputs": inputs, "outputs": outputs}
+        atomic_write(self._path(stage), json.dumps(marker, indent=2).encode())
+
+    def _path(self, stage: str) -> Path:
+        return self._directory / f"{stage}.json"
