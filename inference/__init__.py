@@ -1,0 +1,1 @@
+"""What a trained swarm is for: evaluating it and generating text."""

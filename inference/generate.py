@@ -1,0 +1,105 @@
+"""Generating text: the prompt is routed once, and only its path runs.
+
+Routing once a prompt is the paper's setting; the key-value cache stays valid that way (section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.tokenizer import Tokenizer
+
+# A character has at most four bytes; more pending tokens than that are no character.
+_GREATEST_PENDING_TOKENS = 4
+_BROKEN_CHARACTER = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a text is continued. Raises ConfigurationError for values that make no sense."""
+
+    temperature: float = 0.8
+    """0 always takes the likeliest token."""
+    top_k: int = 50
+    """Choose among this many likeliest tokens; 0 is all."""
+    seed: int = 0
+    """The same prompt, states and seed give the same text."""
+    max_tokens: int = 128
+    """Tokens to generate, at most."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ConfigurationError(f"--max-tokens {self.max_tokens} must not be negative")
+        if not 0 <= self.temperature <= 100:
+            raise ConfigurationError(
+                f"--temperature {self.temperature} must be 0 (always the likeliest token) to 100; "
+                f"0.8 is usual"
+            )
+        if self.top_k < 0:
+            raise ConfigurationError(f"--top-k {self.top_k} must be at least 1, or 0 for no limit")
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the tokens of a prompt: the beginning of a document."""
+    return [BEGIN_TOKEN, *tokenizer.encode(prompt)]
+
+
+@torch.no_grad()
+def generate_tokens(model: PathModel, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    """Yield the tokens that `model` puts behind `prompt`, until the document ends.
+
+    The context is at most the run's sequence length: when it is full, generation goes on from its
+    newer half. Called by `dipaco-generate`.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    device = next(model.parameters()).device
+    longest = model.config.sequence_length
+    context = list(prompt)[-longest:]
+    cache, unseen = model.new_cache(), context
+    for _ in range(sampling.max_tokens):
+        if cache.length + len(unseen) > longest:
+            context = context[-(longest // 2) :]
+            cache, unseen = model.new_cache(), context
+        logits = model(torch.tensor([unseen], device=device), cache)[0, -1]
+        token = choose_token(logits.float().cpu(), sampling, generator)
+        if token == END_TOKEN:
+            return
+        yield token
+        context = [*context[-longest:], token]
+        unseen = [token]
+
+
+def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Choose the next token by its logits, fp32 [V] on the CPU, which are not changed.
+
+    Pieces that are never part of a text (unknown, begin, padding) are never chosen.
+    """
+    logits = logits.clone()
+    logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    count = min(sampling.top_k or len(logits), len(logits))
+    values, tokens = logits.topk(count)
+    # The likeliest logit is taken off first: a small temperature must not overflow.
+    chances = torch.softmax((values - values[0]).double() / sampling.temperature, dim=0)
+    return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield text as tokens come in, holding back a character until all its bytes are there."""
+    pending: list[int] = []
+    for token in tokens:
+        pending.append(token)
+        text = tokenizer.decode(pending)
+        if text.endswith(_BROKEN_CHARACTER) and len(pending) < _GREATEST_PENDING_TOKENS:
+            continue
+        pending = []
+        if text:
+            yield text
+    if pending:
+        yield tokenizer.decode(pending)

@@ -1,0 +1,105 @@
+"""`dipaco-generate`: continue a prompt with the path that it is routed to.
+
+dipaco-generate --initial-peers ADDR "The city lies"
+dipaco-generate --state-dir my-run-simulated "def main" --temperature 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dipaco.dht.logs import configure_logging
+from dipaco.modules.errors import run_command
+
+from .options import add_source_arguments, open_source_of, prepare_process
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `dipaco-generate`; returns the exit code."""
+    options = parse(arguments)
+    configure_logging(options.debug)
+    return run_command(lambda: run(options), options.debug)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="dipaco-generate",
+        description="Route a prompt, load its path alone, and continue the text.",
+    )
+    parser.add_argument(
+        "prompt", nargs="?", help="how the text begins; - reads it from standard input"
+    )
+    add_source_arguments(parser)
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="generate at most so many tokens (default 128)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 always takes the likeliest token (default 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="choose among the K likeliest tokens; 0 is all (default 50)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the same seed chooses the same tokens (default 0)",
+    )
+    parser.add_argument("--path", type=int, metavar="P", help="use this path, whatever the prompt")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line. A prompt may follow the addresses, which take all words they get."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    peers = options.initial_peers
+    if options.prompt is None and peers and not peers[-1].startswith("/"):
+        options.prompt = peers.pop()
+    if options.prompt is None:
+        parser.error("the following arguments are required: prompt")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    # Importing PyTorch takes seconds; --help and mistakes should not.
+    from .assemble import assemble_path
+    from .generate import Sampling, generate_tokens, prompt_tokens, stream_text
+
+    device = prepare_process(options)
+    sampling = Sampling(options.temperature, options.top_k, options.seed, options.max_tokens)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with open_source_of(options) as source:
+        router = source.document_router(device)
+        tokens = prompt_tokens(router.tokenizer, prompt)
+        path = int(router.route_tokens([tokens])[0]) if options.path is None else options.path
+        model = assemble_path(source, path, device=device)
+        modules = ", ".join(source.grid.modules_of_path(path))
+    print(f"path {path} ({modules})", file=sys.stderr, flush=True)
+    print(prompt, end="", flush=True)
+    generated = generate_tokens(model, tokens, sampling)
+    for piece in stream_text(router.tokenizer, generated):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

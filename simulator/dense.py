@@ -1,0 +1,129 @@
+"""The dense baseline: one path-sized model, trained on all shards together.
+
+What a swarm is measured against: the same base model, inner optimizer, batch size and schedule,
+but no routing, no modules and no outer steps. Scored on the same held-out tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.inner import InnerLoop
+from dipaco.modules.score import Score
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.batches import batch_indices
+from dipaco.routing.plan import RunPlan
+from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.token_files import even_sample
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    """A trained dense model and how well it does."""
+
+    parameters: dict[str, torch.Tensor]
+    """fp32 on the CPU, by Hugging Face names."""
+    steps: int
+    train_loss: float | None
+    """Of the last inner step, nats a token."""
+    validation: Score
+    """On the held-out sequences of all paths."""
+
+
+def train_dense(
+    run: RunDirectory,
+    steps: int,
+    *,
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+    optimizer: str = "adamw",
+    micro_batch_size: int | None = None,
+    validation_sequences: int | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> DenseResult:
+    """Train the base model for `steps` inner steps on all shards mixed, and score it.
+
+    Batches are drawn uniformly from all training sequences, each once an epoch. `on_step` is
+    called with the number of the step and its loss. `validation_sequences` is per path, as in
+    `ReferenceSwarm`. Called by `dipaco-simulate --dense-steps` and the benchmarks.
+
+    Raises ConfigurationError for a negative number of steps.
+    """
+    if steps < 0:
+        raise ConfigurationError(f"--dense-steps {steps} must not be negative")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = torch.device(device)
+    plan = run.plan()
+    model = run.base_model(plan).to(device)
+    inner = InnerLoop(
+        model, plan.inner, device, optimizer=optimizer, micro_batch_size=micro_batch_size
+    )
+    inner.reset()
+    batches = MixedBatches(run, plan)
+    loss: float | None = None
+    for step in range(steps):
+        loss = inner.step(batches.batch(step), step)
+        if on_step is not None:
+            on_step(step, loss)
+    return DenseResult(
+        parameters={
+            name: parameter.detach().to("cpu", torch.float32).clone()
+            for name, parameter in model.named_parameters()
+        },
+        steps=steps,
+        train_loss=loss,
+        validation=score_dense(run, model, validation_sequences),
+    )
+
+
+def score_dense(
+    run: RunDirectory, model: PathModel, validation_sequences: int | None = None
+) -> Score:
+    """Score one model on the held-out sequences of all paths: the tokens a swarm is scored on."""
+    plan = run.plan()
+    prefix_tokens = plan.routing.prefix_tokens
+    return Score.total(
+        Score(
+            *score_sequences(
+                model,
+                even_sample(run.validation_tokens(plan, path), validation_sequences),
+                prefix_tokens,
+            )
+        )
+        for path in range(run.grid(plan).path_count)
+    )
+
+
+class MixedBatches:
+    """The batches of all shards as one: every sequence alike, whichever path it belongs to."""
+
+    def __init__(self, run: RunDirectory, plan: RunPlan) -> None:
+        path_count = run.grid(plan).path_count
+        self._shards = [run.train_tokens(plan, path) for path in range(path_count)]
+        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        self._plan = plan
+        # A stream of its own: no path has this number.
+        self._stream = path_count
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Return the tokens of a step, int64 [batch, T] on the CPU."""
+        rows = batch_indices(
+            self._plan.seed,
+            self._stream,
+            0,
+            step,
+            self._plan.inner.batch_sequences,
+            int(self._ends[-1]),
+        )
+        shards = np.searchsorted(self._ends, rows, side="right")
+        sequences = [
+            self._shards[shard][row - (self._ends[shard - 1] if shard else 0)]
+            for shard, row in zip(shards, rows, strict=True)
+        ]
+        return torch.from_numpy(np.stack(sequences).astype(np.int64))

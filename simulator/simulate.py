@@ -1,0 +1,187 @@
+"""What `dipaco-simulate` does once its command line is read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.files import atomic_write
+from dipaco.modules.state import ModuleState
+from dipaco.routing.run_directory import RunDirectory
+
+from .checkpoint import CheckpointDirectory, link_run
+from .dense import DenseResult, train_dense
+from .display import RoundPrinter
+from .path_worker import SimulatedPeer
+from .reference import ReferenceSwarm, RoundReport
+
+logger = logging.getLogger(__name__)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    _check(options)
+    source = RunDirectory(options.run_directory)
+    source.plan()
+    output = link_run(source, options.out) if options.out else None
+    swarm = open_swarm(options, source, output)
+    printer = None if options.json else RoundPrinter(swarm)
+    emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
+    if printer and options.validation_sequences != 0:
+        printer.round(swarm.report())
+    last: RoundReport | None = None
+    for done in range(1, options.rounds + 1):
+        last = swarm.run_round()
+        if output is not None and _is_due(swarm, done, options.rounds):
+            save(swarm, output)
+        emit(last)
+    if printer and last:
+        printer.summary(last)
+    if options.dense_steps:
+        _run_dense(options, source, output, printer)
+    return 0
+
+
+def open_swarm(
+    options: argparse.Namespace, source: RunDirectory, output: RunDirectory | None
+) -> ReferenceSwarm:
+    """Make the swarm: from the genesis, or with --resume from where an earlier call stopped."""
+    states: dict[str, ModuleState] = {}
+    checkpoints = CheckpointDirectory(output.path / "checkpoint") if output else None
+    checkpoint = checkpoints.latest() if checkpoints and options.resume else None
+    plan = source.plan()
+    if options.resume and output is not None:
+        grid = source.grid(plan)
+        if checkpoints and checkpoint:
+            states = checkpoints.anchors(checkpoint, grid)
+        else:
+            found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
+            states = {module: state for module, state in found.items() if state is not None}
+            logger.warning(
+                "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
+            )
+    swarm = ReferenceSwarm(
+        source,
+        peers=parse_paths(options.paths),
+        steps_per_round=options.steps_per_round,
+        first_round=max(options.first_round, _round_after(states)),
+        states=states,
+        threads=options.threads,
+        device=_device(options.device),
+        optimizer=options.optimizer,
+        validation_sequences=options.validation_sequences,
+    )
+    if checkpoints and checkpoint:
+        checkpoints.restore(checkpoint, swarm)
+    return swarm
+
+
+def save(swarm: ReferenceSwarm, output: RunDirectory) -> None:
+    """Write a checkpoint, and the module states where the inference tools look for them."""
+    CheckpointDirectory(output.path / "checkpoint").save(swarm)
+    for state in swarm.states.values():
+        output.states.save(state)
+
+
+def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
+    """Read --paths: "0,2,2" is one peer on path 0 and two on path 2. Raises ConfigurationError."""
+    if text is None:
+        return None
+    peers: list[SimulatedPeer] = []
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise ConfigurationError(f"--paths '{text}': '{part}' is not a path; write --paths 0,3")
+        path = int(part)
+        peers.append(SimulatedPeer(path, sum(peer.path == path for peer in peers)))
+    return tuple(peers)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("rounds", "first_round", "dense_steps", "validation_sequences"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value} must not be negative")
+    if options.threads is not None and options.threads < 1:
+        raise ConfigurationError(f"--threads {options.threads} must be at least 1")
+    if options.resume and options.out is None:
+        raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
+    if options.out is None:
+        return
+    exists = CheckpointDirectory(options.out / "checkpoint").latest() is not None
+    if exists and not options.resume and options.rounds:
+        raise ConfigurationError(
+            f"--out {options.out} already holds a simulation; go on with it by --resume, or give "
+            f"another directory"
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"--device '{name}' is not a device; give cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"--device {name}: PyTorch sees no CUDA device; use --device cpu")
+    return device
+
+
+def _round_after(states: dict[str, ModuleState]) -> int:
+    """Return the round that follows the newest one that these states have seen."""
+    rounds = [p.last_round for state in states.values() for p in state.progress.values()]
+    return max(rounds, default=-1) + 1
+
+
+def _states_note(found: int, modules: int) -> str:
+    if not found:
+        return "starting from the genesis"
+    return f"starting from {found} of {modules} saved module states, with fresh AdamW states"
+
+
+def _is_due(swarm: ReferenceSwarm, done: int, rounds: int) -> bool:
+    """Tell whether to save after this round: every few rounds, as the plan says, and at the end."""
+    return done == rounds or swarm.next_round % swarm.plan.rounds.save_every_rounds == 0
+
+
+def _run_dense(
+    options: argparse.Namespace,
+    source: RunDirectory,
+    output: RunDirectory | None,
+    printer: RoundPrinter | None,
+) -> None:
+    result = train_dense(
+        source,
+        options.dense_steps,
+        device=_device(options.device),
+        optimizer=options.optimizer,
+        validation_sequences=options.validation_sequences,
+        on_step=printer.dense_step(options.dense_steps) if printer else None,
+    )
+    file: Path | None = None
+    if output is not None:
+        file = output.path / "dense.safetensors"
+        atomic_write(file, safetensors.torch.save(result.parameters))
+    if printer:
+        printer.dense(result, file)
+    else:
+        print(json.dumps({"dense": _dense_dict(result, file)}), flush=True)
+
+
+def _dense_dict(result: DenseResult, file: Path | None) -> dict[str, Any]:
+    return {
+        "steps": result.steps,
+        "train_loss": result.train_loss,
+        "perplexity": result.validation.perplexity,
+        "tokens": result.validation.tokens,
+        "file": str(file) if file else None,
+    }
+
+
+def _print_json_round(report: RoundReport) -> None:
+    print(json.dumps(report.as_dict()), flush=True)
