@@ -1,0 +1,74 @@
+"""Two network namespaces with a cable between them that can be cut. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+
+def can_split() -> bool:
+    """Tell whether this machine lets us make network namespaces."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return False
+    name = f"dipaco-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made.returncode == 0
+
+
+class SplitNetwork:
+    """Side 0 and side 1, one address each."""
+
+    def __init__(self) -> None:
+        mark = os.getpid() % 100_000
+        self.names = (f"dipaco-a-{mark}", f"dipaco-b-{mark}")
+        self._devices = (f"dpa{mark}", f"dpb{mark}")
+        self.addresses = ("10.213.7.1", "10.213.7.2")
+
+    def prefix(self, side: int) -> list[str]:
+        """Return what runs a command on one side."""
+        return ["ip", "netns", "exec", self.names[side]]
+
+    def cut(self) -> None:
+        """Cut the cable."""
+        _ip("-n", self.names[0], "link", "set", self._devices[0], "down")
+
+    def mend(self) -> None:
+        """Mend it again."""
+        _ip("-n", self.names[0], "link", "set", self._devices[0], "up")
+
+    def _lay(self) -> None:
+        for name in self.names:
+            _ip("netns", "add", name)
+        a, b = self._devices
+        _ip(
+            "link", "add", a, "netns", self.names[0],
+            "type", "veth", "peer", "name", b, "netns", self.names[1],
+        )  # fmt: skip
+        for name, device, address in zip(self.names, self._devices, self.addresses, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", device, "up")
+
+    def _remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def split_network() -> Iterator[SplitNetwork]:
+    """Lay the cable, and remove everything again."""
+    network = SplitNetwork()
+    try:
+        network._lay()
+        yield network
+    finally:
+        network._remove()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

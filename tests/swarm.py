@@ -1,0 +1,202 @@
+"""A swarm of real processes on loopback, for tests: start, wait for events, kill, read.
+
+    with Swarm(tmp_path, run) as swarm:
+        bootstrap = swarm.start_bootstrap()
+        peers = [swarm.start_peer(bootstrap) for _ in range(4)]
+        swarm.wait(peers, "commit", lambda event: event["round"] >= 4)
+
+Every wait has a bound and fails with the output of the processes. Every process is ended by id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dipaco.routing.run_directory import RunDirectory
+
+BIN = Path(sys.executable).parent
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+
+Event = dict[str, Any]
+
+
+class Member:
+    """One started command."""
+
+    def __init__(self, name: str, directory: Path, command: list[str]) -> None:
+        self.name = name
+        self.directory = directory
+        self.log = directory / f"{name}.jsonl"
+        self.output = directory / f"{name}.out"
+        self.address_file = directory / f"{name}.address"
+        self.events: list[Event] = []
+        # A name that comes back is the same peer in a new life: events and address begin anew.
+        self._offset = self.log.stat().st_size if self.log.exists() else 0
+        self.address_file.unlink(missing_ok=True)
+        with self.output.open("ab") as output:
+            self.popen = subprocess.Popen(
+                [*command, "--log-json", str(self.log), "--address-file", str(self.address_file)],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def read(self) -> list[Event]:
+        """Return all events so far."""
+        if self.log.exists():
+            with self.log.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._offset += len(complete)
+            self.events += [json.loads(line) for line in complete.splitlines()]
+        return self.events
+
+    def of(self, kind: str) -> list[Event]:
+        """Return the events of one kind so far."""
+        return [event for event in self.read() if event["event"] == kind]
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def address(self, timeout_s: float = 60.0) -> str:
+        """Wait until this process has written its address and return it."""
+        deadline = time.monotonic() + timeout_s
+        while not self.address_file.exists():
+            assert self.alive, f"{self.name} ended:\n{self.output.read_text()}"
+            assert time.monotonic() < deadline, f"no address of {self.name}"
+            time.sleep(0.05)
+        return self.address_file.read_text().split()[0]
+
+    @property
+    def peer_id(self) -> str:
+        return self.address().rsplit("/", 1)[1]
+
+    def kill(self) -> None:
+        """SIGKILL the process itself, as the kernel or a power cut would; children must follow."""
+        self.popen.kill()
+        self.popen.wait(10)
+
+    def interrupt(self) -> None:
+        """Press Ctrl+C once: a terminal sends it to all processes of the command."""
+        os.killpg(self.popen.pid, signal.SIGINT)
+
+
+class Swarm:
+    """Starts members and ends them all."""
+
+    def __init__(self, directory: Path, run: RunDirectory) -> None:
+        self.directory = directory
+        self.run = run
+        self.members: list[Member] = []
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for member in self.members:
+            if member.alive:
+                member.interrupt()
+        deadline = time.monotonic() + 15
+        for member in self.members:
+            try:
+                member.popen.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                member.kill()
+
+    def _add(self, name: str, command: list[str]) -> Member:
+        member = Member(name, self.directory, command)
+        self.members.append(member)
+        return member
+
+    def start_bootstrap(self, *extra: str, name: str = "bootstrap") -> Member:
+        """Start a bootstrap node for the run."""
+        return self._add(
+            name,
+            [
+                str(BIN / "dipaco-bootstrap"), "serve", str(self.run.path),
+                "--host-maddrs", LOOPBACK, *extra,
+            ],
+        )  # fmt: skip
+
+    def start_peer(self, entry: Member | str, *extra: str, name: str | None = None) -> Member:
+        """Start a training peer that joins through `entry`. The same name is the same peer."""
+        name = name or f"peer{sum(m.name.startswith('peer') for m in self.members)}"
+        address = entry if isinstance(entry, str) else entry.address()
+        return self._add(
+            name,
+            [
+                str(BIN / "dipaco-peer"), "--initial-peers", address,
+                "--host-maddrs", LOOPBACK, "--threads", "1",
+                "--cache-dir", str(self.directory / f"{name}-cache"), *extra,
+            ],
+        )  # fmt: skip
+
+    def wait(
+        self,
+        members: Iterable[Member],
+        kind: str,
+        accept: Callable[[Event], bool] = lambda event: True,
+        timeout_s: float = 90.0,
+    ) -> list[Event]:
+        """Wait until every one of `members` has logged such an event; return each one's first."""
+        members = list(members)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = [next((e for e in m.of(kind) if accept(e)), None) for m in members]
+            if all(event is not None for event in found):
+                return [event for event in found if event is not None]
+            waiting = [m for m, event in zip(members, found, strict=True) if event is None]
+            dead = [m.name for m in waiting if not m.alive]
+            if dead or time.monotonic() > deadline:
+                names = [member.name for member in waiting]
+                raise AssertionError(f"no '{kind}' from {names}, ended: {dead}\n{self.outputs()}")
+            time.sleep(0.05)
+
+    def outputs(self, last: int = 3000) -> str:
+        """Return the end of what every process printed."""
+        return "\n".join(
+            f"--- {m.name} ({m.popen.poll()})\n{m.output.read_text()[-last:]}" for m in self.members
+        )
+
+    def digests(self, round_index: int) -> dict[str, set[str]]:
+        """Return the digests that members committed per module in a round."""
+        found: dict[str, set[str]] = {}
+        for member in self.members:
+            for event in member.of("commit"):
+                if event["round"] == round_index:
+                    found.setdefault(event["module"], set()).add(event["digest"])
+        return found
+
+
+def command(
+    program: str, *arguments: str, timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run one of our commands to its end."""
+    return subprocess.run(
+        [str(BIN / program), *arguments],
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )

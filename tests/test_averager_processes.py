@@ -1,0 +1,198 @@
+"""Exact averagers in real processes with real p2pd on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from averager_host import outer_gradient
+from dipaco.modules.outer import (
+    Contribution,
+    WireCodec,
+    average_contributions,
+    canonical_table,
+    contribution_weights,
+)
+
+pytestmark = pytest.mark.swarm
+
+SIZE = 400_000
+HOST_SCRIPT = Path(__file__).with_name("averager_host.py")
+
+
+class Host:
+    """One peer's process."""
+
+    def __init__(self, number: int, initial_peers: list[str], *flags: str) -> None:
+        self.number = number
+        command = [sys.executable, str(HOST_SCRIPT), f"--number={number}"]
+        self.process = subprocess.Popen(
+            [*command, f"--size={SIZE}", *flags, "--initial-peers", *initial_peers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.errors: list[str] = []
+        threading.Thread(target=self._read_output, daemon=True).start()
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        hello = self.answer(90)
+        self.addresses, self.peer_id = hello["addresses"], hello["peer_id"]
+        self.children = hello["processes"]
+
+    def _read_output(self) -> None:
+        for line in self.process.stdout or ():
+            self._lines.put(line)
+
+    def _read_errors(self) -> None:
+        for line in self.process.stderr or ():
+            self.errors.append(line)
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout_s: float = 45) -> dict[str, Any]:
+        try:
+            return json.loads(self._lines.get(timeout=timeout_s))
+        except queue.Empty:
+            raise AssertionError(f"peer {self.number}: {''.join(self.errors)}") from None
+
+    def close(self) -> None:
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    started: list[Host] = []
+    yield started
+    for host in started:
+        host.close()
+
+
+def start(hosts: list[Host], count: int, *flags: str) -> None:
+    for number in range(count):
+        hosts.append(Host(number, hosts[0].addresses if hosts else [], *flags))
+
+
+def average(hosts: list[Host], round_index: int, **command: Any) -> list[dict[str, Any]]:
+    close_s = time.time() + 3.0
+    for host in hosts:
+        host.tell(round=round_index, close_s=close_s, **command)
+    return [host.answer() for host in hosts]
+
+
+def reference(hosts: list[Host], round_index: int, codec: str) -> str:
+    """The digest that one process computes alone."""
+    rows = {host.peer_id: host.number for host in hosts}
+    table = canonical_table(
+        Contribution(number % 2, peer, 1000 + number) for peer, number in rows.items()
+    )
+    ordered = [outer_gradient(rows[row.peer], round_index, SIZE) for row in table]
+    average = average_contributions(ordered, contribution_weights(table, None), WireCodec(codec))
+    return hashlib.sha256(average.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("codec", ["float16", "blockwise8bit"])
+def test_all_peers_hold_the_digest_of_the_reference(hosts: list[Host], codec: str) -> None:
+    start(hosts, 3, f"--codec={codec}")
+    for round_index, expected_peers in enumerate([None, 3]):
+        answers = average(hosts, round_index, expected=expected_peers)
+        assert [answer.get("failed") for answer in answers] == [None] * 3
+        assert {answer["digest"] for answer in answers} == {reference(hosts, round_index, codec)}
+        assert all(answer["unchanged"] for answer in answers)
+        assert len({json.dumps(answer["table"]) for answer in answers}) == 1
+        if expected_peers:
+            assert max(answer["seconds"] for answer in answers) < 3.0
+    for host in hosts:
+        host.close()
+        assert host.process.returncode == 0
+        assert not [line for line in host.errors if "Traceback" in line], "".join(host.errors)
+
+
+def test_death_in_the_middle_of_a_reduce_changes_nothing(hosts: list[Host]) -> None:
+    start(hosts, 3)
+    victim = Host(3, hosts[0].addresses, "--die-after-parts=6")
+    close_s = time.time() + 3.0
+    for host in [*hosts, victim]:
+        host.tell(round=0, close_s=close_s)
+    victim.process.wait(30)
+    died = time.monotonic()
+    answers = [host.answer() for host in hosts]
+    assert time.monotonic() - died < 4.0
+    for answer in answers:
+        assert "failed" in answer, answer
+        assert answer["unchanged"]
+        assert victim.peer_id in answer["peers_seen"]
+    for child in victim.children:
+        with pytest.raises(ProcessLookupError):
+            _wait_for_end(child)
+    retried = average(hosts, 0, attempt=1)
+    assert {answer.get("digest") for answer in retried} == {reference(hosts, 0, "float16")}
+
+
+def _wait_for_end(pid: int) -> None:
+    for _ in range(50):
+        os.kill(pid, 0)
+        time.sleep(0.1)
+
+
+def test_bad_rows_keep_a_peer_out_and_say_why(hosts: list[Host]) -> None:
+    start(hosts, 2)
+    bad = Host(2, hosts[0].addresses)
+    hosts.append(bad)
+    good = hosts[:2]
+    close_s = time.time() + 3.0
+    for host in good:
+        host.tell(round=0, close_s=close_s)
+    # The same key as the others', but another anchor behind it.
+    bad.tell(round=0, close_s=close_s + 0.5, anchor="ab" * 32)
+    answers = [host.answer() for host in good]
+    assert {answer.get("digest") for answer in answers} == {reference(good, 0, "float16")}
+    assert "failed" in bad.answer()
+    lines = [line for host in good for line in host.errors if "not admitted" in line]
+    assert lines
+    assert all(bad.peer_id in line and "anchor" in line for line in lines)
+
+
+def test_alone_and_other_rounds_do_not_meet(hosts: list[Host]) -> None:
+    start(hosts, 2)
+    close_s = time.time() + 3.0
+    hosts[0].tell(round=1, close_s=close_s)
+    hosts[1].tell(round=2, close_s=close_s)
+    for host in hosts:
+        answer = host.answer()
+        assert "no other peer" in answer["failed"]
+        assert answer["peers_seen"] == []
+        assert answer["seconds"] < 8.0
+
+
+def test_shutdown_ends_a_waiting_call(hosts: list[Host]) -> None:
+    start(hosts, 1)
+    hosts[0].tell(round=0, close_s=time.time() + 20.0, shutdown_after_s=1.0)
+    answer = hosts[0].answer()
+    assert "stopped" in answer["failed"] or "given up" in answer["failed"]
+    assert answer["seconds"] < 8.0
+    hosts[0].tell(round=0, close_s=time.time() + 5.0)
+    assert "stopped" in hosts[0].answer()["failed"]

@@ -1,0 +1,144 @@
+"""The benchmarks start, and what they share measures what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+NAMES = (
+    "averaging",
+    "bare_loop",
+    "boundary_to_commit",
+    "gpu_path",
+    "idle_memory",
+    "lone_peer",
+    "start_time",
+)
+
+sys.path.insert(0, str(FOLDER))
+import common  # noqa: E402
+import gpu_path  # noqa: E402
+import idle_memory  # noqa: E402
+import lone_peer  # noqa: E402
+from dipaco.modules.config import ModelConfig  # noqa: E402
+from synthetic_run import make_synthetic_run  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, subprocess.Popen[str]]:
+    return {
+        name: subprocess.Popen(
+            [sys.executable, str(FOLDER / f"{name}.py"), "--help"],
+            env=common.one_thread(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in NAMES
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_the_command(helps: dict[str, subprocess.Popen[str]], name: str) -> None:
+    output, _ = helps[name].communicate(timeout=120)
+    assert helps[name].returncode == 0, output
+    assert f"python benchmarks/{name}.py" in output
+    assert "--json" in output
+
+
+def test_alternating_pairs_each_measure_with_its_neighbours() -> None:
+    speeds = iter([100.0, 95.0, 90.0, 81.0, 80.0])
+
+    def take() -> dict[str, Any]:
+        return {"speed": next(speeds)}
+
+    found = common.alternate(take, take, 2)
+    assert common.paired_ratios(found, "speed") == [1.0, round(81 / 85, 4)]
+
+
+def test_report_shows_numbers_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    report = common.Report("a measure", ("", "seconds"))
+    report.row("slow", 12345.678)
+    report.row("fast", 0.25)
+    report.figures = {"ratio": 0.5}
+    report.print(False)
+    printed = capsys.readouterr().out
+    assert "12,346" in printed
+    assert "0.250" in printed
+    assert "load" in printed
+    report.print(True)
+    assert '"ratio": 0.5' in capsys.readouterr().out
+
+
+def test_memory_of_a_process_tree() -> None:
+    text = "0-1 ---p 0 00:00 0 [rollup]\nRss: 2048 kB\nPss:  1024 kB\nPss_Anon:   512 kB\n"
+    assert common.smaps_rollup(text) == {"Rss": 2.0, "Pss": 1.0, "Pss_Anon": 0.5}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        tree = common.process_tree(os.getpid())
+        assert tree[0].pid == os.getpid()
+        assert tree[0].proportional_mib >= tree[0].anonymous_mib > 1.0
+        assert any(p.pid == child.pid and p.parent == os.getpid() for p in tree)
+        child.communicate(b"\n")
+    assert common.thread_cpu_s(os.getpid()) > 0
+
+
+def test_processes_of_a_peer_are_named() -> None:
+    commands = [(1, 0, "dipaco-peer"), (2, 1, "x"), (3, 1, "x"), (4, 2, "p2pd"), (5, 1, "x")]
+    tree = [common.ProcessMemory(*command, 1.0, 1.0) for command in commands]
+    names = [name for name, _ in idle_memory.named(tree)]
+    assert names == ["main", "DHT", "averager 0", "p2pd", "averager 1"]
+
+
+def test_a_stay_is_measured_over_whole_rounds() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "inner", "time_s": 100.0 + 0.5 * step, "seconds": 0.4} for step in range(50)
+    ]
+    events.append({"event": "commit", "time_s": 105.2})
+    found = lone_peer.summary(events, 102.0, 10.0, steps_by_cpu=20, cpu_s=8.0)
+    assert (found["steps"], found["seconds"], found["commit"]) == (20, 10.0, 1)
+    tokens_per_step = 4 * lone_peer.MODEL.sequence_length
+    assert found["tokens_per_s"] == tokens_per_step / 0.5
+    assert found["share_in_steps"] == 0.8
+    assert found["tokens_per_cpu_s"] == tokens_per_step / 0.4
+    assert lone_peer.validation_sequences(600.0) == 64
+
+
+def test_the_150m_path_counts_its_operations() -> None:
+    parameters = gpu_path.path_parameters(gpu_path.PATH_150M)
+    assert 140e6 < parameters < 160e6
+    attention = 12 * 12 * 896 * 1024
+    assert gpu_path.flops_per_token(gpu_path.PATH_150M) == 6 * parameters + attention
+
+
+def test_no_gpu_is_one_clear_line() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu_path.py")],
+        env={**common.one_thread(), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "no CUDA device" in done.stdout
+
+
+def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+    )
+    run = make_synthetic_run(tmp_path / "run", model, duration_s=30.0, train_sequences=8)
+    plan = run.plan()
+    assert plan.rounds.duration_s == 30.0
+    assert run.router(plan).path_count == 4
+    assert run.train_tokens(plan, 3).shape == (8, 16)
+    assert run.validation_tokens(plan, 0).shape == (16, 16)
+    assert run.genesis_state(plan, "L1.E1").layout.size > 0
+    assert run.tokenizer(plan).vocabulary_size == 320

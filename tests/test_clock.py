@@ -1,0 +1,109 @@
+"""Swarm time: measuring neighbours' clocks, agreeing on one, refusing one that is far off."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import pytest
+from dipaco.modules.errors import ClockError
+from dipaco.peer.clock import (
+    MAX_CLOCK_OFFSET_S,
+    Clock,
+    ClockSample,
+    agreed_offset_s,
+    best_sample,
+    check_offset,
+    measure_clock,
+    sample_of,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+offsets = st.floats(-4.0, 4.0)
+delays = st.floats(0.0, 2.0)
+
+
+class FakeNeighbours:
+    """Peers whose clocks are ahead of ours by known amounts."""
+
+    def __init__(self, ahead_s: Mapping[str, float]) -> None:
+        self.ahead_s = dict(ahead_s)
+        self.asked: tuple[str, ...] = ()
+
+    def connected_peers(self) -> tuple[str, ...]:
+        return tuple(sorted(self.ahead_s))
+
+    def clock_samples(
+        self, peers: Sequence[str], count: int, timeout_s: float
+    ) -> dict[str, tuple[ClockSample, ...]]:
+        self.asked = tuple(peers)
+        noisy = ((0.9, 0.4), (0.01, 0.0))
+        return {
+            peer: tuple(ClockSample(self.ahead_s[peer] + error, delay) for delay, error in noisy)
+            for peer in peers
+            if peer in self.ahead_s
+        }
+
+
+@given(offsets, delays, delays, st.floats(0.0, 1.0))
+def test_a_sample_is_wrong_by_half_the_asymmetry_at_most(
+    ahead_s: float, there_s: float, back_s: float, busy_s: float
+) -> None:
+    asked = 1000.0
+    received = asked + there_s + ahead_s
+    sent = received + busy_s
+    sample = sample_of(asked, received, sent, sent - ahead_s + back_s)
+    assert sample.delay_s == pytest.approx(there_s + back_s, abs=1e-6)
+    assert abs(sample.offset_s - ahead_s) <= sample.delay_s / 2 + 1e-6
+
+
+def test_the_quickest_answer_counts() -> None:
+    samples = [ClockSample(3.0, 0.5), ClockSample(1.0, 0.02), ClockSample(2.0, 0.1)]
+    assert best_sample(samples) == ClockSample(1.0, 0.02)
+    assert best_sample([]) is None
+
+
+@given(st.lists(offsets, min_size=2, max_size=9))
+def test_peers_that_see_the_same_clocks_agree_on_the_time(clocks: list[float]) -> None:
+    times = [
+        own + agreed_offset_s([other - own for j, other in enumerate(clocks) if j != i])
+        for i, own in enumerate(clocks)
+    ]
+    assert times == pytest.approx([statistics.median(clocks)] * len(clocks))
+
+
+def test_one_wrong_clock_moves_nothing() -> None:
+    clock = Clock(system_time=lambda: 100.0)
+    assert clock.measure(FakeNeighbours({"a": 0.0, "b": 0.0, "liar": 1e6})) == 3
+    assert clock.now() == 100.0
+
+
+def test_the_wrong_one_corrects_itself() -> None:
+    clock = Clock(system_time=lambda: 100.0)
+    clock.measure(FakeNeighbours({"a": 2.0, "b": 2.1, "c": 1.9}))
+    assert clock.now() == pytest.approx(101.95)
+    assert clock.to_local(clock.now()) == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("ahead_s", "word"), [(7.25, "behind"), (-7.25, "ahead of")])
+def test_a_clock_that_is_far_off_is_an_error_with_its_remedy(ahead_s: float, word: str) -> None:
+    clock = Clock(offset_s=0.5)
+    with pytest.raises(ClockError, match=rf"7\.2 s {word}.*timedatectl set-ntp true"):
+        clock.measure(FakeNeighbours({"a": ahead_s, "b": ahead_s}))
+    assert clock.offset_s == 0.5
+
+
+def test_the_limit_itself_is_allowed() -> None:
+    check_offset(MAX_CLOCK_OFFSET_S)
+    check_offset(-MAX_CLOCK_OFFSET_S)
+    with pytest.raises(ClockError):
+        check_offset(MAX_CLOCK_OFFSET_S + 0.01)
+
+
+def test_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
+    neighbours = FakeNeighbours({})
+    clock = measure_clock(neighbours, ["/ip4/127.0.0.1/tcp/1/p2p/QmSomebody"])
+    assert clock.offset_s == 0.0
+    assert neighbours.asked == ("QmSomebody",)
+    assert "no neighbour told its time" in caplog.text

@@ -1,0 +1,163 @@
+"""The command line is a promise: options, defaults and what they take are frozen here.
+
+After a change that is meant, write the golden text anew and read its difference:
+
+    python tests/test_command_line.py > tests/golden/command_line.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden" / "command_line.txt"
+COMMANDS = {
+    "dipaco-peer": "dipaco.peer.cli",
+    "dipaco-bootstrap": "dipaco.bootstrap.cli",
+    "dipaco-status": "dipaco.dht.status_cli",
+    "dipaco-eval": "dipaco.inference.evaluate_cli",
+    "dipaco-generate": "dipaco.inference.generate_cli",
+    "dipaco-simulate": "dipaco.simulator.cli",
+}
+CACHE_HOME = "/var/cache/volunteer"
+
+
+def describe_all() -> str:
+    """Return the command line of all commands as text: one line an option."""
+    os.environ["XDG_CACHE_HOME"] = CACHE_HOME
+    lines: list[str] = []
+    for name, module in COMMANDS.items():
+        parser = importlib.import_module(module).build_parser()
+        lines += [name, *(f"  {line}" for line in describe(parser)), ""]
+    return "\n".join(lines)
+
+
+def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a line for every argument of a parser, and those of its sub-commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield name
+                yield from (f"  {line}" for line in describe(command))
+            continue
+        yield f"{_usage(action)}  [{_nature(action)}]  {_help(action)}"
+
+
+def _usage(action: argparse.Action) -> str:
+    names = ", ".join(action.option_strings)
+    if action.nargs == 0:
+        return names
+    metavar = action.metavar or action.dest
+    if action.option_strings and not action.metavar:
+        metavar = metavar.upper()
+    if action.choices:
+        metavar = "|".join(map(str, action.choices))
+    many = "..." if action.nargs in ("+", "*") else ""
+    return f"{names} {metavar}{many}".strip()
+
+
+def _nature(action: argparse.Action) -> str:
+    if isinstance(action, argparse._HelpAction | argparse._VersionAction):
+        return "ends"
+    if action.nargs == 0:
+        return "switch"
+    parts = [getattr(action.type, "__name__", "str")]
+    parts.append("required" if action.required else f"default {action.default!r}")
+    return ", ".join(parts)
+
+
+def _help(action: argparse.Action) -> str:
+    return re.sub(r"\s+", " ", action.help or "")
+
+
+def test_the_command_line_is_frozen() -> None:
+    found = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, check=True, timeout=280
+    )
+    assert found.stdout == GOLDEN.read_text(), f"if that is meant, see {__file__}"
+
+
+def test_every_command_is_installed_and_frozen() -> None:
+    installed = {
+        entry.name: entry.value
+        for entry in entry_points(group="console_scripts")
+        if entry.value.startswith("dipaco.")
+    }
+    assert installed == {name: f"{module}:main" for name, module in COMMANDS.items()}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([name] for name in COMMANDS),
+        ["dipaco-bootstrap", "prepare"],
+        ["dipaco-bootstrap", "serve"],
+    ],
+    ids=" ".join,
+)
+def test_help_reads_well(command: list[str]) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / command[0]), *command[1:], "--help"],
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {' '.join(command)} ")
+    lines = done.stdout.splitlines()
+    # A help without white space at line ends, too long lines, or words cut at a hyphen.
+    assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_does_not_wait_for_large_imports(name: str) -> None:
+    """Importing PyTorch and Hivemind takes seconds; help and mistakes should come at once."""
+    program = (
+        "import contextlib, importlib, sys\n"
+        f"main = importlib.import_module({COMMANDS[name]!r}).main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):\n"
+        "    main(['--help'])\n"
+        "print(sorted({'torch', 'hivemind', 'datasets'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    silent = []
+    for name, module in COMMANDS.items():
+        parser = importlib.import_module(module).build_parser()
+        silent += [f"{name}: {line}" for line in describe(parser) if line.rstrip().endswith("]")]
+    assert silent == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_mistyped_option_is_one_line_after_the_usage(name: str) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / name), "--no-such-option"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if line.startswith(f"{name}: error: ")]
+    assert "Traceback" not in done.stderr
+
+
+if __name__ == "__main__":
+    sys.stdout.write(describe_all())

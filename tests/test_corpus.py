@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from dipaco.modules.errors import CorpusError
+from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
+
+
+def _jsonl(path: Path, rows: list[dict], compress: bool = False) -> Path:
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(content) if compress else content)
+    return path
+
+
+def _texts(config: CorpusConfig) -> list[str]:
+    return [document.text for document in iterate_documents(config, "train")]
+
+
+def test_formats_order_and_labels(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a-1.jsonl", [{"text": "one", "domain": "x"}, {"text": "", "domain": "x"}])
+    _jsonl(tmp_path / "a-0.jsonl.gz", [{"text": "zero", "domain": "y", "extra": [1]}], True)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["two", None], "domain": ["z", "z"]}), tmp_path / "b.parquet"
+    )
+    (tmp_path / "c.txt").write_text("three\n\n  lines\n")
+    config = CorpusConfig(
+        train=("a-*.jsonl*", "b.parquet", "c.txt"), label_field="domain"
+    ).relative_to(tmp_path)
+    documents = list(iterate_documents(config, "train"))
+    assert documents == [
+        Document("zero", "y"), Document("one", "x"), Document("two", "z"),
+        Document("three\n\n  lines\n", None),
+    ]  # fmt: skip
+    assert documents == list(iterate_documents(config, "train"))
+    limited = config.model_copy(update={"train_limit": 2})
+    assert _texts(limited) == ["zero", "one"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [("file", ["a\nb\n\nc\n"]), ("line", ["a", "b", "c"]), ("paragraph", ["a\nb", "c"])],
+)
+def test_text_files(tmp_path: Path, unit: str, expected: list[str]) -> None:
+    (tmp_path / "c.txt").write_text("a\nb\n\nc\n")
+    texts = _texts(CorpusConfig(train=str(tmp_path / "c.txt"), txt_documents=unit))
+    assert [text.strip("\n") for text in texts] == [text.strip("\n") for text in expected]
+
+
+def test_white_space_of_documents_survives(tmp_path: Path) -> None:
+    text = "\n  def f():\r\n\treturn\n\n"
+    _jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    assert _texts(CorpusConfig(train=str(tmp_path / "a.jsonl"))) == [text]
+
+
+def test_missing_field_names_the_others(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", [{"contents": "x", "id": 1}])
+    with pytest.raises(CorpusError, match=r"a\.jsonl.*contents, id.*text_field = 'contents'"):
+        _texts(CorpusConfig(train=str(path), text_field="content"))
+    with pytest.raises(CorpusError, match=r"no field 'domain'.*label_field"):
+        _texts(CorpusConfig(train=str(path), text_field="contents", label_field="domain"))
+    with pytest.raises(CorpusError, match="'id' is a int"):
+        _texts(CorpusConfig(train=str(path), text_field="id"))
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(CorpusError, match=r"broken\.jsonl cannot be read"):
+        _texts(CorpusConfig(train=str(broken)))
+    truncated = tmp_path / "cut.jsonl.gz"
+    truncated.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 9000)[:-20])
+    with pytest.raises(CorpusError, match=r"cut\.jsonl\.gz cannot be read"):
+        _texts(CorpusConfig(train=str(truncated)))
+    (tmp_path / "a.docx").write_text("x")
+    with pytest.raises(CorpusError, match=r"a\.docx.*\.jsonl"):
+        _texts(CorpusConfig(train=str(tmp_path / "a.docx")))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(CorpusError, match=r"empty\.jsonl is empty"):
+        _texts(CorpusConfig(train=str(tmp_path / "empty.jsonl")))
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "real.jsonl", [{"text": "  "}])
+    with pytest.raises(CorpusError, match=r"no file matches.*real\.jsonl"):
+        _texts(CorpusConfig(train=str(tmp_path / "typo-*.jsonl")))
+    with pytest.raises(CorpusError, match="no text"):
+        _texts(CorpusConfig(train=str(tmp_path / "real.jsonl")))
+
+
+def test_held_out_by_content() -> None:
+    documents = [Document(f"text {number}") for number in range(4000)]
+    chosen = [document for document in documents if is_held_out(document, 0.1)]
+    assert 300 < len(chosen) < 500
+    assert all(is_held_out(Document(d.text, "other label"), 0.1) for d in chosen)
+
+
+def test_odd_file_names(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a[1] b.jsonl", [{"text": "x"}])
+    assert _texts(CorpusConfig(train=str(path))) == ["x"]

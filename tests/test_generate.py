@@ -1,0 +1,203 @@
+"""Generation: the cache changes nothing, the same seed gives the same text, one path is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from dipaco.inference import generate_cli
+from dipaco.inference.generate import (
+    Sampling,
+    choose_token,
+    generate_tokens,
+    prompt_tokens,
+    stream_text,
+)
+from dipaco.inference.sources import DiskSource
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.tokenizer import Tokenizer
+from dipaco.simulator import cli as simulator_cli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_run import make_tiny_run, tiny_documents
+
+GREEDY = Sampling(temperature=0, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("generate")
+    make_tiny_run(directory / "run", private_embedding=True)
+    arguments = [str(directory / "run"), "--rounds", "3", "--out", str(directory / "out")]
+    assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
+    return directory / "out"
+
+
+@pytest.fixture(scope="module")
+def model(out: Path) -> PathModel:
+    """A model with such large weights that every token of its context matters."""
+    model = DiskSource(out).base_model(torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(20.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(out: Path) -> Tokenizer:
+    return DiskSource(out).document_router(torch.device("cpu")).tokenizer
+
+
+def test_greedy_generation_is_the_likeliest_token_each_time(model: PathModel) -> None:
+    prompt = [BEGIN_TOKEN, 40, 41, 42]
+    tokens = list(prompt)
+    for token in generate_tokens(model, prompt, GREEDY):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]))[0, -1]
+        logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
+        assert logits[token] >= logits.max() - 1e-3
+        tokens.append(token)
+    assert len(tokens) > len(prompt)
+
+
+def test_a_seed_gives_one_text(model: PathModel) -> None:
+    def text(seed: int, **options: float) -> list[int]:
+        sampling = Sampling(seed=seed, max_tokens=12, **options)  # type: ignore[arg-type]
+        return list(generate_tokens(model, [BEGIN_TOKEN], sampling))
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+    assert text(1, top_k=1) == text(2, temperature=0)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    text(3)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_generation_goes_on_when_the_context_is_full(model: PathModel) -> None:
+    length = model.config.sequence_length
+    sampling = Sampling(temperature=1.0, top_k=0, max_tokens=3 * length)
+    tokens = list(generate_tokens(model, [BEGIN_TOKEN] * (length + 5), sampling))
+    assert tokens
+    assert max(tokens) < model.config.vocabulary_size
+
+
+def test_a_full_context_continues_from_its_newer_half(model: PathModel) -> None:
+    length = model.config.sequence_length
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(10, 300, (length,), generator=generator).tolist()
+    first, second = list(generate_tokens(model, prompt, GREEDY))[:2]
+    recent = [*prompt, first][-(length // 2) :]
+    assert next(generate_tokens(model, recent, GREEDY)) == second
+    assert next(generate_tokens(model, recent[1:], GREEDY)) != second
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(5.0, 0)])
+def test_pieces_that_are_no_text_are_never_chosen(sampling: Sampling) -> None:
+    logits = torch.zeros(6)
+    logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = 100.0
+    generator = torch.Generator().manual_seed(0)
+    chosen = {choose_token(logits, sampling, generator) for _ in range(50)}
+    assert chosen <= {END_TOKEN, 4, 5}
+    assert logits[PAD_TOKEN] == 100.0
+
+
+def test_top_k_and_temperature_shape_the_choice() -> None:
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0, 5.0, 4.0, 3.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def chosen(temperature: float, top_k: int) -> list[int]:
+        sampling = Sampling(temperature, top_k)
+        return [choose_token(logits, sampling, generator) for _ in range(400)]
+
+    assert set(chosen(1.0, 2)) == {4, 5}
+    share = chosen(1.0, 2).count(4) / 400
+    assert share == pytest.approx(torch.softmax(torch.tensor([5.0, 4.0]), 0)[0].item(), abs=0.08)
+    assert set(chosen(0.01, 0)) == {4}
+
+
+def test_the_end_of_the_document_ends_generation(model: PathModel) -> None:
+    class Ending(PathModel):
+        def forward(self, tokens, cache=None):  # type: ignore[no-untyped-def]
+            logits = super().forward(tokens, cache)
+            if cache.length >= 5:
+                logits[..., END_TOKEN] = 1e9
+            return logits
+
+    ending = Ending(model.config)
+    ending.load_state_dict(model.state_dict())
+    assert len(list(generate_tokens(ending, [BEGIN_TOKEN], GREEDY))) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert "".join(stream_text(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_no_half_characters_are_streamed(tokenizer: Tokenizer) -> None:
+    text = "ba \u00e9\u4e16\U0001f642 ba"
+    pieces = list(stream_text(tokenizer, tokenizer.encode(text)))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "\U0001f642" in pieces
+    cut_off = list(stream_text(tokenizer, tokenizer.encode("\U0001f642")[:2]))
+    assert cut_off
+    assert set("".join(cut_off)) == {"\ufffd"}
+
+
+def test_a_prompt_is_the_beginning_of_a_document(tokenizer: Tokenizer) -> None:
+    text = tiny_documents(1, 1, 0)[0]
+    document = tokenizer.document_tokens(text)
+    assert prompt_tokens(tokenizer, text) == document[:-1]
+    assert prompt_tokens(tokenizer, "") == [BEGIN_TOKEN]
+
+
+def test_the_command_routes_the_prompt_and_loads_one_path(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = DiskSource._committed_state
+    monkeypatch.setattr(
+        DiskSource,
+        "_committed_state",
+        lambda self, module: (loaded.append(module), load(self, module))[1],
+    )
+    prompt = tiny_documents(4, 1, 5)[2][:40]
+    source = DiskSource(out)
+    router = source.document_router(torch.device("cpu"))
+    path = int(router.route_tokens([prompt_tokens(router.tokenizer, prompt)])[0])
+    arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--threads", "1"]
+    assert generate_cli.main(arguments) == 0
+    first = capsys.readouterr()
+    assert first.out.startswith(prompt)
+    assert len(first.out) > len(prompt) + 1
+    assert f"path {path} (L0.E{path // 2}, L1.E{path % 2}, P{path})" in first.err
+    assert loaded == list(source.grid.modules_of_path(path))
+    assert generate_cli.main(arguments) == 0
+    assert capsys.readouterr().out == first.out
+
+
+def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--state-dir", str(out), "", "--max-tokens", "3"]
+    assert generate_cli.main([*arguments, "--path", "3"]) == 0
+    assert "path 3" in capsys.readouterr().err
+    assert generate_cli.main([*arguments, "--path", "4"]) == ConfigurationError.exit_code
+    assert "paths 0 to 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--temperature", "-1"], ["--temperature", "nan"], ["--top-k", "-1"], ["--max-tokens", "-1"]],
+)
+def test_impossible_options_are_refused(
+    out: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    command = ["--state-dir", str(out), "ba", *arguments]
+    assert generate_cli.main(command) == ConfigurationError.exit_code
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""Group keys and the rows that a group's members exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import msgpack
+import pytest
+from dipaco.peer.exact_parts import AveragingFailed
+from dipaco.peer.group_key import averager_prefix, group_bits
+from dipaco.peer.group_table import BadRowError, GatherRow, GroupRules, agree
+from hypothesis import given
+from hypothesis import strategies as st
+
+DIGEST = hashlib.sha256(b"anchor").hexdigest()
+KEYS = st.tuples(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**8 - 1),
+    st.binary(min_size=8, max_size=8).map(lambda head: head.hex() + "0" * 48),
+)
+
+
+@given(KEYS, KEYS)
+def test_keys_are_bits_and_equal_only_for_equal_things(one: tuple, other: tuple) -> None:
+    assert set(group_bits(*one)) <= {"0", "1"}
+    assert (group_bits(*one) == group_bits(*other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(-1, 0, 0, DIGEST), (2**32, 0, 0, DIGEST), (0, 2**32, 0, DIGEST), (0, 0, 256, DIGEST),
+     (0, 0, 0, "xyz"), (0, 0, 0, DIGEST.upper())],
+)  # fmt: skip
+def test_numbers_that_do_not_fit_are_refused(arguments: tuple) -> None:
+    with pytest.raises(ValueError, match="must"):
+        group_bits(*arguments)
+
+
+def test_prefix_is_fit_for_hivemind() -> None:
+    assert "." not in averager_prefix("0123456789abcdef", "L0")
+    assert averager_prefix("a", "L0") != averager_prefix("a", "L1")
+
+
+ROW = GatherRow(1, "L0.E0", 7, DIGEST, 2, "QmOne", 4096, 100)
+OTHER = dataclasses.replace(ROW, peer="QmTwo", path=0, tokens=100, bandwidth_mbit=10)
+RULES = GroupRules(ROW, frozenset({0, 2}), 5000, frozenset({"QmBad"}))
+
+
+def test_row_survives_the_wire() -> None:
+    assert GatherRow.from_bytes(ROW.to_bytes()) == ROW
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes_are_a_row_or_refused(data: bytes) -> None:
+    try:
+        row = GatherRow.from_bytes(data)
+    except ValueError:
+        return
+    assert isinstance(row.tokens, int)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"protocol": 2}, "protocol"),
+        ({"module": "L0.E1"}, "module"),
+        ({"round_index": 8}, "round 8"),
+        ({"anchor": "ab" * 32}, "anchor abababab"),
+        ({"anchor": "\x1b[31m"}, "no digest"),
+        ({"path": 1}, "path 1"),
+        ({"peer": "QmThree"}, "another peer"),
+        ({"tokens": 0}, "tokens"),
+        ({"tokens": 5001}, "tokens"),
+        ({"bandwidth_mbit": -1}, "bandwidth"),
+        ({"tokens": True}, "tokens is not int"),
+        ({"tokens": 1.5}, "tokens is not int"),
+        ({"module": "x" * 600}, "bytes"),
+    ],
+)
+def test_bad_rows_are_refused_and_named(change: dict, reason: str) -> None:
+    bad = dataclasses.replace(OTHER, **change)
+    with pytest.raises(BadRowError, match=reason) as caught:
+        agree(b"id", ["QmOne", "QmTwo"], [ROW.to_bytes(), bad.to_bytes()], RULES)
+    assert caught.value.peer == "QmTwo"
+    assert "QmTwo" in str(caught.value)
+
+
+def test_a_group_is_named_by_its_rows() -> None:
+    rows = [ROW.to_bytes(), OTHER.to_bytes()]
+    group = agree(b"id", ["QmOne", "QmTwo"], rows, RULES)
+    assert [row.peer for row in group.table] == ["QmTwo", "QmOne"]
+    assert agree(b"id", ["QmOne", "QmTwo"], rows, RULES) == group
+    others = dataclasses.replace(OTHER, tokens=101)
+    for changed in (
+        agree(b"id", ["QmOne", "QmTwo"], [ROW.to_bytes(), others.to_bytes()], RULES),
+        agree(b"id", ["QmTwo", "QmOne"], rows[::-1], RULES),
+        agree(b"other", ["QmOne", "QmTwo"], rows, RULES),
+    ):
+        assert changed.group_id != group.group_id
+
+
+@pytest.mark.parametrize(
+    ("peers", "rows"),
+    [
+        (["QmOne"], [ROW]),
+        (["QmOne", "QmOne"], [ROW, ROW]),
+        (["QmOne", "QmTwo"], [ROW]),
+        (["QmTwo", "QmThree"], [OTHER, dataclasses.replace(OTHER, peer="QmThree")]),
+        (["QmOne", "QmTwo"], [dataclasses.replace(ROW, tokens=1), OTHER]),
+    ],
+)
+def test_impossible_groups_are_refused(peers: list[str], rows: list[GatherRow]) -> None:
+    with pytest.raises(BadRowError):
+        agree(b"id", peers, [row.to_bytes() for row in rows], RULES)
+
+
+def test_excluded_peers_are_not_led_but_may_be_members() -> None:
+    bad = dataclasses.replace(OTHER, peer="QmBad")
+    with pytest.raises(BadRowError, match="earlier attempt"):
+        RULES.check_joiner(bad.to_bytes(), "QmBad")
+    assert len(agree(b"id", ["QmOne", "QmBad"], [ROW.to_bytes(), bad.to_bytes()], RULES).table) == 2
+
+
+def test_rows_are_small() -> None:
+    assert len(msgpack.packb(dataclasses.astuple(ROW))) < 200
+
+
+def test_failures_cross_processes() -> None:
+    import pickle
+
+    failure = AveragingFailed("peer Qm failed", ("a", "b"), ("a",), ("note",))
+    copied = pickle.loads(pickle.dumps(failure))
+    assert (str(copied), copied.peers_seen, copied.culprits, copied.notices) == (
+        "peer Qm failed",
+        ("a", "b"),
+        ("a",),
+        ("note",),
+    )

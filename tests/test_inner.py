@@ -1,0 +1,370 @@
+"""The inner loop: schedule, AdamW, micro-batches, memory, and going on bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dipaco.modules.compose import gather_module, scatter_module
+from dipaco.modules.config import PAD_TOKEN, GridConfig, InnerConfig, ModelConfig
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.grid import Grid
+from dipaco.modules.inner import InnerLoop, learning_rate_at
+from dipaco.modules.store import StateStore
+from dipaco.modules.transformer import PathModel, initialise, sequence_loss
+from hypothesis import given
+from hypothesis import strategies as st
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(
+    vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+)
+
+
+def config_of(**overrides: Any) -> InnerConfig:
+    values: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "batch_sequences": 4,
+        "fresh_state_warmup_steps": 0,
+    }
+    return InnerConfig(**{**values, **overrides})
+
+
+def model_of(model: ModelConfig = MODEL) -> PathModel:
+    path_model = PathModel(model)
+    initialise(path_model, 0)
+    return path_model
+
+
+def loop_of(model: PathModel | None = None, **overrides: Any) -> InnerLoop:
+    arguments = {
+        key: overrides.pop(key)
+        for key in ("optimizer", "micro_batch_size", "compile_model")
+        if key in overrides
+    }
+    return InnerLoop(model or model_of(), config_of(**overrides), CPU, **arguments)
+
+
+def batch_of(seed: int = 0, rows: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, 64, (rows, 16), generator=generator)
+
+
+def flat(model: PathModel) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+# Schedule
+
+
+def test_warmup_peak_cosine_and_floor() -> None:
+    config = config_of(learning_rate=1.0, warmup_steps=4, decay_steps=10, floor_ratio=0.2)
+    rates = [learning_rate_at(config, step) for step in range(30)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[9] == pytest.approx(0.6)  # half way down
+    assert rates[14:] == pytest.approx([0.2] * 16)
+
+
+def test_without_decay_the_peak_stays() -> None:
+    assert learning_rate_at(config_of(learning_rate=0.5), 10**9) == 0.5
+
+
+def test_a_fresh_state_warms_up_on_top_of_the_schedule() -> None:
+    config = config_of(learning_rate=1.0, fresh_state_warmup_steps=4)
+    assert [learning_rate_at(config, 100, fresh) for fresh in range(5)] == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+    ]
+    assert learning_rate_at(config, 100, None) == 1.0
+
+
+@given(
+    st.integers(0, 50), st.integers(0, 50), st.floats(0, 1), st.integers(0, 200), st.integers(0, 99)
+)
+def test_rate_is_positive_and_never_above_the_peak(
+    warmup: int, decay: int, floor: float, step: int, fresh: int
+) -> None:
+    config = config_of(learning_rate=1.0, warmup_steps=warmup, decay_steps=decay, floor_ratio=floor)
+    rate = learning_rate_at(config, step, fresh)
+    assert 0 <= rate <= 1
+    if decay and step >= warmup:
+        assert rate >= floor - 1e-12
+
+
+# One step
+
+
+def test_a_step_is_adamw_on_the_mean_loss() -> None:
+    """Against torch's AdamW and a loss written out here."""
+    model, reference = model_of(), model_of()
+    loop = loop_of(model, weight_decay=0.1, gradient_clip=0.05)
+    matrices = [p for p in reference.parameters() if p.ndim >= 2]
+    norms = [p for p in reference.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.99),
+    )
+    for step in range(3):
+        tokens = batch_of(step)
+        total, count = sequence_loss(reference, tokens)
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loop.step(tokens, step) == pytest.approx((total / count).item(), rel=1e-6)
+    torch.testing.assert_close(flat(model), flat(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_do_not_decay() -> None:
+    loop = loop_of(weight_decay=0.5)
+    decay = {
+        id(p): group["weight_decay"]
+        for group in loop._optimizer.param_groups
+        for p in group["params"]
+    }
+    for name, parameter in loop.model.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name else 0.5), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_the_loss_goes_down(optimizer: str) -> None:
+    loop = loop_of(optimizer=optimizer)
+    losses = [loop.step(batch_of(), step) for step in range(30)]
+    assert losses[0] == pytest.approx(4.16, abs=0.1)
+    assert losses[-1] < 2.5
+
+
+def test_micro_batches_change_rounding_only() -> None:
+    tokens = batch_of()
+    tokens[1, 3:] = PAD_TOKEN  # rows with fewer targets must not count for more
+    results = []
+    for size in (None, 4, 3, 2, 1, 100):
+        loop = loop_of(micro_batch_size=size)
+        losses = [loop.step(tokens, step) for step in range(3)]
+        results.append((losses, flat(loop.model)))
+    for losses, parameters in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-5)
+        torch.testing.assert_close(parameters, results[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_optimizer() -> None:
+    with pytest.raises(ConfigurationError, match="'adamw4bit' is unknown; did you mean adamw8bit"):
+        loop_of(optimizer="adamw4bit")
+
+
+def test_a_batch_of_padding_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        loop_of().step(torch.full((4, 16), PAD_TOKEN), 0)
+
+
+# Memory
+
+
+class SmallMemory(PathModel):
+    """A model whose device holds only so many sequences."""
+
+    greatest_rows = 1
+    calls: list[int]
+
+    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        self.calls.append(len(tokens))
+        if len(tokens) > self.greatest_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(tokens, cache)
+
+
+def small_memory(rows: int) -> SmallMemory:
+    model = SmallMemory(MODEL)
+    model.greatest_rows, model.calls = rows, []
+    initialise(model, 0)
+    return model
+
+
+def test_running_out_of_memory_halves_the_batch_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_memory(2)
+    loop, reference = loop_of(model), loop_of()
+    with caplog.at_level(logging.WARNING, logger="dipaco"):
+        losses = [loop.step(batch_of(step), step) for step in range(2)]
+    assert model.calls == [4, 2, 2, 2, 2]
+    assert len(caplog.records) == 1
+    assert "2 sequences at once" in caplog.text
+    assert losses == pytest.approx([reference.step(batch_of(s), s) for s in range(2)], rel=1e-5)
+    torch.testing.assert_close(flat(model), flat(reference.model), rtol=1e-4, atol=1e-5)
+
+
+def test_memory_may_run_out_in_the_middle_of_a_batch() -> None:
+    model = small_memory(2)
+    loop, reference = loop_of(model, micro_batch_size=2), loop_of(micro_batch_size=1)
+    original, failed = model.forward, []
+
+    def forward(tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        if len(model.calls) == 1 and not failed:
+            failed.append(True)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 17 bytes")
+        return original(tokens, cache)
+
+    model.forward = forward  # type: ignore[method-assign]
+    loop.step(batch_of(), 0)
+    reference.step(batch_of(), 0)
+    assert failed
+    assert torch.equal(flat(model), flat(reference.model))  # no gradient was counted twice
+
+
+def test_not_even_one_sequence_fits() -> None:
+    with pytest.raises(ConfigurationError, match=r"one sequence of 16 tokens does not fit.*--"):
+        loop_of(small_memory(0)).step(batch_of(), 0)
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    with pytest.raises(IndexError):
+        loop_of().step(torch.full((4, 16), 1000), 0)
+
+
+def test_a_failed_compilation_is_no_catastrophe(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(tokens: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no compiler was found")
+
+    loop, reference = loop_of(), loop_of()
+    loop._compiled = broken
+    with caplog.at_level(logging.WARNING, logger="dipaco"):
+        for step in range(2):
+            assert loop.step(batch_of(step), step) == reference.step(batch_of(step), step)
+    assert len(caplog.records) == 1
+    assert "continuing without" in caplog.text
+    assert loop.micro_batch_size == 4
+
+
+# Numbers that are not finite
+
+
+def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    loop = loop_of()
+    loop.step(batch_of(), 0)
+    before, kept = flat(loop.model), loop.model.model.norm.weight.detach().clone()
+    with torch.no_grad():
+        loop.model.model.norm.weight.fill_(float("nan"))
+    with caplog.at_level(logging.WARNING, logger="dipaco"):
+        for step in range(1, 6):
+            assert loop.step(batch_of(), step) != loop.step(batch_of(), step)  # nan
+    assert loop.skipped_steps == 10
+    assert len(caplog.records) == 4  # 1, 2, 4, 8
+    with torch.no_grad():
+        loop.model.model.norm.weight.copy_(kept)
+    assert torch.equal(flat(loop.model), before)
+    assert loop.steps_since_fresh == 1
+    assert loop.step(batch_of(), 6) < 5
+
+
+# Keeping and resuming
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    # 8-bit states are only used for tensors of at least 4,096 elements.
+    wide = MODEL.model_copy(update={"hidden_size": 64})
+    settings: dict[str, Any] = {"optimizer": optimizer, "fresh_state_warmup_steps": 5}
+    loop = loop_of(model_of(wide), **settings)
+    for step in range(3):
+        loop.step(batch_of(step), step)
+    store = StateStore(tmp_path)
+    store.save_optimizer(0, loop.state_dict())
+    other = loop_of(model_of(wide), **settings)
+    other.step(batch_of(99), 0)  # its own state must be forgotten
+    other.model.load_state_dict(loop.model.state_dict())
+    kept = store.load_optimizer(0)
+    assert kept is not None
+    assert other.load_state_dict(kept)
+    for step in range(3, 7):
+        assert loop.step(batch_of(step), step) == other.step(batch_of(step), step)
+    assert torch.equal(flat(loop.model), flat(other.model))
+
+
+def test_a_kept_state_is_a_copy() -> None:
+    loop = loop_of()
+    loop.step(batch_of(), 0)
+    kept = loop.state_dict()
+    moment = kept["optimizer"]["state"][0]["exp_avg"]
+    before = moment.clone()
+    loop.step(batch_of(1), 1)
+    assert torch.equal(moment, before)
+    loop.load_state_dict(kept)
+    loop.step(batch_of(2), 2)
+    assert torch.equal(moment, before)
+
+
+def test_two_paths_in_one_model_equal_two_models() -> None:
+    grid = Grid(MODEL, GridConfig(modules_per_level=(1,)))
+    alone = [loop_of(), loop_of()]
+    for number, loop in enumerate(alone):
+        for step in range(4):
+            loop.step(batch_of(10 * number + step), step)
+    shared = loop_of()
+    start = gather_module(shared.model, grid, "L0.E0")
+    kept: list[tuple[torch.Tensor, dict[str, Any] | None]] = [(start, None), (start, None)]
+    for half in range(2):
+        for number in range(2):
+            parameters, state = kept[number]
+            scatter_module(shared.model, grid, "L0.E0", parameters)
+            if state is None:
+                shared.reset()
+            else:
+                shared.load_state_dict(state)
+            for step in range(2 * half, 2 * half + 2):
+                shared.step(batch_of(10 * number + step), step)
+            kept[number] = (gather_module(shared.model, grid, "L0.E0"), shared.state_dict())
+    for (parameters, _), loop in zip(kept, alone, strict=True):
+        assert torch.equal(parameters, gather_module(loop.model, grid, "L0.E0"))
+
+
+def test_reset_warms_up_anew() -> None:
+    loop = loop_of(fresh_state_warmup_steps=4)
+    rates = []
+    for step in range(6):
+        if step == 3:
+            loop.reset()
+        loop.step(batch_of(), step)
+        rates.append(loop._optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.0025, 0.005, 0.0075])
+
+
+def test_a_state_that_does_not_fit_starts_afresh(caplog: pytest.LogCaptureFixture) -> None:
+    trained = loop_of()
+    trained.step(batch_of(), 0)
+    kept = trained.state_dict()
+    narrow = MODEL.model_copy(update={"hidden_size": 8})
+    short = MODEL.model_copy(update={"block_count": 1})
+    for loop, state in (
+        (loop_of(optimizer="adamw8bit"), kept),
+        (loop_of(model_of(narrow)), kept),
+        (loop_of(model_of(short)), kept),
+        (loop_of(), {}),
+        (loop_of(), {**kept, "steps_since_fresh": None}),
+        (loop_of(), {**kept, "optimizer": {"state": {0: {}}, "param_groups": []}}),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="dipaco"):
+            assert loop.load_state_dict(state) is False
+        assert "starting afresh" in caplog.text
+        assert loop.steps_since_fresh == 0
+        loop.step(batch_of(), 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_cuda_trains_compiled_in_mixed_precision(optimizer: str) -> None:
+    device = torch.device("cuda")
+    model = model_of().to(device)
+    loop = InnerLoop(model, config_of(), device, optimizer=optimizer, compile_model=True)
+    losses = [loop.step(batch_of(), step) for step in range(30)]
+    assert losses[-1] < 2.5
+    kept = loop.state_dict()
+    assert loop.load_state_dict(kept)
+    assert loop.step(batch_of(), 30) < 2.5
+    assert all(p.dtype == torch.float32 for p in model.parameters())

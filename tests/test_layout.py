@@ -1,0 +1,121 @@
+"""The layout of DESIGN section 3: who may import whom, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+# Whom a folder may import, besides itself.
+ALLOWED = {
+    "modules": set(),
+    "routing": {"modules"},
+    "dht": {"routing", "modules"},
+    "peer": {"dht", "routing", "modules"},
+    "bootstrap": {"peer", "dht", "routing", "modules"},
+    "inference": {"peer", "dht", "routing", "modules"},
+    "simulator": {"routing", "modules"},
+}
+# Of the peer, inference may use what fetches, not what trains.
+INFERENCE_USES_OF_PEER = {"dipaco.peer.client"}
+# Hivemind, and what only makes sense with it.
+NETWORK = {"hivemind", "multiaddr", "multihash"}
+NETWORK_FOLDERS = {"dht", "peer"}
+# "About 500" (DESIGN section 3).
+MAX_LINES = 520
+
+
+def _files(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yield the absolute name of every module that a file imports, wherever in the file."""
+    folder = file.relative_to(ROOT).parts[0]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = node.module or ""
+            if node.level == 0:
+                if name == "dipaco":
+                    yield from (f"dipaco.{alias.name}" for alias in node.names)
+                    continue
+                # `from dipaco.peer import client` imports dipaco.peer.client.
+                whole_folder = name.startswith("dipaco.") and name.count(".") == 1
+                yield from (
+                    (f"{name}.{alias.name}" for alias in node.names) if whole_folder else [name]
+                )
+            else:
+                assert node.level == 1, f"{file}: a relative import out of its folder"
+                yield f"dipaco.{folder}.{name}".rstrip(".")
+
+
+def _mistakes(file: Path) -> Iterator[str]:
+    folder = file.relative_to(ROOT).parts[0]
+    for name in _imports(file):
+        parts = name.split(".")
+        where = f"{file.relative_to(ROOT)} imports {name}"
+        if parts[0] in NETWORK and folder not in NETWORK_FOLDERS:
+            yield f"{where}: the network is for {' and '.join(sorted(NETWORK_FOLDERS))} alone"
+        if parts[0] in FOLDERS:
+            yield f"{where}: write dipaco.{name}"
+        if parts[0] != "dipaco" or parts[1] == folder:
+            continue
+        if parts[1] not in ALLOWED[folder]:
+            yield f"{where}: imports run downward only"
+        if folder == "inference" and parts[1] == "peer" and name not in INFERENCE_USES_OF_PEER:
+            yield f"{where}: inference stands on the exchange, not on the training peer"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_run_downward(folder: str) -> None:
+    assert [line for file in _files(folder) for line in _mistakes(file)] == []
+
+
+def test_the_check_finds_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    file = folder / "wrong.py"
+    file.write_text(
+        "def late():\n    import hivemind\n    from dipaco.routing import plan\n"
+        "    from dipaco import peer\n    import dht.view\n"
+    )
+    assert len(list(_mistakes(file))) == 4
+
+
+def test_what_knows_no_network_loads_none() -> None:
+    """Also by way of others: importing all of it leaves Hivemind unloaded."""
+    names = [
+        f"dipaco.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}"
+        for file in _files("modules", "routing", "simulator")
+        if file.stem != "__init__"
+    ]
+    program = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        "print([name for name in ('hivemind', 'dipaco.dht') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_files_are_short() -> None:
+    files = _files(*FOLDERS, "tests", "benchmarks", "examples")
+    long = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in files}
+    assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+
+
+def test_every_folder_is_typed_and_packaged() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for folder in FOLDERS:
+        assert (ROOT / folder / "py.typed").is_file(), folder
+        assert f'"dipaco.{folder}" = "{folder}"' in text

@@ -1,0 +1,295 @@
+"""Weights, codecs, sums and the Nesterov step, against arithmetic done another way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from dipaco.modules.config import OuterConfig
+from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.outer import (
+    Contribution,
+    WireCodec,
+    advanced_progress,
+    average_contributions,
+    canonical_table,
+    contribution_weights,
+    outer_gradient,
+    outer_step,
+    weighted_sum,
+)
+from dipaco.modules.state import ModuleState, PathProgress
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SIZE = 1000
+LAYOUT = ModuleLayout(("w",), ((SIZE,),))
+TABLE = canonical_table([Contribution(0, "a", 100), Contribution(1, "b", 300)])
+GOLDEN_DIGEST = "15c5a5475da5ad5f91901935cb75076e49ef7a55d6ed176bc09faedd122d77d1"
+
+
+def drawn(seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def state_of(seed: int = 0, **overrides: object) -> ModuleState:
+    values: dict[str, object] = {
+        "module": "L0.E0",
+        "version": 3,
+        "parameters": drawn(seed),
+        "momentum": drawn(seed + 1, 0.1),
+        "progress": {0: PathProgress(1000, 2)},
+        "layout": LAYOUT,
+    }
+    return ModuleState(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+rows = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 10**9)), min_size=1, max_size=8).map(
+    lambda pairs: [Contribution(path, f"peer{i}", n) for i, (path, n) in enumerate(pairs)]
+)
+
+
+@given(rows, st.randoms())
+def test_canonical_order_does_not_depend_on_arrival(
+    table: list[Contribution], random: object
+) -> None:
+    shuffled = list(table)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert canonical_table(shuffled) == canonical_table(table)
+    assert list(canonical_table(table)) == sorted(table, key=lambda row: (row.path, row.peer))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        [Contribution(0, "a", 0)],
+        [Contribution(0, "a", -5)],
+        [Contribution(-1, "a", 5)],
+        [Contribution(0, "a", 1.5)],  # type: ignore[arg-type]
+        [Contribution("0", "a", 5)],  # type: ignore[arg-type]
+        [Contribution(True, "a", 5)],
+        [Contribution(0, "a", True)],
+        [Contribution(0, "a", 5), Contribution(1, "a", 5)],
+        [Contribution(0, "", 5), Contribution(0, "", 5)],
+    ],
+)
+def test_impossible_tables(table: list[Contribution]) -> None:
+    with pytest.raises(ValueError, match=r"contribut"):
+        canonical_table(table)
+
+
+def test_a_single_process_needs_no_peer_names() -> None:
+    table = canonical_table([Contribution(1, "", 5), Contribution(0, "", 5)])
+    assert [row.path for row in table] == [0, 1]
+
+
+@given(rows, st.lists(st.integers(1, 10**6), min_size=6, max_size=6), st.booleans())
+def test_weights_follow_shards_then_tokens(
+    table: list[Contribution], sizes: list[int], by_shard: bool
+) -> None:
+    canonical = canonical_table(table)
+    shards = dict(enumerate(sizes)) if by_shard else None
+    weights = contribution_weights(canonical, shards)
+    paths = {row.path for row in canonical}
+    total = sum(sizes[path] for path in paths)
+    for row, weight in zip(canonical, weights, strict=True):
+        replicas = sum(other.tokens for other in canonical if other.path == row.path)
+        share = Fraction(sizes[row.path], total) if by_shard else Fraction(1, len(paths))
+        assert weight == pytest.approx(float(share * row.tokens / replicas), rel=1e-14)
+    assert math.fsum(weights) == pytest.approx(1, rel=1e-14)
+
+
+def test_a_path_without_sequences_has_no_weight() -> None:
+    with pytest.raises(ValueError, match="path 1 contributes"):
+        contribution_weights(TABLE, {0: 10, 1: 0})
+    with pytest.raises(ValueError, match="path 1 contributes"):
+        contribution_weights(TABLE, {0: 10})
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), st.integers(0, 1000))
+def test_weighted_sum_rounds_every_operation(weights: list[float], seed: int) -> None:
+    parts = [drawn(seed + i) for i in range(len(weights))]
+    expected = np.zeros(SIZE, dtype=np.float32)
+    for part, weight in zip(parts, weights, strict=True):
+        product = (np.float32(weight) * part.numpy()).astype(np.float32)
+        expected = (expected + product).astype(np.float32)
+    total = weighted_sum(parts, weights)
+    assert total.numpy().tobytes() == expected.tobytes()
+
+
+def test_a_sum_in_pieces_is_the_sum() -> None:
+    # The swarm's reducers each sum a part; the simulator sums all at once.
+    parts, weights = [drawn(i) for i in range(3)], [0.2, 0.5, 0.3]
+    whole = weighted_sum(parts, weights)
+    for size in (1, 7, 64, 333):
+        pieces = [
+            weighted_sum(list(piece), weights)
+            for piece in zip(*(part.split(size) for part in parts), strict=True)
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_weighted_sum_wants_one_weight_each() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        weighted_sum([drawn(0)], [0.5, 0.5])
+    with pytest.raises(ValueError, match="nothing"):
+        weighted_sum([], [])
+
+
+SPECIAL = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 65504.0, 65520.0, 1e9, -1e9, 1 / 3, 6e-5])
+
+
+@pytest.mark.parametrize("name", ["none", "float16", "blockwise8bit"])
+def test_codecs_equal_those_of_the_wire(name: str) -> None:
+    from hivemind.compression import BlockwiseQuantization, Float16Compression, NoCompression
+    from hivemind.compression.base import CompressionInfo
+
+    wire = {
+        "none": NoCompression,
+        "float16": Float16Compression,
+        "blockwise8bit": BlockwiseQuantization,
+    }[name]()
+    for tensor in (SPECIAL, drawn(1), drawn(2, 1e-6), torch.randn(10_000), torch.zeros(5)):
+        before = tensor.clone()
+        received = wire.extract(wire.compress(tensor, CompressionInfo.from_tensor(tensor)))
+        ours = WireCodec(name).round_trip(tensor)
+        assert ours.numpy().tobytes() == received.numpy().tobytes()
+        assert torch.equal(tensor, before)
+        assert ours.data_ptr() != tensor.data_ptr()
+
+
+def test_unknown_codec() -> None:
+    with pytest.raises(ConfigurationError, match="known: none, float16"):
+        WireCodec("float8")
+
+
+def test_average_passes_the_codec_twice() -> None:
+    tensors, weights = [drawn(0), drawn(1)], (0.25, 0.75)
+    half = [tensor.half().float() for tensor in tensors]
+    expected = (half[0] * 0.25 + half[1] * 0.75).half().float()
+    assert torch.equal(average_contributions(tensors, weights, WireCodec("float16")), expected)
+    alone = average_contributions([tensors[0]], (1.0,), WireCodec("none"))
+    assert torch.equal(alone, tensors[0])
+
+
+@pytest.mark.parametrize("rescaling", [True, False])
+def test_outer_step_is_nesterov(rescaling: bool) -> None:
+    state, average = state_of(), drawn(9, 0.01)
+    config = OuterConfig(learning_rate=0.7, momentum=0.9, sqrt_paths_rescaling=rescaling)
+    parameter = torch.nn.Parameter(state.parameters.clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    optimizer.state[parameter]["momentum_buffer"] = state.momentum.clone()
+    parameter.grad = average * (math.sqrt(2) if rescaling else 1)
+    optimizer.step()
+    stepped = outer_step(state, average, TABLE, config, 4)
+    torch.testing.assert_close(stepped.parameters, parameter.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        stepped.momentum, optimizer.state[parameter]["momentum_buffer"], rtol=1e-6, atol=1e-7
+    )
+
+
+def test_outer_step_rounds_every_operation() -> None:
+    state, average = state_of(), drawn(9, 0.01)
+    f = np.float32
+    gradient = average.numpy() * f(math.sqrt(2))
+    momentum = state.momentum.numpy() * f(0.9) + gradient
+    step = momentum * f(0.9) + gradient
+    parameters = state.parameters.numpy() - step * f(0.7)
+    stepped = outer_step(state, average, TABLE, OuterConfig(), 4)
+    assert stepped.momentum.numpy().tobytes() == momentum.tobytes()
+    assert stepped.parameters.numpy().tobytes() == parameters.tobytes()
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    size = 300_000  # enough for PyTorch to use several threads
+    layout = ModuleLayout(("w",), ((size,),))
+    generator = torch.Generator().manual_seed(0)
+    parameters, momentum, average = torch.randn(3, size, generator=generator)
+    state = ModuleState("L0.E0", 0, parameters, momentum, {}, layout)
+    threads, digests = torch.get_num_threads(), set()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            summed = average_contributions([average, momentum], (0.3, 0.7), WireCodec("float16"))
+            digests.add(outer_step(state, summed, TABLE, OuterConfig(), 0).digest)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(digests) == 1
+
+
+def test_golden_outer_step() -> None:
+    # Plain numbers, so that the digest does not depend on a generator.
+    ramp = torch.arange(SIZE, dtype=torch.float32)
+    state = state_of(parameters=ramp / 7, momentum=ramp / 1e4)
+    tensors = [ramp / 333 - 1, 2 - ramp / 777]
+    weights = contribution_weights(TABLE, {0: 3, 1: 7})
+    average = average_contributions(tensors, weights, WireCodec("float16"))
+    assert outer_step(state, average, TABLE, OuterConfig(), 4).digest == GOLDEN_DIGEST
+
+
+def test_outer_step_keeps_its_inputs_and_counts() -> None:
+    state, average = state_of(), drawn(9)
+    digest, before = state.digest, average.clone()
+    stepped = outer_step(state, average, TABLE, OuterConfig(), 4, paths=(0, 1))
+    del state.__dict__["digest"]
+    assert state.digest == digest
+    assert torch.equal(average, before)
+    assert stepped.version == 4
+    assert stepped.progress == {0: PathProgress(1100, 4), 1: PathProgress(300, 4)}
+    assert stepped.tokens == 1400
+    with pytest.raises(ValueError, match=r"no paths \[1\]"):
+        outer_step(state, average, TABLE, OuterConfig(), 4, paths=(0,))
+
+
+def test_rescaling_counts_paths_not_peers() -> None:
+    average = drawn(9)
+    replicas = canonical_table(Contribution(0, f"peer{i}", 10) for i in range(4))
+    alone = canonical_table([Contribution(0, "a", 40)])
+    first = outer_step(state_of(), average, replicas, OuterConfig(), 4)
+    assert first.digest == outer_step(state_of(), average, alone, OuterConfig(), 4).digest
+
+
+def test_progress_never_goes_back() -> None:
+    progress = {0: PathProgress(10, 9)}
+    table = [Contribution(0, "a", 1), Contribution(0, "b", 2)]
+    assert advanced_progress(progress, table, 5) == {0: PathProgress(13, 9)}
+    assert progress == {0: PathProgress(10, 9)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_nothing_that_is_not_finite_is_committed(value: float) -> None:
+    state, average = state_of(parameters=torch.full((SIZE,), -3e38)), torch.zeros(SIZE)
+    average[17] = value
+    with pytest.raises(IntegrityError, match="not finite"):
+        outer_step(state, average, TABLE, OuterConfig(), 4)
+
+
+def test_averages_of_another_kind_are_refused() -> None:
+    for wrong in (torch.zeros(SIZE - 1), torch.zeros(1), torch.zeros(SIZE, dtype=torch.float16)):
+        with pytest.raises(IntegrityError, match="the average for"):
+            outer_step(state_of(), wrong, TABLE, OuterConfig(), 4)
+
+
+def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
+    anchor, local = drawn(0), drawn(1)
+    config = OuterConfig(learning_rate=1.0, momentum=0.0)
+    state = state_of(parameters=anchor, momentum=torch.zeros(SIZE))
+    table = canonical_table([Contribution(0, "a", 1)])
+    stepped = outer_step(state, outer_gradient(anchor, local), table, config, 0)
+    torch.testing.assert_close(stepped.parameters, local)
+
+
+def test_order_of_summing_matters_to_bits_so_it_is_fixed() -> None:
+    parts = [drawn(i, 10.0**i) for i in range(3)]
+    sums = {
+        weighted_sum([parts[i] for i in order], [1 / 3] * 3).numpy().tobytes()
+        for order in itertools.permutations(range(3))
+    }
+    assert len(sums) > 1

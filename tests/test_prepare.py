@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import functools
+import io
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dipaco.bootstrap import cli
+from dipaco.bootstrap import prepare as prepare_module
+from dipaco.bootstrap.display import Display, StageProgress
+from dipaco.bootstrap.prepare import check_shards, prepare
+from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
+from dipaco.bootstrap.run_config import load_run_config
+from dipaco.modules.config import InnerConfig, ModelConfig
+from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
+from dipaco.routing.plan import RunPlan
+from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.shards import PathSummary
+from rich.console import Console
+
+CPU = torch.device("cpu")
+
+RUN_TOML = """
+name = "test"
+seed = 3
+[data]
+train = "train.jsonl"
+label_field = "domain"
+held_out_fraction = 0.1
+[tokenizer]
+training_characters = 100_000
+[model]
+vocabulary_size = 320
+block_count = 2
+hidden_size = 16
+head_count = 2
+sequence_length = 32
+[grid]
+modules_per_level = [2, 2]
+[base]
+steps = 12
+learning_rate = 3e-3
+warmup_steps = 2
+batch_sequences = 4
+[router]
+prefix_tokens = 8
+"""
+
+
+def _write_run(folder: Path, toml: str = RUN_TOML) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(0)
+    domains = {"numbers": "12 34 56 78 90 11", "words": "the ship and sea a wind", "code": "if x:"}
+    rows = []
+    for number in range(240):
+        domain = list(domains)[number % 3]
+        words = generator.choices(domains[domain].split(" "), k=generator.randint(5, 50))
+        rows.append(json.dumps({"text": " ".join(words) + f"\n{number}", "domain": domain}))
+    corpus = folder / "train.jsonl"
+    if not corpus.exists():
+        corpus.write_text("\n".join(rows) + "\n")
+    (folder / "RUN.toml").write_text(toml)
+    return folder / "RUN.toml"
+
+
+def _display() -> Display:
+    return Display(Console(file=io.StringIO(), width=120))
+
+
+def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
+    return prepare(toml, out, device=CPU, display=options.pop("display", _display()), **options)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirectory, str]:
+    folder = tmp_path_factory.mktemp("prepared")
+    display = _display()
+    _prepare(_write_run(folder), folder / "out", display=display)
+    assert isinstance(display.console.file, io.StringIO)
+    return folder, RunDirectory(folder / "out"), display.console.file.getvalue()
+
+
+def test_run_directory_is_complete(prepared: tuple[Path, RunDirectory, str]) -> None:
+    _, run, _ = prepared
+    plan = run.plan()
+    index, grid = run.shard_index(plan), run.grid(plan)
+    assert grid.path_count == len(index.paths) == 4
+    base = run.base_parameters(plan)
+    for module in grid.modules():
+        state = run.genesis_state(plan, module)
+        assert (state.module, state.version, state.tokens) == (module, 0, 0)
+        for name, view in grid.layout(module).views(state.parameters).items():
+            assert torch.equal(view, base[name])
+    for path in range(4):
+        train, held = run.train_tokens(plan, path), run.validation_tokens(plan, path)
+        assert train.shape == (index.paths[path].train_sequences, 32)
+        assert held.shape == (index.paths[path].validation_sequences, 32)
+        assert int(train.max()) < 320
+        with pytest.raises(ValueError, match="read-only"):
+            train[0, 0] = 1
+    with pytest.raises(ValueError, match="path 4"):
+        run.train_tokens(plan, 4)
+    assert sum(shard.train_documents for shard in index.paths) + _held_out(run) == 240
+
+
+def _held_out(run: RunDirectory) -> int:
+    return int(json.loads((run.path / "work/tokens/validation/progress.json").read_text())[
+        "documents"
+    ])  # fmt: skip
+
+
+def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunDirectory, str]) -> None:
+    folder, run, _ = prepared
+    plan = run.plan()
+    router = run.document_router(plan)
+    texts = [json.loads(line)["text"] for line in (folder / "train.jsonl").open()]
+    paths = router.route_texts(texts)
+    streams = [run.train_tokens(plan, path).astype("<u2").tobytes() for path in range(4)]
+    found = 0
+    for text, path in zip(texts, paths.tolist(), strict=True):
+        needle = np.array(router.tokenizer.document_tokens(text), "<u2").tobytes()
+        holders = [p for p, stream in enumerate(streams) if needle in stream]
+        assert holders in ([], [path])  # held-out documents are nowhere
+        found += len(holders)
+    assert found == 240 - _held_out(run)
+
+
+def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunDirectory, str]) -> None:
+    _, run, output = prepared
+    for words in ("base model: done", "Shards", "mostly", "100.0%", "validation perplexity"):
+        assert words in output
+    assert f"dipaco-bootstrap serve {run.path}" in output
+
+
+def test_broken_parts_are_refused(prepared: tuple[Path, RunDirectory, str], tmp_path: Path) -> None:
+    _, run, _ = prepared
+    plan = run.plan()
+    with pytest.raises(StorageError, match="is not a run directory"):
+        RunDirectory(tmp_path).plan()
+    missing = plan.model_copy(
+        update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})}
+    )
+    for read in (run.router, run.base_parameters, run.base_model):
+        with pytest.raises(IntegrityError):
+            read(missing)
+    other = plan.model_copy(update={"model": plan.model.model_copy(update={"hidden_size": 32})})
+    with pytest.raises(IntegrityError, match="not the plan's model"):
+        run.base_model(other)
+    grid = plan.grid.model_copy(update={"modules_per_level": (2, 4)})
+    other = plan.model_copy(update={"grid": grid})
+    for read in (run.router, run.shard_index):
+        with pytest.raises(IntegrityError, match="prepare the run again"):
+            read(other)
+
+
+def _forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("this stage was done already")
+
+    for name in names:
+        monkeypatch.setattr(prepare_module, name, forbidden)
+
+
+def _copied(prepared: tuple[Path, RunDirectory, str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared[0], tmp_path / "copy"))
+
+
+def test_what_is_done_is_not_done_again(
+    prepared: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    run = RunDirectory(folder / "out")
+    before = run.plan()
+    envelope = run.manifest_path.read_bytes()
+    _forbid(monkeypatch, "train_tokenizer", "pretrain", "write_token_corpora", "prefix_features")
+    assert _prepare(folder / "RUN.toml", run.path) == before
+    assert run.manifest_path.read_bytes() == envelope
+    later = _prepare(folder / "RUN.toml", run.path, start_in_s=100)
+    assert later.start_s >= before.start_s + 99
+    assert later.blobs == before.blobs
+    _write_run(folder, RUN_TOML + "[inner]\nlearning_rate = 1e-3\n[rounds]\nduration_s = 99\n")
+    changed = _prepare(folder / "RUN.toml", run.path)
+    assert changed.rounds.duration_s == 99
+    assert changed.blobs == before.blobs
+    assert changed.run_id != later.run_id
+
+
+class _Stopping(Display):
+    """Stops the preparation in one stage, at a sign of life of it."""
+
+    def __init__(self, stage: str, updates: int) -> None:
+        super().__init__(Console(file=io.StringIO()))
+        self.stopped_stage, self.left = stage, updates
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageProgress]:
+        with super().stage(name) as progress:
+            yield _Counting(self, progress) if name == self.stopped_stage else progress
+
+
+class _Counting(StageProgress):
+    def __init__(self, display: _Stopping, progress: StageProgress) -> None:
+        self._display, self._progress = display, progress
+
+    def update(self, done: float, total: float | None, note: str = "") -> None:
+        if self._display.left == 0:
+            raise KeyboardInterrupt
+        self._display.left -= 1
+        self._progress.update(done, total, note)
+
+
+def test_stopped_anywhere_it_ends_with_the_same_run(
+    prepared: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run, _ = prepared
+    for name, options in [
+        ("pretrain", {"save_every_s": 0.0}),
+        ("write_token_corpora", {"chunk_documents": 50}),
+        ("ShardBuilder", {"chunk_documents": 50}),
+    ]:
+        original = getattr(prepare_module, name)
+        monkeypatch.setattr(prepare_module, name, functools.partial(original, **options))
+    for stage, updates in [
+        ("tokenizer", 0), ("tokenizer", 90), ("tokens", 0), ("tokens", 1), ("tokens", 1),
+        ("base model", 0), ("base model", 5), ("base model", 5), ("shards", 0), ("shards", 2),
+    ]:  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            _prepare(folder / "RUN.toml", tmp_path / "out", display=_Stopping(stage, updates))
+        assert not (tmp_path / "out" / "manifest.json").exists()
+    assert _prepare(folder / "RUN.toml", tmp_path / "out").blobs == run.plan().blobs
+
+
+def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=64, block_count=1, hidden_size=16, head_count=2, sequence_length=16
+    )
+    inner = InnerConfig(batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0)
+    rows = np.random.default_rng(0).integers(4, 64, (20, 16)).astype("<u2")
+
+    def train(name: str, stop_at: int | None = None) -> bytes:
+        def progress(step: int, loss: float) -> None:
+            if step == stop_at:
+                raise KeyboardInterrupt
+
+        trained = pretrain(
+            model, inner, rows, 10, seed=1, device=CPU, checkpoint=tmp_path / name,
+            inputs="inputs", save_every_s=0.0, progress=progress,
+        )  # fmt: skip
+        return base_model_bytes(trained)
+
+    expected = train("whole")
+    for stop_at in (1, 4, 9):
+        with pytest.raises(KeyboardInterrupt):
+            train("parts", stop_at)
+    assert train("parts") == expected
+    (tmp_path / "broken").write_bytes(b"not a checkpoint")
+    assert train("broken") == expected
+
+
+def test_empty_shards_are_named() -> None:
+    summaries = tuple(PathSummary(path, 5 * (path != 1), 9, 0, ()) for path in range(3))
+    with pytest.raises(CorpusError, match=r"path 1 is empty.*balanced = true"):
+        check_shards(summaries)
+    check_shards(summaries[2:])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[inner]\nlearning_rat = 1", "did you mean 'learning_rate'"),
+        ("[inner]\nlearning_rate = -1", "inner.learning_rate"),
+        ("[ruonds]\nduration_s = 1", "did you mean 'rounds'"),
+        ("x = = 1", "is not TOML"),
+    ],
+)
+def test_mistakes_in_a_run_toml(tmp_path: Path, change: str, message: str) -> None:
+    toml = _write_run(tmp_path, RUN_TOML + change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_run_config(toml)
+
+
+def test_impossible_combinations(tmp_path: Path) -> None:
+    for old, new, message in [
+        ("prefix_tokens = 8", "prefix_tokens = 32", "prefix_tokens 32"),
+        ("prefix_tokens = 8", 'kind = "oracle"', "known: kmeans"),
+        ("block_count = 2", "block_count = 1", "level"),
+        ('train = "train.jsonl"', "", "give either train"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            load_run_config(_write_run(tmp_path, RUN_TOML.replace(old, new)))
+    (tmp_path / "RUN.toml").write_text('name = "x"')
+    with pytest.raises(ConfigurationError, match=r"\[data\] is missing"):
+        load_run_config(tmp_path / "RUN.toml")
+    with pytest.raises(ConfigurationError, match="there is no"):
+        load_run_config(tmp_path / "nothing.toml")
+
+
+def test_files_are_relative_to_the_toml(tmp_path: Path) -> None:
+    config = load_run_config(_write_run(tmp_path))
+    assert config.data.train == (str(tmp_path / "train.jsonl"),)
+
+
+def test_the_example_is_valid() -> None:
+    toml = Path(__file__).parent.parent / "examples" / "tiny" / "RUN.toml"
+    assert load_run_config(toml).grid.modules_per_level == (2, 2)
+
+
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: tuple[Path, RunDirectory, str]
+) -> None:
+    folder, run, _ = prepared
+    assert cli.main(["prepare", str(tmp_path / "no.toml"), "--out", str(tmp_path)]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: there is no")
+    assert len(error.splitlines()) == 1
+    arguments = ["prepare", str(folder / "RUN.toml"), "--out", str(run.path), "--device", "cpu"]
+    assert cli.main([*arguments, "--threads", "0"]) == 3
+    assert cli.main([*arguments[:-1], "tpu9"]) == 3
+    assert cli.main(arguments) == 0
+    assert "Everything was done already" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""No process of a peer outlives it, and Ctrl+C in the terminal spares p2pd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dht_pair import LOOPBACK, wait_until
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux ends children with their parent"
+)
+
+OWNER = f"""
+import sys
+from dipaco.dht.process_guard import GuardedDHT
+dht = GuardedDHT(start=True, host_maddrs=["{LOOPBACK}"])
+print(dht.pid, flush=True)
+sys.stdin.read()
+dht.shutdown()
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"  # A dead process may wait for somebody to reap it.
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """A process with a DHT, and the ids of its DHT process and of p2pd."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        dht = int(process.stdout.readline())
+        daemons = [pid for pid in children(dht) if "p2pd" in Path(f"/proc/{pid}/comm").read_text()]
+        assert len(daemons) == 1
+        yield process, dht, daemons[0]
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_sigkill_of_the_owner_ends_the_dht_and_p2pd(
+    owner: tuple[subprocess.Popen[str], int, int],
+) -> None:
+    process, dht, daemon = owner
+    assert is_running(dht)
+    assert is_running(daemon)
+    process.kill()
+    process.wait(10)
+    wait_until(lambda: not is_running(dht) and not is_running(daemon), 10.0)
+
+
+def test_sigkill_of_the_dht_ends_p2pd(owner: tuple[subprocess.Popen[str], int, int]) -> None:
+    _, dht, daemon = owner
+    os.kill(dht, 9)
+    wait_until(lambda: not is_running(daemon), 10.0)
+
+
+def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(
+    owner: tuple[subprocess.Popen[str], int, int],
+) -> None:
+    process, dht, daemon = owner
+    assert os.getsid(daemon) == daemon
+    assert os.getsid(dht) != daemon
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(15) == 0
+    wait_until(lambda: not is_running(dht) and not is_running(daemon), 10.0)
+    process.stdin = None

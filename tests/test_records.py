@@ -1,0 +1,404 @@
+"""Records and the check that every node runs: what is malformed, forged or misplaced is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dipaco.dht.identity import Identity, load_or_create_identity
+from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.dht.record_validator import RecordValidator, record_validators
+from dipaco.dht.records import (
+    KINDS,
+    MANIFESTS_KEY,
+    MAX_ENTRIES,
+    Address,
+    BlobRecord,
+    ClaimRecord,
+    HoldingRecord,
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+    Record,
+    RecordError,
+    parse_record,
+    parse_subkey,
+    record_key,
+    record_subkey,
+)
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from make_plan import make_plan
+
+RUN_ID = "0123456789abcdef"
+RECORD_LOGGER = "dipaco.dht.record_validator"
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Identity]]:
+    directory = tmp_path_factory.mktemp("identities")
+    loaded = [load_or_create_identity(directory / f"{n}.key") for n in range(2)]
+    yield loaded
+    for identity in loaded:
+        identity.release()
+
+
+@pytest.fixture
+def me(identities: list[Identity]) -> Identity:
+    return identities[0]
+
+
+@pytest.fixture
+def other(identities: list[Identity]) -> Identity:
+    return identities[1]
+
+
+def marker_of(identity: Identity) -> bytes:
+    return b"[owner:" + identity.key.get_public_key().to_bytes() + b"]"
+
+
+def claim_of(identity: Identity, **changes: Any) -> dict[str, Any]:
+    values = {
+        "peer_id": identity.peer_id,
+        "path": 3,
+        "state": "training",
+        "since_s": 5.0,
+        "round": 7,
+    }
+    return {**values, **changes}
+
+
+def signed(
+    identity: Identity,
+    value: Any,
+    *,
+    kind: str = "claims",
+    item: str | None = None,
+    life_s: float = 60.0,
+    key: str | None = None,
+    marker: bytes | None = None,
+) -> DHTRecord:
+    """Return a record as Hivemind makes it, signed by `identity`."""
+    subkey = record_subkey(kind, RUN_ID, item, marker or marker_of(identity))
+    record = DHTRecord(
+        key=DHTID.generate(source=key or record_key(kind, RUN_ID, item)).to_bytes(),
+        subkey=MSGPackSerializer.dumps(subkey),
+        value=MSGPackSerializer.dumps(value),
+        expiration_time=time.time() + life_s,
+    )
+    return dataclasses.replace(record, value=RecordValidator(identity.key).sign_value(record))
+
+
+def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
+    """One record of every signed kind, as large as its bounds allow."""
+    peer_id = identity.peer_id
+    greatest = 2**53
+    return [
+        ("claims", None, ClaimRecord(**claim_of(identity))),
+        (
+            "holdings",
+            "L1023.E1023",
+            HoldingRecord(
+                peer_id=peer_id,
+                module="L1023.E1023",
+                version=greatest,
+                digest="f" * 64,
+                tokens=greatest,
+                round=greatest,
+                bytes=greatest,
+            ),
+        ),
+        (
+            "peers",
+            None,
+            PeerRecord(
+                peer_id=peer_id,
+                protocol=1,
+                software="s" * 96,
+                device="d" * 96,
+                state="training",
+                path=2**31 - 1,
+                tokens_per_s=1e12,
+                round=greatest,
+                reachable="direct",
+                addresses=("/ip4/203.0.113.5/tcp/31337/p2p/" + "Q" * 46,) * 4,
+                bytes_up=greatest,
+                bytes_down=greatest,
+            ),
+        ),
+        (
+            "progress",
+            None,
+            ProgressRecord(
+                peer_id=peer_id,
+                entries=tuple(
+                    ProgressEntry(
+                        path=2**31 - 1 - n,
+                        last_round=greatest,
+                        tokens=greatest,
+                        validation_nll=1e15,
+                        validation_tokens=greatest,
+                        train_loss=float("nan"),
+                    )
+                    for n in range(MAX_ENTRIES)
+                ),
+            ),
+        ),
+        ("blobs", "e" * 64, BlobRecord(peer_id=peer_id, sha256="e" * 64, bytes=greatest)),
+    ]
+
+
+# -- records
+
+
+def test_the_greatest_record_of_every_kind_fits_and_comes_back(me: Identity) -> None:
+    for kind, item, record in examples(me):
+        made = signed(me, record.model_dump(), kind=kind, item=item)
+        validator = RecordValidator(me.key)
+        assert validator.validate(made), kind
+        content = validator.strip_value(made)
+        assert len(content) <= KINDS[kind].max_bytes
+        address = parse_subkey(MSGPackSerializer.loads(made.subkey))
+        assert (address.peer_id, address.item) == (me.peer_id, item)
+        parsed = parse_record(address, MSGPackSerializer.loads(content))
+        assert repr(parsed) == repr(record)  # Not ==, for the NaN.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": -1},
+        {"path": "3"},
+        {"path": True},
+        {"path": 2**40},
+        {"state": "sleeping"},
+        {"since_s": float("nan")},
+        {"since_s": float("inf")},
+        {"since_s": -1.0},
+        {"round": 1.5},
+        {"round": -1},
+        {"round": 2**60},
+        {"round": None},
+        {"peer_id": "Qm"},
+        {"peer_id": "Qm" + "0" * 44},
+        {"peer_id": b"Qm" + b"1" * 44},
+    ],
+)
+def test_a_wrong_field_is_named(me: Identity, changes: dict[str, Any]) -> None:
+    address = Address(KINDS["claims"], RUN_ID, None, me.peer_id)
+    with pytest.raises(RecordError, match=next(iter(changes))):
+        parse_record(address, claim_of(me, **changes))
+
+
+def test_unknown_fields_are_ignored_and_missing_ones_are_not(me: Identity) -> None:
+    address = Address(KINDS["claims"], RUN_ID, None, me.peer_id)
+    assert parse_record(address, claim_of(me, novelty=[1])).peer_id == me.peer_id
+    values = claim_of(me)
+    del values["round"]
+    with pytest.raises(RecordError, match="round"):
+        parse_record(address, values)
+
+
+def test_a_record_speaks_for_its_signer_and_its_key_alone(me: Identity, other: Identity) -> None:
+    address = Address(KINDS["claims"], RUN_ID, None, other.peer_id)
+    with pytest.raises(RecordError, match=f"names {me.peer_id}"):
+        parse_record(address, claim_of(me))
+    kind, _, record = examples(me)[1]
+    address = Address(KINDS[kind], RUN_ID, "L0.E0", me.peer_id)
+    with pytest.raises(RecordError, match=r"not L0\.E0"):
+        parse_record(address, record.model_dump())
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+        lambda children: (
+            st.lists(children, max_size=4)
+            | st.dictionaries(st.text(max_size=8) | st.integers(), children, max_size=4)
+        ),
+        max_leaves=12,
+    ),
+    kind=st.sampled_from(["claims", "peers", "holdings", "progress", "blobs"]),
+)
+def test_nothing_but_a_record_error_comes_of_garbage(me: Identity, value: Any, kind: str) -> None:
+    with pytest.raises(RecordError):
+        parse_record(Address(KINDS[kind], RUN_ID, None, me.peer_id), value)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=50) | st.none() | st.integers())
+def test_nothing_but_a_record_error_comes_of_a_strange_subkey(subkey: Any) -> None:
+    with pytest.raises(RecordError):
+        parse_subkey(subkey)
+
+
+# -- the validator
+
+
+def refused(validator: RecordValidator, record: DHTRecord, caplog: pytest.LogCaptureFixture) -> str:
+    """Check that a record is refused with one line, and return the line."""
+    validator._complained_at.clear()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, RECORD_LOGGER):
+        assert not validator.validate(record)
+    assert len(caplog.messages) == 1
+    assert "\n" not in caplog.messages[0]
+    return caplog.messages[0]
+
+
+@pytest.fixture
+def validator(other: Identity) -> RecordValidator:
+    """Another node's."""
+    return RecordValidator(other.key)
+
+
+def test_a_good_record_and_its_withdrawal_are_accepted(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert validator.validate(signed(me, claim_of(me)))
+    assert validator.validate(signed(me, None))
+    assert not caplog.messages
+
+
+def test_nobody_can_sign_for_another(
+    validator: RecordValidator, me: Identity, other: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = signed(me, claim_of(me))
+    unsigned = dataclasses.replace(good, value=MSGPackSerializer.dumps(claim_of(me)))
+    assert me.peer_id in refused(validator, unsigned, caplog)
+    forged = signed(other, claim_of(me), marker=marker_of(me))
+    assert "signature" in refused(validator, forged, caplog)
+    altered = dataclasses.replace(good, value=good.value.replace(b"training", b"leaving!"))
+    assert "signature" in refused(validator, altered, caplog)
+    longer = dataclasses.replace(good, expiration_time=good.expiration_time + 1)
+    assert "signature" in refused(validator, longer, caplog)
+    impostor = signed(other, claim_of(me))
+    assert other.peer_id in refused(validator, impostor, caplog)
+
+
+def test_a_record_stands_only_under_its_own_key(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = signed(me, claim_of(me), key="dipaco/1/ffffffffffffffff/claims")
+    assert "a key that is not its own" in refused(validator, elsewhere, caplog)
+
+
+@pytest.mark.parametrize("life_s", [700.0, 1e9, float("inf"), float("nan")])
+def test_no_record_lives_too_long(
+    validator: RecordValidator, me: Identity, life_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "would live for" in refused(validator, signed(me, claim_of(me), life_s=life_s), caplog)
+
+
+def test_oversized_and_malformed_records_are_refused(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = signed(me, claim_of(me, padding="x" * 600))
+    assert "at most 512 are allowed" in refused(validator, large, caplog)
+    huge = signed(me, claim_of(me, padding="x" * 10_000))
+    assert "at most 512 are allowed" in refused(validator, huge, caplog)
+    assert "malformed: path" in refused(validator, signed(me, claim_of(me, path=-1)), caplog)
+    assert "not a map" in refused(validator, signed(me, [1, 2]), caplog)
+    garbage = dataclasses.replace(signed(me, 1), value=b"\xc1\xc1")
+    assert me.peer_id in refused(validator, garbage, caplog)
+
+
+@pytest.mark.parametrize(
+    "subkey", [None, "", "text", b"", b"x" * 5000, 3, b"[owner:ssh-rsa AAAA]", ("a", 1)]
+)
+def test_other_peoples_records_do_not_enter(
+    validator: RecordValidator, subkey: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = DHTRecord(
+        key=DHTID.generate(source="something").to_bytes(),
+        subkey=MSGPackSerializer.dumps(subkey),
+        value=MSGPackSerializer.dumps("value"),
+        expiration_time=time.time() + 10,
+    )
+    refused(validator, record, caplog)
+    refused(validator, dataclasses.replace(record, subkey=b"\xc1"), caplog)
+
+
+def test_an_owner_that_is_no_key_does_not_raise(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = signed(me, claim_of(me), marker=b"[owner:ssh-rsa " + b"A" * 300 + b"]")
+    assert "not an RSA key" in refused(validator, record, caplog)
+
+
+def test_matchmaking_may_declare_averagers_and_nothing_else(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    def declaration(value: Any, life_s: float = 30.0) -> DHTRecord:
+        return DHTRecord(
+            key=DHTID.generate(source="any-prefix.0b01").to_bytes(),
+            subkey=MSGPackSerializer.dumps(PeerID.from_base58(me.peer_id).to_bytes()),
+            value=MSGPackSerializer.dumps(value),
+            expiration_time=time.time() + life_s,
+        )
+
+    assert validator.validate(declaration(True))
+    assert validator.validate(declaration(False))
+    refused(validator, declaration("x" * 100), caplog)
+    refused(validator, declaration(1), caplog)
+    refused(validator, declaration(True, life_s=1e6), caplog)
+
+
+def test_a_flood_of_bad_records_is_one_warning_a_peer(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = signed(me, claim_of(me, path=-1))
+    with caplog.at_level(logging.WARNING, RECORD_LOGGER):
+        for _ in range(50):
+            assert not validator.validate(bad)
+    assert len(caplog.messages) == 1
+
+
+def test_manifests_certify_themselves(
+    validator: RecordValidator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = make_plan()
+    envelope = sign_manifest(plan, load_or_create_operator_key(tmp_path / "operator.pem"))
+
+    def record(value: Any, run_id: str = plan.run_id, life_s: float = 3600.0) -> DHTRecord:
+        return DHTRecord(
+            key=DHTID.generate(source=MANIFESTS_KEY).to_bytes(),
+            subkey=MSGPackSerializer.dumps(record_subkey("manifests", run_id, None, b"")),
+            value=MSGPackSerializer.dumps(value),
+            expiration_time=time.time() + life_s,
+        )
+
+    assert validator.validate(record(envelope))
+    assert validator.sign_value(record(envelope)) == record(envelope).value
+    altered = envelope.replace(b'"seed": 0', b'"seed": 1')
+    assert altered != envelope
+    assert "signature" in refused(validator, record(altered), caplog)
+    assert "stored as run" in refused(validator, record(envelope, "f" * 16), caplog)
+    assert "does not hold bytes" in refused(validator, record("text"), caplog)
+    assert "does not hold bytes" in refused(validator, record(None), caplog)
+    assert "at most" in refused(validator, record(b"x" * 200_000), caplog)
+    assert "would live" in refused(validator, record(envelope, life_s=1e7), caplog)
+
+
+def test_hivemind_takes_the_validators(me: Identity, other: Identity) -> None:
+    ours = CompositeValidator(record_validators(me))
+    theirs = CompositeValidator(record_validators(other))
+    subkey = MSGPackSerializer.dumps(record_subkey("claims", RUN_ID, None, marker_of(me)))
+    record = DHTRecord(
+        DHTID.generate(source=record_key("claims", RUN_ID)).to_bytes(),
+        subkey,
+        MSGPackSerializer.dumps(claim_of(me)),
+        time.time() + 60,
+    )
+    made = dataclasses.replace(record, value=ours.sign_value(record))
+    assert theirs.validate(made)
+    assert theirs.strip_value(made) == record.value

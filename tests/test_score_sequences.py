@@ -1,0 +1,89 @@
+"""Scores add up however the rows are divided, stored or padded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dipaco.modules.config import PAD_TOKEN, ModelConfig
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.evaluate import score_rows, score_sequences
+from dipaco.modules.transformer import PathModel, initialise, sequence_loss
+
+MODEL = ModelConfig(
+    vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+)
+
+
+def model_of(cls: type[PathModel] = PathModel) -> PathModel:
+    model = cls(MODEL)
+    initialise(model, 0)
+    return model
+
+
+def rows_of() -> torch.Tensor:
+    rows = torch.randint(4, 64, (7, 16), generator=torch.Generator().manual_seed(0))
+    rows[1, 9:] = PAD_TOKEN
+    rows[4, 3:] = PAD_TOKEN
+    rows[5, :] = PAD_TOKEN
+    return rows
+
+
+@pytest.mark.parametrize("skip", [0, 1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_rows_are_scored_as_one_by_one(skip: int, batch: int) -> None:
+    model, rows = model_of(), rows_of()
+    with torch.no_grad():
+        single = [sequence_loss(model, row[None], skip) for row in rows]
+    losses, counts = score_rows(model, rows, skip, batch)
+    np.testing.assert_allclose(losses, [total.item() for total, _ in single], rtol=1e-5)
+    assert counts.tolist() == [count for _, count in single]
+    nll, count = score_sequences(model, rows, skip, batch)
+    assert nll == pytest.approx(losses.sum())
+    assert count == counts.sum()
+    assert isinstance(nll, float)
+    assert isinstance(count, int)
+
+
+def test_token_files_can_be_scored_directly(tmp_path: Path) -> None:
+    model, rows = model_of(), rows_of()
+    rows.numpy().astype("<u2").tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", dtype="<u2", mode="r", shape=(7, 16))
+    assert score_sequences(model, mapped, 4) == score_sequences(model, rows, 4)
+
+
+def test_the_same_rows_give_the_same_bits_and_leave_no_trace() -> None:
+    model, rows = model_of(), rows_of()
+    first = score_sequences(model, rows, 4)
+    assert score_sequences(model, rows, 4) == first
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_rows() -> None:
+    assert score_sequences(model_of(), torch.zeros(0, 16, dtype=torch.int64), 4) == (0.0, 0)
+
+
+class SmallMemory(PathModel):
+    greatest_rows = 2
+
+    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        if len(tokens) > self.greatest_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(tokens, cache)
+
+
+def test_memory_decides_how_many_rows_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dipaco"):
+        nll, count = score_sequences(model_of(SmallMemory), rows_of(), 4, 8)
+    expected, expected_count = score_sequences(model_of(), rows_of(), 4)
+    assert nll == pytest.approx(expected, rel=1e-6)
+    assert count == expected_count
+    assert "scoring 2 rows at once" in caplog.text
+    nothing = model_of(SmallMemory)
+    nothing.greatest_rows = 0  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="does not fit"):
+        score_sequences(nothing, rows_of(), 4)

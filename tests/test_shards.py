@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.modules.errors import CorpusError, IntegrityError
+from dipaco.routing.corpus import Document
+from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.plan import ShardIndex
+from dipaco.routing.shards import ShardBuilder
+from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
+from dipaco.routing.token_files import check_tokens, open_tokens
+from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.windows import scoring_windows
+
+LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
+
+
+class LetterTokenizer(Tokenizer):
+    """One token for every character."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def document_tokens(self, text: str) -> list[int]:
+        self.calls += 1
+        return [BEGIN_TOKEN, *(ord(letter) for letter in text), END_TOKEN]
+
+
+class FirstLetterRouter(DocumentRouter):
+    """Routes by the first character, and can die after some chunks."""
+
+    def __init__(self, chunks: int = 10**9) -> None:
+        self.prefix_tokens = PREFIX
+        self.chunks = chunks
+        self.documents = 0
+
+    def route_tokens(self, documents: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        self.chunks -= 1
+        if self.chunks < 0:
+            raise KeyboardInterrupt
+        self.documents += len(documents)
+        return np.array([int(document[1]) % PATHS for document in documents], dtype=np.int64)
+
+
+def _documents(count: int = 90) -> list[tuple[Document, bool]]:
+    generator = random.Random(0)
+    texts = [
+        "".join(generator.choices("abcdefgh", k=generator.randint(1, 60))) for _ in range(count)
+    ]
+    return [(Document(text, text[0]), number % 5 == 0) for number, text in enumerate(texts)]
+
+
+def _corpora(directory: Path, documents: list[tuple[Document, bool]]) -> list[TokenCorpus]:
+    writers = [TokenCorpusWriter(directory / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    for _ in write_token_corpora(documents, LetterTokenizer(), *writers, chunk_documents=7):
+        pass
+    return [TokenCorpus(directory / part, VOCABULARY) for part in ("t", "v")]
+
+
+def _builder(directory: Path, router: DocumentRouter, inputs: str = "inputs") -> ShardBuilder:
+    return ShardBuilder(directory, router, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
+
+
+def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]:
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    builder = _builder(tmp_path / name, FirstLetterRouter())
+    builder.build(train, validation)
+    blobs = BlobStore(tmp_path / "blobs")
+    return builder.finish(blobs), blobs
+
+
+def test_token_corpus_holds_the_documents(tmp_path: Path) -> None:
+    documents = _documents()
+    for held_out, corpus in zip((False, True), _corpora(tmp_path, documents), strict=True):
+        expected = [document for document, flag in documents if flag == held_out]
+        assert len(corpus) == len(expected)
+        for index, document in enumerate(expected):
+            assert corpus.document(index).tolist() == LetterTokenizer().document_tokens(
+                document.text
+            )
+            assert corpus.label_name(index) == document.label
+        assert corpus.lengths().tolist() == [len(d.text) + 2 for d in expected]
+        rows = corpus.rows(LENGTH)
+        assert rows.reshape(-1).tolist() == corpus.tokens[: rows.size].tolist()
+    with pytest.raises(CorpusError, match="less than one sequence"):
+        corpus.rows(10**6)
+
+
+@pytest.mark.parametrize("torn", ["", "tokens.bin", "labels.bin"])
+def test_token_corpus_goes_on_after_a_kill(tmp_path: Path, torn: str) -> None:
+    documents = _documents()
+
+    def dying() -> Iterator[tuple[Document, bool]]:
+        yield from documents[:40]
+        raise KeyboardInterrupt
+
+    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in write_token_corpora(dying(), LetterTokenizer(), *writers, chunk_documents=7):
+            pass
+    if torn:  # as if killed between writing a file and counting it
+        with open(tmp_path / "a" / "t" / torn, "ab") as file:
+            file.write(b"half a chunk")
+    tokenizer = LetterTokenizer()
+    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    for _ in write_token_corpora(documents, tokenizer, *writers, chunk_documents=11):
+        pass
+    assert tokenizer.calls == len(documents) - 35  # five whole chunks were not done again
+    _corpora(tmp_path / "b", documents)
+    for part in ("t", "v"):
+        for name in ("tokens.bin", "ends.bin", "labels.bin"):
+            first, second = (tmp_path / run / part / name for run in ("a", "b"))
+            assert first.read_bytes() == second.read_bytes()
+
+
+def test_other_inputs_begin_anew(tmp_path: Path) -> None:
+    _corpora(tmp_path, _documents())
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 72
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "other").documents == 0
+
+
+def test_a_shortened_file_begins_anew(tmp_path: Path) -> None:
+    _corpora(tmp_path, _documents())
+    with open(tmp_path / "t" / "tokens.bin", "ab") as file:
+        file.truncate(20)
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 0
+
+
+def test_shards_hold_each_token_once(tmp_path: Path) -> None:
+    index, blobs = _build(tmp_path)
+    for path in range(PATHS):
+        shard = index.paths[path]
+        mine = [(d, v) for d, v in _documents() if ord(d.text[0]) % PATHS == path]
+        train = open_tokens(blobs.path(shard.train_sha256), LENGTH, VOCABULARY)
+        flat = [t for d, v in mine if not v for t in LetterTokenizer().document_tokens(d.text)]
+        assert train.reshape(-1)[: len(flat)].tolist() == flat
+        assert (train.reshape(-1)[len(flat) :] == PAD_TOKEN).all()
+        assert len(train) == shard.train_sequences == -(-len(flat) // LENGTH)
+        assert shard.train_documents == sum(not v for _, v in mine)
+        held = open_tokens(blobs.path(shard.validation_sha256), LENGTH, VOCABULARY)
+        windows = [
+            scoring_windows(LetterTokenizer().document_tokens(d.text), LENGTH, PREFIX)
+            for d, v in mine if v
+        ]  # fmt: skip
+        assert np.array_equal(held, np.concatenate(windows))
+        assert shard.validation_sequences == len(held)
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 9, 11])
+def test_builder_goes_on_after_a_kill(tmp_path: Path, chunks: int) -> None:
+    expected, _ = _build(tmp_path)
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    with pytest.raises(KeyboardInterrupt):
+        _builder(tmp_path / "s", FirstLetterRouter(chunks)).build(train, validation)
+    with open(tmp_path / "s" / "train-00001.bin", "ab") as file:
+        file.write(b"half a chunk")
+    router = FirstLetterRouter()
+    seen: list[tuple[int, int]] = []
+    builder = _builder(tmp_path / "s", router)
+    builder.build(train, validation, lambda done, total: seen.append((done, total)))
+    assert router.documents == len(train) + len(validation) - min(
+        chunks * 8, 72 + max(0, chunks - 9) * 8
+    )
+    assert seen[-1] == (90, 90)
+    assert builder.finish(BlobStore(tmp_path / "other")) == expected
+
+
+def test_finished_builder_repeats_its_answer(tmp_path: Path) -> None:
+    index, blobs = _build(tmp_path)
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    router = FirstLetterRouter(chunks=0)
+    builder = _builder(tmp_path / "shards", router)
+    builder.build(train, validation)
+    assert builder.finish(blobs) == index
+    assert sum(s.train_documents for s in builder.summaries()) == 72
+    assert builder.summaries()[0].labels[0][1] <= 1.0
+    fresh = _builder(tmp_path / "shards", FirstLetterRouter(), inputs="other")
+    fresh.build(train, validation)
+    assert fresh.finish(blobs) == index
+
+
+def test_a_last_row_of_one_token_is_left_out(tmp_path: Path) -> None:
+    documents = [(Document("c" * (LENGTH - 2 + extra)), False) for extra in (0, 1)]
+    for count, sequences in ((1, 1), (2, 2)):
+        train, validation = _corpora(tmp_path / f"tokens{count}", documents[:count])
+        builder = _builder(tmp_path / f"shards{count}", FirstLetterRouter())
+        builder.build(train, validation)
+        builder.build(train, validation)
+        assert builder.finish(BlobStore(tmp_path / "b")).paths[0].train_sequences == sequences
+
+
+def test_token_files(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_bytes(np.arange(32, dtype="<u4").tobytes())
+    assert open_tokens(file, 16, 2**16 + 1).tolist()[1][0] == 16
+    assert open_tokens(file, 16, 2**16).shape == (4, 16)
+    with pytest.raises(IntegrityError, match="not a multiple"):
+        open_tokens(file, 17, 100)
+    file.write_bytes(b"")
+    assert open_tokens(file, 17, 100).shape == (0, 17)
+    check_tokens(np.array([[1, 99]]), 100, "it")
+    with pytest.raises(IntegrityError, match="it holds the token 100"):
+        check_tokens(np.array([[1, 100]]), 100, "it")

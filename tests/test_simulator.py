@@ -1,0 +1,490 @@
+"""The simulator: determinism, the independence of its shortcuts, and agreement with the peers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dipaco.modules.compose import gather_module, load_path
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.inner import InnerLoop
+from dipaco.modules.outer import (
+    Contribution,
+    WireCodec,
+    average_contributions,
+    contribution_weights,
+    outer_step,
+)
+from dipaco.modules.score import Score
+from dipaco.modules.transformer import PathModel
+from dipaco.peer.trainer import PathTrainer
+from dipaco.routing.batches import BatchStream
+from dipaco.routing.run_directory import RunDirectory
+from dipaco.simulator import cli
+from dipaco.simulator.checkpoint import CheckpointDirectory
+from dipaco.simulator.dense import MixedBatches, score_dense, train_dense
+from dipaco.simulator.path_worker import SimulatedPeer
+from dipaco.simulator.reference import ReferenceSwarm, RoundReport
+from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+
+PRIVATE = {"private_blocks": (0, 3), "private_embedding": True}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_tiny_run(tmp_path_factory.mktemp("shared") / "run")
+
+
+@pytest.fixture(scope="module")
+def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)
+
+
+def last_report(swarm: ReferenceSwarm, rounds: int) -> RoundReport:
+    return list(swarm.rounds(rounds))[-1]
+
+
+def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunDirectory) -> None:
+    again = make_tiny_run(tmp_path / "again")
+    assert again.plan() == shared_run.plan()
+    assert make_tiny_run(tmp_path / "other", seed=1).plan() != shared_run.plan()
+
+
+@pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
+def test_digests_are_deterministic(run_name: str, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue(run_name)
+    first, second = (list(ReferenceSwarm(run).rounds(2)) for _ in range(2))
+    assert [r.digests for r in first] == [r.digests for r in second]
+    assert set(first[0].digests) == set(run.grid(run.plan()).modules())
+    assert len({*first[0].digests.values(), *first[1].digests.values()}) == 2 * len(
+        first[0].digests
+    )
+
+
+@pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
+def test_taking_turns_on_one_model_changes_no_bit(
+    run_name: str, request: pytest.FixtureRequest
+) -> None:
+    run = request.getfixturevalue(run_name)
+    swapped = last_report(ReferenceSwarm(run), 3)
+    dedicated = last_report(ReferenceSwarm(run, dedicated_models=True), 3)
+    assert swapped.digests == dedicated.digests
+    assert [p.train_loss for p in swapped.paths] == [p.train_loss for p in dedicated.paths]
+    assert swapped.validation == dedicated.validation
+
+
+def test_taking_turns_changes_no_bit_with_8_bit_adamw(shared_run: RunDirectory) -> None:
+    swapped = last_report(ReferenceSwarm(shared_run, optimizer="adamw8bit"), 2)
+    dedicated = last_report(
+        ReferenceSwarm(shared_run, optimizer="adamw8bit", dedicated_models=True), 2
+    )
+    assert swapped.digests == dedicated.digests
+
+
+def test_scoring_does_not_disturb_training(shared_run: RunDirectory) -> None:
+    unscored = ReferenceSwarm(shared_run, validation_sequences=0)
+    report = last_report(unscored, 2)
+    assert report.digests == last_report(ReferenceSwarm(shared_run), 2).digests
+    assert report.validation.perplexity is None
+
+
+def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
+    """One round of 2x2, all levels at the end, written out with PyTorch's own Nesterov."""
+    run = make_tiny_run(
+        tmp_path / "run", codec="none", inner_steps=3, rounds={"level_offsets": (1.0, 1.0)}
+    )
+    plan = run.plan()
+    base = run.base_parameters(plan)
+    shards = [shard.train_sequences for shard in run.shard_index(plan).paths]
+    trained = []
+    for path in range(4):
+        model = run.base_model(plan)
+        inner = InnerLoop(model, plan.inner, torch.device("cpu"))
+        stream = BatchStream(run.train_tokens(plan, path), seed=0, path=path, batch_sequences=2)
+        for step in range(3):
+            inner.step(stream.batch(step), step)
+        trained.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    swarm = ReferenceSwarm(run)
+    swarm.run_round()
+    for module, paths in {
+        "L0.E0": (0, 1),
+        "L0.E1": (2, 3),
+        "L1.E0": (0, 2),
+        "L1.E1": (1, 3),
+    }.items():
+        names = swarm.grid.layout(module).names
+        parameters = [torch.nn.Parameter(base[name].clone()) for name in names]
+        total = sum(shards[path] for path in paths)
+        for name, parameter in zip(names, parameters, strict=True):
+            parameter.grad = 2**0.5 * sum(
+                (shards[path] / total) * (base[name] - trained[path][name]) for path in paths
+            )
+        torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True).step()
+        views = swarm.grid.layout(module).views(swarm.states[module].parameters)
+        for name, parameter in zip(names, parameters, strict=True):
+            torch.testing.assert_close(views[name], parameter.detach(), rtol=1e-5, atol=1e-7)
+
+
+def _train_peers(run: RunDirectory, peers: list[SimulatedPeer], rounds: int) -> dict[str, str]:
+    """What real peers do in the fixed-steps mode, with the peers' own trainer and no network."""
+    plan = run.plan()
+    grid = run.grid(plan)
+    states = {module: run.genesis_state(plan, module) for module in grid.modules()}
+    sizes = {s.path: s.train_sequences for s in run.shard_index(plan).paths}
+    trainers: dict[str, PathTrainer] = {}
+    for peer in peers:
+        tokens = run.train_tokens(plan, peer.path)
+        stream = BatchStream(tokens, seed=plan.seed, path=peer.path, batch_sequences=2)
+        trainer = trainers[peer.peer] = PathTrainer(plan, grid, torch.device("cpu"))
+        own = {module: states[module] for module in grid.modules_of_path(peer.path)}
+        trainer.start_path(peer.path, own, stream)
+        trainer.replica = peer.replica
+    for round_index in range(rounds):
+        done = 0
+        for level in grid.level_names:
+            target = grid.steps_before(level, plan.rounds.inner_steps)
+            for trainer in trainers.values():
+                for _ in range(target - done):
+                    trainer.inner_step()
+            done = target
+            for module in [m for m in grid.modules() if grid.level_of(m) == level]:
+                members = sorted(
+                    (p for p in peers if p.path in grid.paths_of_module(module)),
+                    key=lambda p: (p.path, p.peer),
+                )
+                if not members:
+                    continue
+                snapshots = [trainers[p.peer].snapshot(module, round_index) for p in members]
+                table = [
+                    Contribution(p.path, p.peer, s.tokens)
+                    for p, s in zip(members, snapshots, strict=True)
+                ]
+                average = average_contributions(
+                    [s.outer_gradient() for s in snapshots],
+                    contribution_weights(table, sizes),
+                    WireCodec(plan.averaging.codec),
+                )
+                state = outer_step(states[module], average, table, plan.outer, round_index)
+                states[module] = state
+                for peer, snapshot in zip(members, snapshots, strict=True):
+                    trainers[peer.peer].commit(snapshot, state)
+    return {module: state.digest for module, state in states.items()}
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        [SimulatedPeer(0)],
+        [SimulatedPeer(path) for path in range(4)],
+        [SimulatedPeer(0, 0, "Qb"), SimulatedPeer(0, 12345, "Qa"), SimulatedPeer(3)],
+    ],
+    ids=["one peer", "a peer a path", "replicas"],
+)
+@pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
+def test_the_trainer_of_the_peers_computes_the_same(
+    run_name: str, peers: list[SimulatedPeer], request: pytest.FixtureRequest
+) -> None:
+    run = request.getfixturevalue(run_name)
+    simulated = last_report(ReferenceSwarm(run, peers=peers), 3)
+    assert simulated.digests == _train_peers(run, peers, 3)
+
+
+def test_replicas_share_a_path_but_no_batches(shared_run: RunDirectory) -> None:
+    swarm = ReferenceSwarm(shared_run, peers=[SimulatedPeer(1), SimulatedPeer(1, replica=1)])
+    report = last_report(swarm, 1)
+    assert [path.step for path in report.paths] == [8]
+    assert swarm.states["L1.E1"].progress[1].tokens == 2 * 4 * 2 * 32
+    gradients = [worker.outer_gradient("L0.E0") for worker in swarm.workers]
+    assert (
+        report.digests
+        != last_report(ReferenceSwarm(shared_run, peers=[SimulatedPeer(1)]), 1).digests
+    )
+    # Offset 0.5: since its boundary each replica has trained on, on other sequences.
+    assert not torch.equal(gradients[0], gradients[1])
+
+
+def test_untrained_paths_keep_their_states(private_run: RunDirectory) -> None:
+    swarm = ReferenceSwarm(private_run, peers=[SimulatedPeer(0)])
+    before = swarm.report()
+    after = last_report(swarm, 1)
+    changed = {m for m in after.digests if after.digests[m] != before.digests[m]}
+    assert changed == {"L0.E0", "L1.E0", "P0"}
+    assert [path.path for path in after.paths] == [0]
+
+
+def test_the_number_of_the_first_round_stands_in_the_states(shared_run: RunDirectory) -> None:
+    swarm = ReferenceSwarm(shared_run, first_round=7)
+    assert last_report(swarm, 1).round_index == 7
+    assert swarm.states["L0.E0"].progress[0].last_round == 7
+    from_zero = ReferenceSwarm(shared_run)
+    from_zero.run_round()
+    assert torch.equal(from_zero.states["L0.E0"].parameters, swarm.states["L0.E0"].parameters)
+    assert from_zero.states["L0.E0"].digest != swarm.states["L0.E0"].digest
+
+
+@pytest.mark.parametrize(
+    ("offsets", "first", "second"), [((0.5, 1.0), (2, 4), (6, 8)), ((0.75, 0.25), (3, 1), (7, 5))]
+)
+def test_levels_commit_in_the_middle_of_a_round(
+    tmp_path: Path, offsets: tuple[float, ...], first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    run = make_tiny_run(tmp_path / "run", rounds={"level_offsets": offsets})
+    swarm = ReferenceSwarm(run, validation_sequences=0)
+    for expected in (first, second):
+        report = swarm.run_round()
+        counted = [swarm.states[m].progress[0].tokens // (2 * 32) for m in ("L0.E0", "L1.E0")]
+        assert tuple(counted) == expected
+    assert {path.step for path in report.paths} == {8}
+
+
+def test_a_level_without_new_steps_is_left_alone(tmp_path: Path) -> None:
+    run = make_tiny_run(tmp_path / "run", inner_steps=1)
+    swarm = ReferenceSwarm(run, validation_sequences=0)
+    assert swarm.run_round().versions == {"L0.E0": 0, "L0.E1": 0, "L1.E0": 1, "L1.E1": 1}
+    assert swarm.run_round().versions == {"L0.E0": 1, "L0.E1": 1, "L1.E0": 2, "L1.E1": 2}
+
+
+def test_the_codec_of_the_plan_is_used(tmp_path: Path, shared_run: RunDirectory) -> None:
+    exact = make_tiny_run(tmp_path / "run", codec="none")
+    digests = last_report(ReferenceSwarm(exact), 1).digests
+    assert digests != last_report(ReferenceSwarm(shared_run), 1).digests
+    given = ReferenceSwarm(shared_run, codec=WireCodec("none"))
+    assert digests == last_report(given, 1).digests
+
+
+def test_validation_is_of_the_committed_states_and_weighs_tokens_alike(
+    shared_run: RunDirectory,
+) -> None:
+    swarm = ReferenceSwarm(shared_run)
+    before = swarm.report().validation
+    report = last_report(swarm, 3)
+    plan, scores = swarm.plan, []
+    model = PathModel(plan.model)
+    for path in range(4):
+        load_path(model, swarm.grid, path, swarm.states)
+        rows = shared_run.validation_tokens(plan, path)
+        scores.append(Score(*score_sequences(model, rows, TINY_PREFIX_TOKENS)))
+    assert [path.validation for path in report.paths] == scores
+    assert report.validation == Score.total(scores)
+    perplexity = report.validation.perplexity
+    assert perplexity is not None
+    assert perplexity < 0.5 * (before.perplexity or 0)
+
+
+def test_scores() -> None:
+    assert Score().perplexity is None
+    assert Score(1e9, 1).perplexity is None
+    total = Score.total([Score(1.0, 1), Score(2.0, 3)])
+    assert total == Score(3.0, 4)
+    assert total.perplexity == pytest.approx(np.exp(0.75))
+
+
+def test_states_from_elsewhere_continue_the_schedule(shared_run: RunDirectory) -> None:
+    first = ReferenceSwarm(shared_run)
+    first.run_round()
+    later = ReferenceSwarm(shared_run, states=first.states, first_round=1)
+    assert [worker.path_step for worker in later.workers] == [4] * 4
+    assert last_report(later, 1).versions == dict.fromkeys(first.states, 2)
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        [],
+        [SimulatedPeer(4)],
+        [SimulatedPeer(1), SimulatedPeer(1)],
+        [SimulatedPeer(1, 0, "a"), SimulatedPeer(2, 0, "a")],
+    ],
+)
+def test_impossible_peers_are_refused(shared_run: RunDirectory, peers: list[SimulatedPeer]) -> None:
+    with pytest.raises(ConfigurationError):
+        ReferenceSwarm(shared_run, peers=peers)
+
+
+# Dense baseline
+
+
+def test_the_dense_baseline_sees_every_sequence_once_an_epoch(tmp_path: Path) -> None:
+    run = make_tiny_run(tmp_path / "run", documents_per_path=5, inner={"batch_sequences": 1})
+    plan = run.plan()
+    shards = [run.train_tokens(plan, path) for path in range(4)]
+    expected = Counter(row.tobytes() for shard in shards for row in shard.astype(np.int64))
+    batches = MixedBatches(run, plan)
+    seen = Counter(batches.batch(step).numpy().tobytes() for step in range(sum(map(len, shards))))
+    assert seen == expected
+
+
+def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(
+    shared_run: RunDirectory,
+) -> None:
+    before = ReferenceSwarm(shared_run).report().validation
+    steps: list[int] = []
+    result = train_dense(shared_run, 12, on_step=lambda step, loss: steps.append(step))
+    assert steps == list(range(12))
+    assert result.validation.tokens == before.tokens
+    assert result.validation.nll < 0.95 * before.nll
+    assert train_dense(shared_run, 0).validation.nll == pytest.approx(before.nll, rel=1e-6)
+    again = train_dense(shared_run, 12)
+    assert all(torch.equal(result.parameters[n], p) for n, p in again.parameters.items())
+    model = PathModel(shared_run.plan().model)
+    model.load_state_dict(result.parameters)
+    assert score_dense(shared_run, model) == result.validation
+
+
+# Command line, saving and resuming
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict]:
+    assert cli.main([*map(str, arguments), "--json", "--threads", "1"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_resuming_changes_no_bit(
+    tmp_path: Path, private_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = simulate(capsys, private_run.path, "--rounds", 4)
+    out = tmp_path / "out"
+    first = simulate(capsys, private_run.path, "--rounds", 2, "--out", out)
+    # A checkpoint that was being written when the process was killed.
+    (out / "checkpoint" / "round-00000003.partial").mkdir()
+    second = simulate(capsys, private_run.path, "--rounds", 2, "--out", out, "--resume")
+    assert [line["round"] for line in first + second] == [0, 1, 2, 3]
+    for resumed, line in zip(first + second, straight, strict=True):
+        assert resumed | {"seconds": 0} == line | {"seconds": 0}
+    kept = [path.name for path in (out / "checkpoint").iterdir()]
+    assert kept == ["round-00000004"]
+
+
+def test_the_output_is_a_run_directory_with_the_states(
+    tmp_path: Path, shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    lines = simulate(capsys, shared_run.path, "--rounds", 2, "--out", out, "--dense-steps", 3)
+    assert lines[-1]["dense"]["steps"] == 3
+    assert (out / "dense.safetensors").is_file()
+    written = RunDirectory(out)
+    plan = written.plan()
+    assert plan == shared_run.plan()
+    grid = written.grid(plan)
+    for module, digest in lines[1]["digests"].items():
+        state = written.states.load_latest(module, grid.layout(module))
+        assert state is not None
+        assert state.digest == digest
+    assert len(written.train_tokens(plan, 0)) == len(shared_run.train_tokens(plan, 0))
+
+
+def test_without_a_checkpoint_the_states_are_continued_with_fresh_adamw(
+    tmp_path: Path, shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    simulate(capsys, shared_run.path, "--rounds", 1, "--out", out)
+    shutil.rmtree(out / "checkpoint")
+    (line,) = simulate(capsys, shared_run.path, "--rounds", 1, "--out", out, "--resume")
+    assert line["round"] == 1
+    assert set(line["versions"].values()) == {2}
+
+
+def test_a_checkpoint_of_another_simulation_is_refused(
+    tmp_path: Path, shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    simulate(capsys, shared_run.path, "--out", out)
+    arguments = [str(shared_run.path), "--out", str(out)]
+    assert cli.main(arguments) == ConfigurationError.exit_code
+    assert "--resume" in capsys.readouterr().err
+    assert cli.main([*arguments, "--resume", "--paths", "0"]) == ConfigurationError.exit_code
+    assert "peers" in capsys.readouterr().err
+
+
+def test_a_checkpoint_holds_local_parameters_that_are_ahead_of_their_anchor(
+    tmp_path: Path, shared_run: RunDirectory
+) -> None:
+    swarm = ReferenceSwarm(shared_run)
+    swarm.run_round()
+    checkpoints = CheckpointDirectory(tmp_path)
+    checkpoint = checkpoints.save(swarm)
+    restored = ReferenceSwarm(shared_run, states=checkpoints.anchors(checkpoint, swarm.grid))
+    checkpoints.restore(checkpoint, restored)
+    for old, new in zip(swarm.workers, restored.workers, strict=True):
+        assert (
+            old.unmerged_tokens
+            == new.unmerged_tokens
+            == {module: 128 if module.startswith("L0") else 0 for module in old.modules}
+        )
+        assert torch.equal(old.outer_gradient(old.modules[0]), new.outer_gradient(old.modules[0]))
+        assert old.outer_gradient(old.modules[0]).abs().sum() > 0
+
+
+def test_the_human_output_names_rounds_paths_and_modules(
+    shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([str(shared_run.path), "--rounds", "1", "--dense-steps", "2"]) == 0
+    text = capsys.readouterr().out
+    for word in ("before", "round 0", "validation perplexity", "L1.E1", "dense after 2 steps"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rounds", "-1"], "--rounds -1"),
+        (["--steps-per-round", "0"], "--steps-per-round 0"),
+        (["--paths", "0,x"], "'x' is not a path"),
+        (["--paths", "9"], "give 0 to 3"),
+        (["--resume"], "--out"),
+        (["--threads", "0"], "--threads 0"),
+        (["--device", "toaster"], "'toaster'"),
+        (["--optimizer", "adamm"], "adamw"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_type(
+    shared_run: RunDirectory,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert cli.main([str(shared_run.path), *arguments]) == ConfigurationError.exit_code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_follows_the_clock_needs_a_number_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_tiny_run(tmp_path / "run", inner_steps=0)
+    assert cli.main([str(run.path)]) == ConfigurationError.exit_code
+    assert "--steps-per-round" in capsys.readouterr().err
+    (line,) = simulate(capsys, run.path, "--steps-per-round", 2)
+    assert {path["step"] for path in line["paths"]} == {2}
+
+
+def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([str(tmp_path / "nowhere")]) == 9
+    assert "manifest.json" in capsys.readouterr().err
+
+
+def test_a_model_on_the_bench_is_really_shared(shared_run: RunDirectory) -> None:
+    """Parameters of a worker off the bench do not follow those of the worker on it."""
+    swarm = ReferenceSwarm(shared_run)
+    first, second = swarm.workers[:2]
+    first.train(2)
+    before = first.outer_gradient("L0.E0")
+    second.train(2)
+    assert torch.equal(first.outer_gradient("L0.E0"), before)
+    bench = first._bench
+    assert bench is second._bench
+    on_bench = gather_module(bench.model, swarm.grid, "L0.E0")
+    assert torch.equal(swarm.states["L0.E0"].parameters - on_bench, second.outer_gradient("L0.E0"))

@@ -1,0 +1,299 @@
+"""The status of a swarm: its keys, what counts as a problem, and the command on a real DHT."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dht_pair import start_node
+from dipaco.dht.directory import Directory
+from dipaco.dht.manifest import (
+    SignedManifest,
+    load_or_create_operator_key,
+    sign_manifest,
+    verify_manifest,
+)
+from dipaco.dht.records import (
+    ClaimRecord,
+    HoldingRecord,
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+)
+from dipaco.dht.status import status_of
+from dipaco.dht.status_cli import build_parser, render
+from dipaco.dht.view import SwarmView, build_view
+from dipaco.modules.grid import Grid
+from make_plan import make_plan
+from rich.console import Console
+
+PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABCDE")
+COMMAND = Path(sys.executable).parent / "dipaco-status"
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> SignedManifest:
+    key = load_or_create_operator_key(tmp_path_factory.mktemp("operator") / "operator.pem")
+    return verify_manifest(sign_manifest(make_plan(), key))
+
+
+@pytest.fixture(scope="module")
+def grid(manifest: SignedManifest) -> Grid:
+    return Grid(manifest.plan.model, manifest.plan.grid)
+
+
+def claim(peer: str, path: int, state: str = "training") -> ClaimRecord:
+    return ClaimRecord(peer_id=peer, path=path, state=state, since_s=1000.0, round=6)
+
+
+def peer(peer_id: str, path: int | None, state: str = "training") -> PeerRecord:
+    return PeerRecord(
+        peer_id=peer_id,
+        protocol=1,
+        software="dipaco/test",
+        device="cpu x1",
+        state=state,
+        path=path,
+        tokens_per_s=100.0,
+        round=6,
+        reachable="direct",
+        addresses=("/ip4/203.0.113.5/tcp/31337",),
+        bytes_up=1,
+        bytes_down=2,
+    )
+
+
+def holding(peer_id: str, module: str, version: int = 5, digest: str = "a" * 64) -> HoldingRecord:
+    return HoldingRecord(
+        peer_id=peer_id,
+        module=module,
+        version=version,
+        digest=digest,
+        tokens=100 * version,
+        round=5,
+        bytes=1000,
+    )
+
+
+def progress(peer_id: str, path: int, last_round: int = 5) -> ProgressRecord:
+    entry = ProgressEntry(
+        path=path,
+        last_round=last_round,
+        tokens=1000,
+        validation_nll=20.0 + path,
+        validation_tokens=10,
+        train_loss=2.0,
+    )
+    return ProgressRecord(peer_id=peer_id, entries=(entry,))
+
+
+def view_of(
+    manifest: SignedManifest,
+    grid: Grid,
+    *,
+    claims: Iterable[ClaimRecord] = (),
+    holdings: Iterable[HoldingRecord] = (),
+    progress: Iterable[ProgressRecord] = (),
+    peers: Iterable[PeerRecord] = (),
+) -> SwarmView:
+    """Return a view in the middle of round 6."""
+    held: dict[str, list[HoldingRecord]] = {module: [] for module in grid.modules()}
+    for record in holdings:
+        held[record.module].append(record)
+    return build_view(
+        now_s=manifest.plan.start_s + 6.5 * manifest.plan.rounds.duration_s,
+        plan=manifest.plan,
+        grid=grid,
+        claims=claims,
+        peers=peers,
+        holdings=held,
+        progress=progress,
+    )
+
+
+def healthy_parts(grid: Grid) -> dict[str, Any]:
+    """Four peers, one on each path, each holding the modules of its path."""
+    return {
+        "claims": [claim(PEERS[path], path) for path in range(4)],
+        "peers": [peer(PEERS[path], path) for path in range(4)],
+        "progress": [progress(PEERS[path], path) for path in range(4)],
+        "holdings": [
+            holding(PEERS[path], module)
+            for path in range(4)
+            for module in grid.modules_of_path(path)
+        ],
+    }
+
+
+def problems(manifest: SignedManifest, grid: Grid, **changes: Any) -> list[str]:
+    status = status_of(
+        view_of(manifest, grid, **{**healthy_parts(grid), **changes}), manifest, grid
+    )
+    assert status["healthy"] is (not status["problems"])
+    found: list[str] = status["problems"]
+    return found
+
+
+def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> None:
+    status = status_of(view_of(manifest, grid, **healthy_parts(grid)), manifest, grid)
+    plan = manifest.plan
+    assert status["run"] == {"id": plan.run_id, "name": "test", "fingerprint": plan.fingerprint}
+    assert status["round"] == 6
+    assert status["healthy"] is True
+    assert status["problems"] == []
+    assert len(status["paths"]) == 4
+    path = status["paths"][2]
+    assert {
+        "path": 2,
+        "modules": ["L0.E1", "L1.E0"],
+        "peers": [PEERS[2]],
+        "last_round": 5,
+        "state": "training",
+        "tokens_per_s": 100.0,
+        "validation_loss": pytest.approx(2.2),
+    }.items() <= path.items()
+    module = status["modules"][0]
+    assert {
+        "module": "L0.E0",
+        "version": 5,
+        "tokens": 500,
+        "digest": "a" * 64,
+        "holders": [PEERS[0], PEERS[1]],
+        "agree": True,
+    }.items() <= module.items()
+    assert {"peer_id", "path", "state", "tokens_per_s", "device", "software", "reachable"} <= set(
+        status["peers"][0]
+    )
+    assert status["validation"] == {
+        "perplexity": pytest.approx(2.718281828 ** (86 / 40)),
+        "tokens": 40,
+        "paths_reporting": 4,
+    }
+    json.dumps(status, allow_nan=False)
+
+
+def test_an_empty_swarm_has_a_problem_and_no_perplexity(
+    manifest: SignedManifest, grid: Grid
+) -> None:
+    status = status_of(view_of(manifest, grid), manifest, grid)
+    assert not status["healthy"]
+    assert "no peer trains" in status["problems"][0]
+    assert status["validation"]["perplexity"] is None
+    assert status["paths"][0]["state"] == "unserved"
+    assert status["paths"][0]["validation_loss"] is None
+    json.dumps(status, allow_nan=False)
+
+
+def test_a_fork_among_trainers_is_a_problem(manifest: SignedManifest, grid: Grid) -> None:
+    held = healthy_parts(grid)["holdings"]
+    forked = [h for h in held if (h.peer_id, h.module) != (PEERS[1], "L0.E0")]
+    forked.append(holding(PEERS[1], "L0.E0", digest="b" * 64))
+    assert any("L0.E0" in line and "different" in line for line in
+               problems(manifest, grid, holdings=forked))  # fmt: skip
+    behind = [*forked[:-1], holding(PEERS[1], "L0.E0", version=4, digest="b" * 64)]
+    assert not any("different" in line for line in problems(manifest, grid, holdings=behind))
+
+
+def test_an_unserved_path_is_a_problem_when_there_are_peers_enough(
+    manifest: SignedManifest, grid: Grid
+) -> None:
+    claims = [claim(PEERS[0], 0), claim(PEERS[1], 1), claim(PEERS[2], 2), claim(PEERS[3], 2)]
+    assert problems(manifest, grid, claims=claims) == ["path 3 has no trainer"]
+
+
+def test_with_fewer_peers_a_path_may_wait_its_turn_but_not_for_ever(
+    manifest: SignedManifest, grid: Grid
+) -> None:
+    claims = [claim(PEERS[path], path) for path in range(3)]
+    assert problems(manifest, grid, claims=claims) == []
+
+
+def test_one_copy_of_a_trained_state_is_a_problem(manifest: SignedManifest, grid: Grid) -> None:
+    held = [h for h in healthy_parts(grid)["holdings"] if h.module != "L1.E1"]
+    alone = [*held, holding(PEERS[1], "L1.E1")]
+    assert any("L1.E1" in line and "single holder" in line for line in
+               problems(manifest, grid, holdings=alone))  # fmt: skip
+
+
+def test_the_tables_show_paths_modules_peers_and_problems(
+    manifest: SignedManifest, grid: Grid
+) -> None:
+    claims = [claim(PEERS[0], 0), claim(PEERS[1], 1), claim(PEERS[2], 2), claim(PEERS[3], 2)]
+    view = view_of(manifest, grid, **{**healthy_parts(grid), "claims": claims})
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(status_of(view, manifest, grid)))
+    text = console.export_text()
+    for expected in ("L0.E1 L1.E0", "unserved", "problem: path 3", PEERS[0][-8:], "a" * 12):
+        assert expected in text
+
+
+def test_the_command_line_is_a_contract() -> None:
+    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert flags == {"-h", "--help", "--initial-peers", "--run", "--watch", "--json", "--debug"}
+
+
+# -- the command
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(COMMAND), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_command_on_a_real_swarm(tmp_path: Path, grid: Grid) -> None:
+    plan = make_plan(name="live", start_s=time.time() - 650.0)
+    key = load_or_create_operator_key(tmp_path / "operator.pem")
+    node = start_node(tmp_path / "node", run_id=plan.run_id)
+    try:
+        node.directory.publish_manifest(sign_manifest(plan, key), 600.0)
+        asked = status("--initial-peers", node.address, "--json")
+        found = json.loads(asked.stdout)
+        assert (asked.returncode, found["healthy"], found["peers"]) == (1, False, [])
+        assert found["run"]["id"] == plan.run_id
+
+        me = node.peer_id
+        node.directory.publish_claim(claim(me, 0).model_copy(update={"peer_id": me}), 300.0)
+        node.directory.publish_peer(peer(me, 0), 300.0)
+        for path in range(4):
+            node.directory.publish_progress(progress(me, path), 300.0)
+        asked = status("--initial-peers", node.address, "--json", "--run", "live")
+        found = json.loads(asked.stdout)
+        assert asked.stderr == ""
+        assert found["paths"][0]["peers"] == [me]
+        assert found["peers"][0]["device"] == "cpu x1"
+
+        shown = status("--initial-peers", node.address)
+        assert "run live" in shown.stdout
+
+        other = make_plan(name="second", seed=5)
+        Directory(node.dht, node.identity, other.run_id).publish_manifest(
+            sign_manifest(other, key), 600.0
+        )
+        asked = status("--initial-peers", node.address)
+        assert asked.returncode == 5
+        assert asked.stderr.startswith("error: this DHT holds several runs")
+        assert asked.stderr.count("\n") == 1
+    finally:
+        node.close()
+
+
+def test_the_command_reaches_nobody() -> None:
+    nobody = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    asked = status("--initial-peers", nobody)
+    assert asked.returncode == 2
+    assert asked.stderr.startswith("error: none of /ip4/127.0.0.1/tcp/9")
+    assert asked.stderr.count("\n") == 1
+    assert status("--initial-peers", "nonsense").returncode == 4

@@ -1,0 +1,108 @@
+"""Promise 8: after a network split heals, all peers hold one state again within two rounds.
+
+Two network namespaces are the two sides; the cable between them is cut for a few rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from split_network import SplitNetwork, can_split, split_network
+from swarm import BIN, Member, Swarm
+from tiny_run import make_tiny_run
+
+pytestmark = pytest.mark.swarm
+
+DURATION_S = 8.0
+JOIN_S = 30.0
+SPLIT_ROUNDS = 2
+SHARED = "L0.E0"
+
+
+def _start(
+    swarm: Swarm, network: SplitNetwork, side: int, program: str, name: str, *arguments: str
+) -> Member:
+    listen = ["--host-maddrs", f"/ip4/{network.addresses[side]}/tcp/0"]
+    return swarm._add(name, [*network.prefix(side), str(BIN / program), *arguments, *listen])
+
+
+def _peer(
+    swarm: Swarm, network: SplitNetwork, side: int, entry: Member, path: int, name: str
+) -> Member:
+    return _start(
+        swarm, network, side, "dipaco-peer", name, "--initial-peers", entry.address(),
+        "--path", str(path), "--threads", "1",
+        "--cache-dir", str(swarm.directory / f"{name}-cache"),
+    )  # fmt: skip
+
+
+def _states(members: list[Member]) -> dict[str, set[tuple[int, str]]]:
+    """Return per module the (version, digest) that members hold now."""
+    found: dict[str, set[tuple[int, str]]] = {}
+    for member in members:
+        own = {e["module"]: e for e in member.read() if e["event"] in ("commit", "adopt")}
+        for module, event in own.items():
+            found.setdefault(module, set()).add((event["version"], event["digest"]))
+    return found
+
+
+def _group_of_all(member: Member, size: int, since_s: float) -> int | None:
+    """Return the first round after `since_s` that a member committed together with all others."""
+    for event in member.of("commit"):
+        together = event["module"] == SHARED and len(event["group"]) == size
+        if together and event["time_s"] > since_s:
+            return int(event["round"])
+    return None
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(not can_split(), reason="needs root and network namespaces")
+def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
+    run = make_tiny_run(
+        tmp_path / "run",
+        modules_per_level=(1, 2),
+        inner_steps=3,
+        duration_s=DURATION_S,
+        start_s=time.time() + JOIN_S,
+        rounds={"matchmaking_s": 0.8, "validation_sequences": 4},
+    )
+    plan = run.plan()
+    with split_network() as network, Swarm(tmp_path, run) as swarm:
+        bootstrap = _start(
+            swarm, network, 0, "dipaco-bootstrap", "bootstrap", "serve", str(run.path)
+        )
+        peers = [
+            _peer(swarm, network, side, bootstrap, path, f"peer{2 * side + path}")
+            for side in (0, 1)
+            for path in (0, 1)
+        ]
+        swarm.wait(peers, "training", timeout_s=60)
+        swarm.wait(peers, "commit", lambda e: len(e["group"]) == 4, timeout_s=JOIN_S + 30)
+
+        network.cut()
+        cut_s = time.time()
+        # Both sides go on by themselves.
+        swarm.wait(
+            peers,
+            "commit",
+            lambda e: e["module"] == SHARED and e["time_s"] > cut_s and len(e["group"]) < 4,
+            timeout_s=(SPLIT_ROUNDS + 2) * DURATION_S,
+        )
+        time.sleep(max(0.0, cut_s + SPLIT_ROUNDS * DURATION_S - time.time()))
+        assert len(_states(peers)[SHARED]) > 1, "the two sides did not part"
+
+        network.mend()
+        mended_s = time.time()
+        mended_round = (mended_s - plan.start_s) / DURATION_S
+        deadline = mended_s + 5 * DURATION_S
+        while any(_group_of_all(peer, 4, mended_s) is None for peer in peers):
+            assert time.time() < deadline, swarm.outputs()
+            time.sleep(0.1)
+        together = {_group_of_all(peer, 4, mended_s) for peer in peers}
+        assert max(r for r in together if r is not None) <= mended_round + 2, (
+            together,
+            mended_round,
+        )
+        assert all(member.alive for member in peers)

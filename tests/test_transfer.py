@@ -1,0 +1,316 @@
+"""Fetching by hash from holders that are gone, busy, slow, cut off, or lie."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
+from dipaco.peer import transfer
+from dipaco.peer.mirrors import MirrorSource
+from dipaco.peer.partial_file import PartialFile
+from dipaco.peer.transfer import (
+    BLOCK_BYTES,
+    ContentAbsent,
+    ContentStream,
+    OffsetBeyondEnd,
+    Source,
+    SourceBusy,
+    download,
+    spread,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+CONTENT = bytes(range(256)) * (5 * BLOCK_BYTES // 512) + b"an odd end"
+SHA = hashlib.sha256(CONTENT).hexdigest()
+
+
+@dataclass
+class FakeHolder:
+    """A source in memory that misbehaves as told."""
+
+    name: str = "holder"
+    content: bytes = CONTENT
+    breaks_after: int | None = None
+    """Bytes of each stream after which it ends."""
+    busy_times: int = 0
+    absent: bool = False
+    claims_bytes: int | None = None
+    hangs: bool = False
+    offsets: list[int] = field(default_factory=list)
+    sent: int = 0
+
+    async def open(self, sha256: str, offset: int) -> ContentStream:
+        self.offsets.append(offset)
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if self.absent:
+            raise ContentAbsent
+        if self.busy_times:
+            self.busy_times -= 1
+            raise SourceBusy(0.01)
+        if offset > len(self.content):
+            raise OffsetBeyondEnd
+        total = self.claims_bytes if self.claims_bytes is not None else len(self.content)
+        return FakeStream(self, offset, total)
+
+
+class FakeStream:
+    def __init__(self, holder: FakeHolder, offset: int, total_bytes: int) -> None:
+        self.holder, self.offset, self.total_bytes = holder, offset, total_bytes
+        self.left = holder.breaks_after if holder.breaks_after is not None else 2**60
+
+    async def read(self, count: int) -> bytes:
+        await asyncio.sleep(0)
+        piece = self.holder.content[self.offset : self.offset + min(count, self.left, 70_001)]
+        self.offset += len(piece)
+        self.left -= len(piece)
+        self.holder.sent += len(piece)
+        return piece
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "RETRY_PAUSE_S", 0.01)
+
+
+def fetch(
+    blobs: BlobStore,
+    *holders: Source,
+    sha: str = SHA,
+    max_bytes: int = 2**30,
+    timeout_s: float = 20.0,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Path:
+    return asyncio.run(
+        download(sha, holders, blobs, max_bytes=max_bytes, timeout_s=timeout_s, on_bytes=on_bytes)
+    )
+
+
+def test_content_arrives_and_is_counted(blobs: BlobStore) -> None:
+    counted: list[int] = []
+    assert fetch(blobs, FakeHolder(), on_bytes=counted.append).read_bytes() == CONTENT
+    assert sum(counted) == len(CONTENT)
+    assert not blobs.partial_path(SHA).exists()
+    holder = FakeHolder()
+    fetch(blobs, holder)
+    assert holder.offsets == [], "what is here is not asked for again"
+
+
+def test_empty_content(blobs: BlobStore) -> None:
+    sha = hashlib.sha256(b"").hexdigest()
+    assert fetch(blobs, FakeHolder(content=b""), sha=sha).read_bytes() == b""
+
+
+def test_a_cut_off_transfer_goes_on_where_it_ended(blobs: BlobStore) -> None:
+    flaky, steady = FakeHolder("flaky", breaks_after=BLOCK_BYTES + 5), FakeHolder("steady")
+    assert fetch(blobs, flaky, steady).read_bytes() == CONTENT
+    assert steady.offsets == [BLOCK_BYTES + 5]
+    assert flaky.sent + steady.sent == len(CONTENT)
+
+
+def test_what_an_earlier_process_received_is_used(blobs: BlobStore) -> None:
+    blobs.partial_path(SHA).write_bytes(CONTENT[:1234])
+    holder = FakeHolder()
+    assert fetch(blobs, holder).read_bytes() == CONTENT
+    assert holder.offsets == [1234]
+
+
+def test_what_arrived_is_kept_when_all_fail(blobs: BlobStore) -> None:
+    with pytest.raises(NetworkError, match="broke off"):
+        fetch(blobs, FakeHolder(breaks_after=1000))
+    assert blobs.partial_path(SHA).read_bytes() == CONTENT[: blobs.partial_path(SHA).stat().st_size]
+    assert blobs.partial_path(SHA).stat().st_size == 1000 * transfer.MAX_FAILURES
+
+
+def test_a_liar_is_named_and_skipped(blobs: BlobStore, caplog: pytest.LogCaptureFixture) -> None:
+    liar = FakeHolder("peer Liar", content=CONTENT[:-1] + b"!")
+    assert fetch(blobs, liar, FakeHolder()).read_bytes() == CONTENT
+    assert len(liar.offsets) == 1
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "peer Liar" in warnings[0]
+
+
+def test_only_liars_is_an_integrity_error(blobs: BlobStore) -> None:
+    with pytest.raises(IntegrityError, match=r"peer A.*peer B"):
+        fetch(blobs, FakeHolder("peer A", b"x" * 9), FakeHolder("peer B", b"y" * 9), sha=SHA)
+    assert not blobs.has(SHA)
+    assert not blobs.partial_path(SHA).exists()
+
+
+def test_a_mixed_file_is_started_over_and_nobody_wronged(
+    blobs: BlobStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar = FakeHolder("peer Liar", content=b"?" * len(CONTENT), breaks_after=BLOCK_BYTES)
+    honest = FakeHolder("peer Honest")
+    assert fetch(blobs, liar, honest).read_bytes() == CONTENT
+    assert honest.offsets == [BLOCK_BYTES, 0]
+    assert not [r for r in caplog.records if "refused" in r.message]
+    assert [r for r in caplog.records if "parts from peer Honest, peer Liar" in r.message]
+
+
+def test_a_damaged_partial_file_is_nobody_s_fault(blobs: BlobStore) -> None:
+    blobs.partial_path(SHA).write_bytes(b"garbage")
+    holder = FakeHolder()
+    assert fetch(blobs, holder).read_bytes() == CONTENT
+    assert holder.offsets == [7, 0]
+
+
+def test_a_partial_file_that_is_too_long(blobs: BlobStore) -> None:
+    blobs.partial_path(SHA).write_bytes(CONTENT + b"and more")
+    assert fetch(blobs, FakeHolder()).read_bytes() == CONTENT
+
+
+def test_oversized_content_is_refused_before_it_is_sent(
+    blobs: BlobStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = FakeHolder("peer Big", claims_bytes=2**40)
+    with pytest.raises(IntegrityError, match="at most 100"):
+        fetch(blobs, holder, max_bytes=100)
+    assert holder.sent == 0
+    assert len([r for r in caplog.records if "peer Big" in r.message]) == 1
+
+
+def test_a_busy_holder_is_asked_again(blobs: BlobStore) -> None:
+    holder = FakeHolder(busy_times=3)
+    assert fetch(blobs, holder).read_bytes() == CONTENT
+    assert len(holder.offsets) == 4
+
+
+def test_absent_holders_are_skipped(blobs: BlobStore) -> None:
+    gone = FakeHolder("gone", absent=True)
+    assert fetch(blobs, gone, FakeHolder()).read_bytes() == CONTENT
+    with pytest.raises(NetworkError, match="gone: it does not hold it"):
+        fetch(blobs, gone, sha="0" * 64)
+    with pytest.raises(NetworkError, match="nobody is known to hold"):
+        fetch(blobs, sha="0" * 64)
+
+
+def test_waiting_is_bounded(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    with pytest.raises(NetworkError, match="in time"):
+        fetch(blobs, FakeHolder(hangs=True), timeout_s=0.3)
+    with pytest.raises(NetworkError, match="busy"):
+        fetch(blobs, FakeHolder(busy_times=10**6), timeout_s=0.3)
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_slow_holder_is_left_for_another(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "OPEN_TIMEOUT_S", 0.1)
+    assert fetch(blobs, FakeHolder(hangs=True), FakeHolder()).read_bytes() == CONTENT
+
+
+def test_a_holder_that_often_breaks_but_sends_is_not_given_up(blobs: BlobStore) -> None:
+    holder = FakeHolder(breaks_after=len(CONTENT) // 9)
+    assert fetch(blobs, holder).read_bytes() == CONTENT
+    assert len(holder.offsets) > 2 * transfer.MAX_FAILURES
+
+
+def test_after_a_mixed_file_a_busy_liar_costs_nothing(blobs: BlobStore) -> None:
+    liar = FakeHolder("peer Liar", content=b"?" * len(CONTENT), breaks_after=BLOCK_BYTES)
+    honest = FakeHolder("peer Honest", breaks_after=BLOCK_BYTES * 2)
+
+    async def turn_busy(sha256: str, offset: int) -> ContentStream:
+        stream = await FakeHolder.open(liar, sha256, offset)
+        liar.busy_times = 10**6
+        return stream
+
+    liar.open = turn_busy  # type: ignore[method-assign]
+    assert fetch(blobs, liar, honest).read_bytes() == CONTENT
+    assert honest.offsets == [BLOCK_BYTES, 0, BLOCK_BYTES * 2]
+
+
+def test_many_at_once_fetch_once(blobs: BlobStore) -> None:
+    holder = FakeHolder()
+
+    async def all_at_once() -> Sequence[Path]:
+        return await asyncio.gather(
+            *(download(SHA, [holder], blobs, max_bytes=2**30, timeout_s=20.0) for _ in range(5))
+        )
+
+    assert set(asyncio.run(all_at_once())) == {blobs.path(SHA)}
+    assert holder.sent == len(CONTENT)
+
+
+def test_threads_share_the_partial_file(blobs: BlobStore) -> None:
+    holders = [FakeHolder(str(i), breaks_after=BLOCK_BYTES * 2) for i in range(3)]
+    paths: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda h=h: paths.append(fetch(blobs, h)))  # type: ignore[misc]
+        for h in holders
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [path.read_bytes() == CONTENT for path in paths] == [True] * 3
+    assert sum(holder.sent for holder in holders) == len(CONTENT)
+
+
+def test_a_full_disk_is_a_storage_error(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match="disk full"):
+        fetch(blobs, FakeHolder(), FakeHolder())
+
+
+def test_a_mirror_resumes_and_is_checked(blobs: BlobStore, tmp_path: Path) -> None:
+    folder = tmp_path / "mirror"
+    folder.mkdir()
+    (folder / SHA).write_bytes(CONTENT)
+    blobs.partial_path(SHA).write_bytes(CONTENT[:99])
+    assert fetch(blobs, MirrorSource(f"file://{folder}/")).read_bytes() == CONTENT
+    with pytest.raises(NetworkError, match="does not hold it"):
+        fetch(blobs, MirrorSource(f"file://{folder}"), sha="1" * 64)
+    (folder / ("2" * 64)).write_bytes(b"other")
+    with pytest.raises(IntegrityError, match="mirror file"):
+        fetch(blobs, MirrorSource(f"file://{folder}"), sha="2" * 64)
+
+
+def test_partial_files_have_one_owner(blobs: BlobStore) -> None:
+    with PartialFile(blobs, SHA) as first, PartialFile(blobs, SHA) as second:
+        assert first.try_open()
+        assert not second.try_open()
+        first.append(b"abc")
+        first.close()
+        assert second.try_open()
+        assert second.size_bytes == 3
+        second.clear()
+    assert not blobs.partial_path(SHA).exists(), "an empty one is not left behind"
+
+
+@given(st.sets(st.text("abcdef", min_size=1), max_size=8), st.text("xyz", max_size=4))
+def test_spread_is_an_order_of_the_holders(holders: set[str], me: str) -> None:
+    order = spread(SHA, holders | {me}, me)
+    assert set(order) == holders - {me}
+    assert order == spread(SHA, sorted(holders), me)
+
+
+def test_fetchers_spread_over_holders() -> None:
+    holders = [f"holder{i}" for i in range(4)]
+    first = [spread(SHA, holders, f"fetcher{i}")[0] for i in range(400)]
+    assert all(60 <= first.count(holder) <= 140 for holder in holders)

@@ -1,0 +1,155 @@
+"""The view of the swarm: what a run cannot have is left out, whoever signed it."""
+
+from __future__ import annotations
+
+import pytest
+from dipaco.dht.records import (
+    ClaimRecord,
+    HoldingRecord,
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+)
+from dipaco.dht.view import SwarmView, build_view, plausible_holding, round_at
+from dipaco.modules.config import RoundsConfig
+from dipaco.modules.grid import Grid
+from dipaco.routing.plan import RunPlan
+from make_plan import make_plan
+
+PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABC")
+
+
+@pytest.fixture(scope="module")
+def plan() -> RunPlan:
+    return make_plan(duration_s=100.0)
+
+
+@pytest.fixture(scope="module")
+def grid(plan: RunPlan) -> Grid:
+    return Grid(plan.model, plan.grid)
+
+
+def claim(peer: str, path: int, **fields: object) -> ClaimRecord:
+    values = {"peer_id": peer, "path": path, "state": "training", "since_s": 1.0, "round": 0}
+    return ClaimRecord.model_validate({**values, **fields})
+
+
+def holding(**fields: object) -> HoldingRecord:
+    values = {
+        "peer_id": PEERS[0],
+        "module": "L0.E0",
+        "version": 3,
+        "digest": "a" * 64,
+        "tokens": 3000,
+        "round": 3,
+        "bytes": 10,
+    }
+    return HoldingRecord.model_validate({**values, **fields})
+
+
+def progress(peer: str, path: int, last_round: int, tokens: int = 100) -> ProgressRecord:
+    entry = ProgressEntry(
+        path=path,
+        last_round=last_round,
+        tokens=tokens,
+        validation_nll=20.0,
+        validation_tokens=10,
+        train_loss=2.0,
+    )
+    return ProgressRecord(peer_id=peer, entries=(entry,))
+
+
+def view_at(plan: RunPlan, grid: Grid, round_index: int, **records: object) -> SwarmView:
+    given: dict[str, object] = {
+        "claims": (),
+        "peers": (),
+        "holdings": {},
+        "progress": (),
+        **records,
+    }
+    now_s = plan.start_s + (round_index + 0.5) * plan.rounds.duration_s
+    return build_view(now_s=now_s, plan=plan, grid=grid, **given)  # type: ignore[arg-type]
+
+
+def test_the_round_follows_the_clock(plan: RunPlan) -> None:
+    assert [round_at(plan, plan.start_s + s) for s in (-0.1, 0.0, 99.9, 100.0)] == [-1, 0, 0, 1]
+
+
+def test_claims_on_paths_that_do_not_exist_are_left_out(plan: RunPlan, grid: Grid) -> None:
+    view = view_at(plan, grid, 0, claims=(claim(PEERS[0], 3), claim(PEERS[1], 4)))
+    assert set(view.claims) == {PEERS[0]}
+
+
+def test_claimants_are_ordered_by_age_and_leaving_ones_are_none(plan: RunPlan, grid: Grid) -> None:
+    claims = (
+        claim(PEERS[0], 1, since_s=9.0),
+        claim(PEERS[1], 1, since_s=2.0, state="joining"),
+        claim(PEERS[2], 1, since_s=1.0, state="leaving"),
+    )
+    view = view_at(plan, grid, 0, claims=claims)
+    assert [c.peer_id for c in view.claimants(1)] == [PEERS[1], PEERS[0]]
+    assert view.claimants(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "plausible"),
+    [
+        ({}, True),
+        ({"version": 0, "tokens": 0, "round": 0}, True),
+        ({"version": 0, "tokens": 1}, False),
+        ({"version": 50}, False),
+        ({"round": 50}, False),
+        ({"tokens": 2**52}, False),
+    ],
+)
+def test_states_that_the_time_does_not_allow_are_not_believed(
+    plan: RunPlan, grid: Grid, fields: dict[str, object], plausible: bool
+) -> None:
+    record = holding(**fields)
+    now_s = plan.start_s + 5 * plan.rounds.duration_s
+    assert plausible_holding(record, plan, grid, now_s) is plausible
+    view = view_at(plan, grid, 5, holdings={"L0.E0": (record,), "L9.E9": (record,)})
+    assert view.holdings == {"L0.E0": (record,) if plausible else ()}
+
+
+def test_with_fixed_steps_the_bound_on_tokens_is_the_steps(grid: Grid) -> None:
+    plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
+    now_s = plan.start_s + 5 * plan.rounds.duration_s
+    honest = 5 * 2 * plan.inner.batch_sequences * plan.model.sequence_length * 2
+    assert plausible_holding(holding(tokens=honest), plan, grid, now_s)
+    assert not plausible_holding(holding(tokens=honest * 1000), plan, grid, now_s)
+
+
+def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:
+    records = (
+        progress(PEERS[0], 1, 4, tokens=500),
+        progress(PEERS[1], 1, 6, tokens=300),
+        progress(PEERS[2], 1, 6, tokens=400),
+        progress(PEERS[2], 2, 90),
+        progress(PEERS[2], 77, 1),
+    )
+    view = view_at(plan, grid, 6, progress=records)
+    assert set(view.progress) == {1}
+    assert (view.last_round(1), view.progress[1].tokens) == (6, 400)
+    assert view.progress[1].validation_loss == pytest.approx(2.0)
+    assert view.last_round(0) == -1
+    shuffled = view_at(plan, grid, 6, progress=records[::-1])
+    assert shuffled.progress == view.progress
+
+
+def test_peers_are_found_by_id(plan: RunPlan, grid: Grid) -> None:
+    record = PeerRecord(
+        peer_id=PEERS[0],
+        protocol=1,
+        software="dipaco/test",
+        device="cpu",
+        state="serving",
+        path=None,
+        tokens_per_s=0.0,
+        round=0,
+        reachable="unknown",
+        addresses=(),
+        bytes_up=0,
+        bytes_down=0,
+    )
+    assert view_at(plan, grid, 0, peers=(record,)).peers == {PEERS[0]: record}
