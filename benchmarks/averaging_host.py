@@ -1,0 +1,145 @@
+"""A process with an exact averager and one of Hivemind's own, told what to do on its input.
+
+Started by `averaging.py`. It prints its addresses, then one line of JSON for each command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from dipaco.dht.process_guard import GuardedDHT
+from dipaco.modules.outer import Contribution
+from dipaco.peer.averager import ExactAverager
+from dipaco.peer.group_key import averager_prefix, group_bits
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.control import AveragingStage
+from hivemind.compression import Float16Compression, NoCompression
+
+ANCHOR = hashlib.sha256(b"anchor").hexdigest()
+PART_BYTES = 2**19
+MATCHMAKING_S = 4.0
+TIMEOUT_S = 60.0
+STOCK_CODECS = {"float16": Float16Compression, "none": NoCompression}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def gradient(number: int, round_index: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * round_index + number)
+    return torch.randn(size, generator=generator) * 1e-3
+
+
+def exact(averager: ExactAverager, flat: torch.Tensor, command: dict[str, Any]) -> dict[str, Any]:
+    """Average with ours."""
+    outcome = averager.average(
+        flat,
+        group_bits=group_bits(0, command["round"], 0, ANCHOR),
+        scheduled_time=time.time() + MATCHMAKING_S,
+        timeout_s=TIMEOUT_S,
+        contribution=Contribution(0, averager.peer_id.to_base58(), 1000),
+        module="L0.E0",
+        round_index=command["round"],
+        anchor_digest=ANCHOR,
+        expected_peers=command["peers"],
+    )
+    return {"reduce_s": outcome.reduce_s, "average": outcome.average, "group": len(outcome.table)}
+
+
+def stock(
+    averager: DecentralizedAverager, flat: torch.Tensor, command: dict[str, Any]
+) -> dict[str, Any]:
+    """Average with Hivemind's, the group closing when all are together, as with ours."""
+    with averager.get_tensors() as tensors:
+        tensors[0].copy_(flat)
+    control = averager.step(
+        weight=1000.0, timeout=TIMEOUT_S, allow_retries=False, wait=False, gather=None
+    )
+    began_s = None
+    while not control.done():
+        if began_s is None and control.stage == AveragingStage.RUNNING_ALLREDUCE:
+            began_s = time.monotonic()
+        time.sleep(0.002)
+    members = control.result()
+    reduce_s = time.monotonic() - began_s if began_s is not None else float("nan")
+    with averager.get_tensors() as tensors:
+        average = tensors[0].clone()
+    return {"reduce_s": reduce_s, "average": average, "group": len(members or ())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--peers", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--codec", choices=sorted(STOCK_CODECS), default="float16")
+    parser.add_argument("--initial-peers", nargs="*", default=[])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dht = GuardedDHT(
+        initial_peers=options.initial_peers,
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        start=True,
+        startup_timeout=60,
+        use_relay=False,
+        auto_nat=False,
+        nat_port_map=False,
+    )
+    ours = ExactAverager(
+        dht,
+        prefix=averager_prefix("benchmark", "L0"),
+        size=options.size,
+        codec=options.codec,
+        part_bytes=PART_BYTES,
+        matchmaking_s=MATCHMAKING_S,
+        paths_of_module={"L0.E0": (0,)},
+    )
+    theirs = DecentralizedAverager(
+        (torch.zeros(options.size),),
+        dht,
+        start=True,
+        prefix="stock",
+        target_group_size=options.peers,
+        min_matchmaking_time=MATCHMAKING_S,
+        request_timeout=2.0,
+        part_size_bytes=PART_BYTES,
+        compression=STOCK_CODECS[options.codec](),
+        sender_timeout=20.0,
+        reducer_timeout=40.0,
+    )
+    addresses = [str(address) for address in dht.get_visible_maddrs()]
+    print(json.dumps({"addresses": addresses}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        flat = gradient(options.number, command["round"], options.size)
+        started = time.monotonic()
+        try:
+            if command["kind"] == "exact":
+                answer = exact(ours, flat, command)
+            else:
+                answer = stock(theirs, flat, command)
+        except Exception as error:  # Any failure is an answer; the benchmark tells of it.
+            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), flush=True)
+            continue
+        answer["seconds"] = time.monotonic() - started
+        expected = sum(
+            gradient(number, command["round"], options.size) for number in range(options.peers)
+        )
+        average = answer.pop("average")
+        answer["digest"] = digest(average)
+        answer["error"] = float((average - expected / options.peers).abs().max())
+        print(json.dumps(answer), flush=True)
+    theirs.shutdown()
+    ours.shutdown()
+    dht.shutdown()
+
+
+if __name__ == "__main__":
+    main()

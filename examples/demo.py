@@ -1,0 +1,391 @@
+"""The main job on the shipped corpus, with real processes on loopback: `make demo`.
+
+Prepares a 2x2 run, starts a bootstrap node and four peers, kills one peer halfway and starts
+another, stops the bootstrap node and goes on without it, and ends with the swarm's perplexity
+beside the genesis model's and a dense model's. `--quick` does the same with fewer rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+BIN = Path(sys.executable).parent
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+JOIN_S = 40.0
+PROMPTS = (
+    "def __init__(self, reactor):\n",
+    "Ein Antrag nach Absatz 1 ist schriftlich",
+    "The captain looked out over the sea, and",
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long the demo takes."""
+
+    base_steps: int
+    round_s: float
+    rounds: int
+    scored_documents: int
+    """Of the validation corpus, for every model compared."""
+
+
+FULL = Scale(base_steps=150, round_s=20.0, rounds=15, scored_documents=1000)
+QUICK = Scale(base_steps=40, round_s=10.0, rounds=6, scored_documents=30)
+
+
+@dataclass
+class Process:
+    """A started command and the events it has logged."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+    offset: int = 0
+    path: int | None = None
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+    note: str = ""
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Return the events that were logged since the last call."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        events = [json.loads(line) for line in complete.splitlines()]
+        for event in events:
+            self.last[event["event"]] = event
+            self.path = event.get("path", self.path)
+        return events
+
+
+class Demo:
+    """Starts the processes, watches them, and ends every one of them."""
+
+    def __init__(self, directory: Path, scale: Scale, console: Console) -> None:
+        self.directory = directory
+        self.scale = scale
+        self.console = console
+        self.processes: list[Process] = []
+        self.validation: list[tuple[float, int, float]] = []
+        self.digests: dict[str, str] = {}
+        self.started_s = time.time()
+        self._numbers = iter(range(1, 100))
+        # Four peers share the machine: one thread each.
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    @property
+    def run_directory(self) -> Path:
+        return self.directory / "run"
+
+    def command(self, name: str, *arguments: str) -> None:
+        """Run one of our commands in the foreground, or end the demo with its error."""
+        self.console.print(f"[bold]$ {name} {' '.join(arguments)}[/bold]", soft_wrap=True)
+        finished = subprocess.run([str(BIN / name), *arguments], env=self.environment)
+        if finished.returncode:
+            raise SystemExit(finished.returncode)
+
+    def json_command(self, name: str, *arguments: str) -> dict[str, Any]:
+        """Run one of our commands and return the JSON it prints last."""
+        self.console.print(f"[bold]$ {name} {' '.join(arguments)}[/bold]", soft_wrap=True)
+        finished = subprocess.run(
+            [str(BIN / name), *arguments], env=self.environment, stdout=subprocess.PIPE
+        )
+        text = finished.stdout.decode()
+        if not text.strip():
+            raise SystemExit(finished.returncode or 1)
+        try:
+            value: dict[str, Any] = json.loads(text)
+        except ValueError:
+            value = json.loads(text.strip().splitlines()[-1])
+        return value
+
+    def sample(self, address: str, prompt: str) -> str:
+        """Let the swarm continue `prompt`."""
+        command = [str(BIN / "dipaco-generate"), "--initial-peers", address]
+        command += ["--max-tokens", "48", "--seed", "1", prompt]
+        finished = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE)
+        return finished.stdout.decode()
+
+    def start(self, name: str, program: str, *arguments: str) -> Process:
+        """Start a command in the background, with its output in a file."""
+        log = self.directory / f"{name}.jsonl"
+        output = (self.directory / f"{name}.out").open("wb")
+        popen = subprocess.Popen(
+            [str(BIN / program), *arguments, "--log-json", str(log)],
+            env=self.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        process = Process(name, popen, log)
+        self.processes.append(process)
+        return process
+
+    def start_peer(self, address: str) -> Process:
+        """Start a training peer."""
+        name = f"peer-{next(self._numbers)}"
+        return self.start(
+            name,
+            "dipaco-peer",
+            "--initial-peers", address,
+            "--host-maddrs", LOOPBACK,
+            "--cache-dir", str(self.directory / name),
+            "--address-file", str(self.directory / f"{name}.address"),
+            "--threads", "1",
+        )  # fmt: skip
+
+    def address_of(self, process: Process, timeout_s: float = 60.0) -> str:
+        """Wait until a process has written its address."""
+        file = self.directory / f"{process.name}.address"
+        deadline = time.monotonic() + timeout_s
+        while not file.exists():
+            if process.popen.poll() is not None or time.monotonic() > deadline:
+                output = (self.directory / f"{process.name}.out").read_text()
+                raise SystemExit(f"{process.name} did not start:\n{output}")
+            time.sleep(0.1)
+        return file.read_text().split()[0]
+
+    def end_all(self) -> None:
+        """Stop every process by its id; none outlives the demo."""
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 20
+        for process in self.processes:
+            try:
+                process.popen.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+
+    # -- watching
+
+    def watch(
+        self, live: Live | None, until: Callable[[], bool], plain_period_s: float = 20.0
+    ) -> None:
+        """Redraw the table until `until` is true; plain lines when not on a terminal."""
+        printed_s = time.monotonic()
+        while not until():
+            self.read()
+            if live is not None:
+                live.update(self.table())
+            elif time.monotonic() - printed_s > plain_period_s:
+                printed_s = time.monotonic()
+                self.console.print(self.table())
+            time.sleep(0.5)
+
+    def read(self) -> None:
+        """Take in what the processes logged."""
+        for process in self.processes:
+            for event in process.read_events():
+                if event["event"] == "validation":
+                    self.validation.append((event["time_s"], event["path"], event["loss"]))
+                elif event["event"] in ("commit", "adopt"):
+                    self.digests[event["module"]] = f"v{event['version']} {event['digest'][:10]}"
+
+    def round_now(self) -> int:
+        """Return the greatest round that a peer has ended."""
+        ended = [p.last["round"]["round"] for p in self.processes if "round" in p.last]
+        return max(ended, default=-1)
+
+    def table(self) -> Group:
+        """Draw the swarm."""
+        peers = Table(title=f"after {time.time() - self.started_s:.0f} s", title_justify="left")
+        for column in ("process", "path", "round", "step", "loss", "held-out", "tokens/s", "state"):
+            peers.add_column(column)
+        for process in self.processes:
+            last = process.last
+            inner, ended = last.get("inner", {}), last.get("round", {})
+            alive = process.popen.poll() is None
+            peers.add_row(
+                process.name,
+                str(process.path if process.path is not None else "-"),
+                str(ended.get("round", "-")),
+                str(inner.get("path_step", "-")),
+                f"{inner['loss']:.3f}" if inner else "-",
+                f"{last['validation']['loss']:.3f}" if "validation" in last else "-",
+                f"{inner['tokens_per_s']:,.0f}" if inner else "-",
+                process.note or ("running" if alive else f"ended ({process.popen.returncode})"),
+            )
+        modules = Table(box=None)
+        for name in sorted(self.digests):
+            modules.add_column(name)
+        if self.digests:
+            modules.add_row(*(self.digests[name] for name in sorted(self.digests)))
+        return Group(peers, modules)
+
+
+def prepare(demo: Demo) -> None:
+    """Make the run of the demo: the shipped RUN.toml with the demo's lengths."""
+    text = (HERE / "tiny" / "RUN.toml").read_text()
+    lines = []
+    for line in text.splitlines():
+        key = line.split("=")[0].strip()
+        if key == "steps":
+            line = f"steps = {demo.scale.base_steps}"
+        elif key == "duration_s":
+            line = f"duration_s = {demo.scale.round_s}"
+        elif key in ("train", "validation"):
+            name = line.split('"')[1]
+            line = f'{key} = "{HERE / "tiny" / name}"'
+        lines.append(line)
+    run_toml = demo.directory / "RUN.toml"
+    run_toml.write_text("\n".join(lines) + "\n")
+    demo.command("dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_directory))
+    demo.command(
+        "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_directory),
+        "--start-in-s", str(JOIN_S),
+    )  # fmt: skip
+
+
+def train(demo: Demo, live: Live | None) -> Process:
+    """Run the swarm through its accidents; return a peer that is still alive."""
+    bootstrap = demo.start(
+        "bootstrap", "dipaco-bootstrap", "serve", str(demo.run_directory),
+        "--host-maddrs", LOOPBACK, "--address-file", str(demo.directory / "bootstrap.address"),
+    )  # fmt: skip
+    address = demo.address_of(bootstrap)
+    bootstrap.note = "serving"
+    peers = [demo.start_peer(address) for _ in range(4)]
+    survivor = demo.address_of(peers[0])
+    half = demo.scale.rounds // 2
+    demo.watch(live, lambda: demo.round_now() >= half)
+    demo.console.print(f"[yellow]SIGKILL to {peers[-1].name}[/yellow], and a new peer starts")
+    peers[-1].popen.kill()
+    peers[-1].note = "killed"
+    newcomer = demo.start_peer(survivor)
+    demo.watch(live, lambda: demo.round_now() >= half + 1)
+    demo.console.print("[yellow]the bootstrap node stops[/yellow]; the swarm goes on without it")
+    bootstrap.popen.send_signal(signal.SIGINT)
+    bootstrap.note = "stopped"
+    last = demo.scale.rounds - 1
+    # The newcomer has to commit as well; a slow machine gets a few more rounds for that.
+    demo.watch(
+        live,
+        lambda: (
+            demo.round_now() >= last + 4 or (demo.round_now() >= last and "commit" in newcomer.last)
+        ),
+    )
+    if "commit" not in newcomer.last:
+        demo.console.print(f"[red]{newcomer.name} has not committed anything[/red]")
+    return peers[0]
+
+
+def path_steps(demo: Demo) -> int:
+    """Return the most inner steps that any path has behind it."""
+    return max(p.last["inner"]["path_step"] for p in demo.processes if "inner" in p.last)
+
+
+def plot(demo: Demo, scores: dict[str, float], file: Path) -> None:
+    """Draw held-out loss over time and the final perplexities."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2))
+    begin = min(t for t, _, _ in demo.validation)
+    for path in sorted({p for _, p, _ in demo.validation}):
+        points = sorted((t - begin, loss) for t, p, loss in demo.validation if p == path)
+        left.plot(*zip(*points, strict=True), marker=".", label=f"path {path}")
+    left.set_xlabel("seconds")
+    left.set_ylabel("held-out loss of the committed states")
+    left.legend()
+    bars = right.bar(list(scores), list(scores.values()), color=["0.7", "0.5", "tab:blue"])
+    right.bar_label(bars, fmt="%.1f")
+    right.set_ylabel("validation perplexity")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def report(demo: Demo, survivor: Process) -> None:
+    """Evaluate the swarm over the network, train the dense baseline, print and draw."""
+    address = demo.address_of(survivor)
+    data = str(HERE / "tiny" / "data" / "validation.jsonl.gz")
+    limit = str(demo.scale.scored_documents)
+    steps = path_steps(demo)
+    demo.json_command("dipaco-status", "--initial-peers", address, "--json")
+    swarm_files = demo.directory / "reader"
+    swarm = demo.json_command(
+        "dipaco-eval", "--initial-peers", address, "--data", data, "--label-field", "domain",
+        "--limit-documents", limit, "--cache-dir", str(swarm_files), "--json",
+    )  # fmt: skip
+    samples = [demo.sample(address, prompt) for prompt in PROMPTS]
+    demo.end_all()
+    dense_directory = demo.directory / "dense"
+    demo.command(
+        "dipaco-simulate", str(demo.run_directory), "--rounds", "0", "--dense-steps", str(steps),
+        "--out", str(dense_directory), "--validation-sequences", "0",
+    )  # fmt: skip
+    dense = demo.json_command(
+        "dipaco-eval", "--state-dir", str(dense_directory), "--allow-genesis", "--data", data,
+        "--limit-documents", limit, "--json",
+        "--baseline", str(dense_directory / "dense.safetensors"),
+    )  # fmt: skip
+    scores = {
+        "genesis": swarm["base_perplexity"],
+        "dense": dense["baseline_perplexity"],
+        "swarm": swarm["perplexity"],
+    }
+    table = Table(title=f"validation perplexity, {swarm['tokens']:,} tokens", title_justify="left")
+    table.add_column("model")
+    table.add_column("perplexity", justify="right")
+    table.add_row("genesis (dense, before the swarm)", f"{scores['genesis']:.2f}")
+    table.add_row(f"dense, one path's size, {steps} more steps", f"{scores['dense']:.2f}")
+    table.add_row(f"swarm, at most {steps} steps a path", f"{scores['swarm']:.2f}")
+    demo.console.print(table)
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        demo.console.print("[dim]--- sample ---[/dim]")
+        text = sample if sample.startswith(prompt) else prompt + sample
+        demo.console.print(text, markup=False, highlight=False)
+    file = demo.directory / "demo.png"
+    plot(demo, scores, file)
+    demo.console.print(f"plot: {file}; everything else: {demo.directory}")
+    (demo.directory / "result.json").write_text(json.dumps(scores) + "\n")
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "demo-run")
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    console = Console()
+    demo = Demo(options.out, QUICK if options.quick else FULL, console)
+    try:
+        prepare(demo)
+        if console.is_terminal:
+            with Live(demo.table(), console=console) as live:
+                survivor = train(demo, live)
+        else:
+            survivor = train(demo, None)
+        report(demo, survivor)
+    finally:
+        demo.end_all()
+    console.print(f"the demo took {time.time() - demo.started_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
