@@ -13,7 +13,7 @@ from tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.swarm
 
-JOIN_S = 32.0
+JOIN_S = 45.0
 ROUNDS = 5
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.swarm
 PEERS, PATHS = 3, 8
 # ceil(8 / 3) + 1
 LONGEST_WAIT_ROUNDS = 4
-JOIN_S = 32.0
+JOIN_S = 45.0
 DURATION_S = 7.0
 ROUNDS = 9
 
