@@ -25,14 +25,16 @@ def load_path(model: PathModel, grid: Grid, path: int, states: Mapping[str, Modu
         scatter_module(model, grid, module, state.parameters)
 
 
-def gather_module(model: PathModel, grid: Grid, module: str) -> torch.Tensor:
-    """Return a copy of the module's parameters in `model`, flat fp32 on the CPU [size].
+def gather_module(
+    model: PathModel, grid: Grid, module: str, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return a copy of the module's parameters in `model`, flat fp32 [size] on `device`.
 
     `model` must hold a path through `module`; which alternative of the level it holds is not
     written in it.
     """
     layout = grid.layout(module)
-    flat = torch.empty(layout.size, dtype=torch.float32)
+    flat = torch.empty(layout.size, dtype=torch.float32, device=device)
     with torch.no_grad():
         for name, view in layout.views(flat).items():
             view.copy_(model.get_parameter(name))

@@ -106,16 +106,42 @@ class InnerConfig(Config):
         0, ge=0, description="Steps of the cosine from the peak to the floor; 0 keeps the peak."
     )
     floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the cosine / peak.")
+    first_step: int = Field(
+        0,
+        ge=0,
+        le=2**40,
+        description="Where in warmup and cosine the first step of a path stands: the steps that "
+        "its parameters were trained before this run, so that one schedule spans several runs.",
+    )
     fresh_state_warmup_steps: int = Field(
         10, ge=0, description="Warmup of a peer that starts a path with a fresh AdamW state."
     )
 
 
 class OuterConfig(Config):
-    """Nesterov on the averaged outer gradient (DiPaCo section 7.1; DiLoCo Alg. 1)."""
+    """Nesterov on the averaged outer gradient (DiPaCo section 7.1; DiLoCo Alg. 1).
 
-    learning_rate: float = Field(0.7, gt=0)
+    The learning rate may follow a schedule by the module's own outer steps (its version), which
+    all who hold the module know. The paper keeps it constant, and so do the defaults.
+    """
+
+    learning_rate: float = Field(0.7, gt=0, description="Peak learning rate.")
     momentum: float = Field(0.9, ge=0, lt=1)
+    warmup_steps: int = Field(0, ge=0, description="Linear warmup of a module's first steps.")
+    decay: Literal["cosine", "linear"] = Field(
+        "cosine", description="How the learning rate falls from the peak to the floor."
+    )
+    decay_steps: int = Field(
+        0, ge=0, description="Outer steps from the peak to the floor; 0 keeps the peak."
+    )
+    floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the decay / peak.")
+    first_step: int = Field(
+        0,
+        ge=0,
+        le=2**40,
+        description="Where in the schedule a module's first outer step of this run stands, for a "
+        "run that goes on with another's modules.",
+    )
     sqrt_paths_rescaling: bool = Field(
         True, description="Scale the average by the root of the contributing paths (section 2.7)."
     )
@@ -151,6 +177,16 @@ class RoundsConfig(Config):
     validation_every_rounds: int = Field(1, ge=1)
     validation_sequences: int = Field(
         64, ge=1, description="Sequences scored for a path's published loss, at most."
+    )
+    early_stopping: bool = Field(
+        True,
+        description="Keep each path's states with the least held-out loss so far (section 2.7); "
+        "training goes on from the current ones.",
+    )
+    early_stopping_split: Literal["shared", "separate"] = Field(
+        "shared",
+        description="Held-out documents that choose a path's best states. shared: those of the "
+        "published loss; separate: every second one, and the published loss is of the others.",
     )
     replication_every_rounds: int = Field(1, ge=1)
     copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")

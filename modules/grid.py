@@ -94,7 +94,7 @@ class Grid:
                 f"at most {GREATEST_PATH_COUNT} are possible"
             )
         self.level_starts = _level_starts(model, grid)
-        self._layouts = self._build_layouts(_parameter_shapes(model))
+        self._layouts = self._build_layouts(parameter_shapes(model))
         self.level_names = tuple(self._layouts)
         self._offsets = _level_offsets(self.level_names, level_offsets)
 
@@ -249,7 +249,7 @@ def _meta_shapes(model: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(value.shape)) for name, value in path_model.named_parameters())
 
 
-def _parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Ask the model itself for its parameters, without memory for them."""
     return dict(_meta_shapes(model))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +28,25 @@ OPTIMIZERS = ("adamw", "adamw8bit")
 LossFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class KeptOptimizer:
+    """An AdamW that is put aside, its state where it was. Given back to the loop it is from."""
+
+    optimizer: torch.optim.Optimizer
+    steps_since_fresh: int
+
+
 def learning_rate_at(
     config: InnerConfig, path_step: int, steps_since_fresh: int | None = None
 ) -> float:
-    """Return the learning rate of a path's inner step `path_step` (from 0).
+    """Return the learning rate of a path's inner step `path_step` (from 0 in each run).
 
-    Linear warmup of the path, then the peak, or a cosine from the peak to the floor, which stays.
+    The schedule stands `first_step` steps further, for a run that goes on with another's. Linear
+    warmup of the path, then the peak, or a cosine from the peak to the floor, which stays.
     `steps_since_fresh` counts the steps since AdamW began without state, and adds a warmup of its
     own; None when the state was kept.
     """
+    path_step += config.first_step
     factor = 1.0
     if path_step < config.warmup_steps:
         factor = (path_step + 1) / config.warmup_steps
@@ -210,6 +221,18 @@ class InnerLoop:
         """Forget the AdamW state and warm up anew; for a path whose state is not at hand."""
         self._optimizer = self._new_optimizer()
         self.steps_since_fresh = 0
+
+    def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
+        """Go on with an AdamW that was put aside, or a fresh one, and return the present one.
+
+        Nothing is copied, so this is how the simulator lets many paths train one model in turns.
+        """
+        kept = KeptOptimizer(self._optimizer, self.steps_since_fresh)
+        if other is None:
+            self.reset()
+        else:
+            self._optimizer, self.steps_since_fresh = other.optimizer, other.steps_since_fresh
+        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy on the CPU of all that `load_state_dict` needs to go on bit for bit."""

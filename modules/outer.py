@@ -161,8 +161,9 @@ def outer_step(
 
     `average` is flat fp32 [size], `table` the canonical rows that went into it. With rescaling
     the average is multiplied by the root of the number of contributing paths (section 2.7);
-    replicas of a path count once. Given the module's `paths`, rows of other paths raise
-    ValueError. Raises `IntegrityError` when a number is not finite or the size is wrong.
+    replicas of a path count once. The learning rate is that of the state's version. Given the
+    module's `paths`, rows of other paths raise ValueError. Raises `IntegrityError` when a number
+    is not finite or the size is wrong.
     """
     if average.shape != state.parameters.shape or average.dtype != torch.float32:
         raise IntegrityError(
@@ -177,7 +178,8 @@ def outer_step(
         gradient = average.mul(_fp32(math.sqrt(len(contributing))))
     momentum = state.momentum.mul(_fp32(config.momentum)).add_(gradient)
     step = momentum.mul(_fp32(config.momentum)).add_(gradient)
-    parameters = state.parameters.sub(step.mul_(_fp32(config.learning_rate)))
+    rate = outer_learning_rate(config, state.version)
+    parameters = state.parameters.sub(step.mul_(_fp32(rate)))
     if not bool(torch.isfinite(parameters).all() and torch.isfinite(momentum).all()):
         raise IntegrityError(f"the outer step of {state.module} gave numbers that are not finite")
     return ModuleState(
@@ -188,6 +190,38 @@ def outer_step(
         progress=advanced_progress(state.progress, table, round_index),
         layout=state.layout,
     )
+
+
+def outer_learning_rate(config: OuterConfig, version: int) -> float:
+    """Return the learning rate of the step that a module of this version takes (0 is the first).
+
+    Linear warmup, then the peak, or a fall from the peak to the floor, which stays. Only sums,
+    products and quotients of doubles, each rounded by itself: every machine gets the same bits.
+    """
+    step = version + config.first_step
+    if step < config.warmup_steps:
+        return config.learning_rate * ((step + 1) / config.warmup_steps)
+    if not config.decay_steps:
+        return config.learning_rate
+    done = min(step - config.warmup_steps, config.decay_steps) / config.decay_steps
+    left = 1.0 - done if config.decay == "linear" else _half_cosine(done)
+    return config.learning_rate * (config.floor_ratio + (1.0 - config.floor_ratio) * left)
+
+
+def _half_cosine(done: float) -> float:
+    """Return (1 + cos(pi * done)) / 2 for `done` in [0, 1], exact at the ends and the middle.
+
+    The cosine of a machine's own library differs from others' in the last bit. This is the series
+    of sin(x) up to x^19 at x = pi / 2 * (1 - 2 * done), within 4e-16 of the truth.
+    """
+    x = (math.pi / 2) * (1.0 - 2.0 * done)
+    if abs(x) == math.pi / 2:
+        return 0.0 if done else 1.0
+    square = x * x
+    series = 1.0
+    for order in range(18, 0, -2):
+        series = 1.0 - square / (order * (order + 1)) * series
+    return 0.5 * (1.0 + x * series)
 
 
 def advanced_progress(

@@ -1,0 +1,303 @@
+"""The best states of a path: early stopping (DiPaCo section 2.7).
+
+A path overfits its shard while training goes on, so the parameters that evaluation and export use
+are those with the least loss on its held-out split so far: all modules of the path together, as
+they were after one round. They are kept as one *best path* file, and training goes on without it.
+
+The bytes are a safetensors file with Hugging Face names, which a path's model loads as it is,
+written in one way only: a header of canonical JSON, then the parameters sorted by name. So equal
+bests are equal blobs, named by their SHA-256. The format is described in `docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import IntegrityError
+from .files import atomic_write, storage_errors
+from .grid import Grid, ModuleLayout
+from .score import Score
+from .state import ModuleState
+from .transformer import PathModel
+
+BEST_PATH_FORMAT = "dipaco-best-path/1"
+# Beyond tensor names and shapes the header holds a score and a digest for each module.
+GREATEST_HEADER_BYTES = 2**24
+GREATEST_COUNT = 2**53
+# A loss that another machine found is believed when it is found again within this share of it:
+# bf16 and other kernels differ by far less, and a false claim gains no more.
+CLAIM_TOLERANCE = 0.01
+
+_FILE_NAME = re.compile(r"P(\d{5,8})\.safetensors")
+
+
+@dataclass(frozen=True)
+class BestPath:
+    """The parameters of a path after the round in which its held-out loss was least.
+
+    `parameters` is a flat fp32 CPU tensor [layout.size], `score` that of the path's early-stopping
+    rows, `digests` names the module states that the parameters were taken from.
+    """
+
+    path: int
+    round_index: int
+    score: Score
+    digests: Mapping[str, str]
+    parameters: torch.Tensor
+    layout: ModuleLayout
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes, 64 hexadecimal digits."""
+        hasher = hashlib.sha256()
+        for chunk in best_path_chunks(self):
+            hasher.update(chunk)
+        return hasher.hexdigest()
+
+    def load_into(self, model: PathModel) -> None:
+        """Overwrite the parameters of `model`, which has the run's shape, in place."""
+        with torch.no_grad():
+            for name, view in self.layout.views(self.parameters).items():
+                model.get_parameter(name).copy_(view)
+
+
+@dataclass(frozen=True)
+class BestPathSummary:
+    """What the header of a best-path file says, read without its tensors."""
+
+    path: int
+    round_index: int
+    score: Score
+    digests: Mapping[str, str]
+
+
+def path_layout(grid: Grid) -> ModuleLayout:
+    """Return the layout of all parameters of a path, the same for every path of the run."""
+    shapes = {
+        name: shape
+        for level in grid.level_names
+        for name, shape in zip(grid.layout(level).names, grid.layout(level).shapes, strict=True)
+    }
+    return ModuleLayout(tuple(sorted(shapes)), tuple(shapes[name] for name in sorted(shapes)))
+
+
+def best_path_of(
+    grid: Grid, path: int, round_index: int, score: Score, states: Mapping[str, ModuleState]
+) -> BestPath:
+    """Put the best path together from the states of its modules; their tensors are copied.
+
+    Raises KeyError when a module of the path is missing, ValueError for a score of no tokens.
+    """
+    if not is_plausible_score(score):
+        raise ValueError(f"a best path needs a score, got {score}")
+    layout = path_layout(grid)
+    parameters = torch.empty(layout.size, dtype=torch.float32)
+    views = layout.views(parameters)
+    modules = grid.modules_of_path(path)
+    for module in modules:
+        for name, view in grid.layout(module).views(states[module].parameters).items():
+            views[name].copy_(view)
+    digests = {module: states[module].digest for module in modules}
+    return BestPath(path, round_index, score, digests, parameters, layout)
+
+
+def is_plausible_score(score: Score) -> bool:
+    """Tell whether this can be the score of some tokens."""
+    return score.tokens > 0 and math.isfinite(score.nll) and score.nll >= 0
+
+
+def claim_holds(claimed: Score, found: Score) -> bool:
+    """Tell whether a loss found by scoring again bears out the one that was claimed.
+
+    Who gets parameters from others calls this with its own score of the same held-out rows.
+    """
+    if claimed.tokens != found.tokens or not is_plausible_score(found):
+        return False
+    return found.nll <= claimed.nll * (1 + CLAIM_TOLERANCE)
+
+
+def best_path_chunks(best: BestPath) -> Iterator[bytes | memoryview]:
+    """Yield the bytes in order without copying the parameters."""
+    header = _header(best.path, best.round_index, best.score, best.digests, best.layout)
+    yield len(header).to_bytes(8, "little")
+    yield header
+    yield best.parameters.numpy().astype("<f4", copy=False).data.cast("B")
+
+
+def write_best_path(best: BestPath, file: Path) -> None:
+    """Write the bytes to `file`: all or nothing. Raises `StorageError`."""
+    atomic_write(file, best_path_chunks(best))
+
+
+def best_path_file_name(path: int) -> str:
+    """Return the name of a path's file in a run's `best` folder."""
+    return f"P{path:05d}.safetensors"
+
+
+def path_of_file_name(name: str) -> int | None:
+    """Return the path that a file in a `best` folder is of; None for a foreign file."""
+    match = _FILE_NAME.fullmatch(name)
+    return int(match[1]) if match and best_path_file_name(int(match[1])) == name else None
+
+
+def greatest_best_path_bytes(grid: Grid) -> int:
+    """Return the most bytes that a best-path file can have, to bound a transfer."""
+    last = grid.path_count - 1
+    digests = dict.fromkeys(grid.modules_of_path(last), "0" * 64)
+    score = Score(-1.2345678901234567e-123, GREATEST_COUNT)
+    header = _header(GREATEST_COUNT, GREATEST_COUNT, score, digests, path_layout(grid))
+    return 8 + len(header) + 64 * len(digests) + 4 * path_layout(grid).size
+
+
+def read_best_path(
+    source: Path | bytes, grid: Grid, expected_sha256: str | None = None, *, path: int | None = None
+) -> BestPath:
+    """Read a best path from a file or from bytes, believing nothing but its claimed score.
+
+    Checks the hash, that the bytes are the canonical ones for this grid, that the modules are
+    those of the path, that all numbers are finite and, where given, the path. Raises
+    `IntegrityError` with what is wrong.
+    """
+    data = _load(source, greatest_best_path_bytes(grid))
+    sha256 = hashlib.sha256(data.data).hexdigest()
+    if expected_sha256 is not None and sha256 != expected_sha256:
+        raise IntegrityError(f"best path {expected_sha256[:16]} has the hash {sha256[:16]} instead")
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
+        raise IntegrityError(f"not a best path: {len(data)} bytes without a whole header")
+    header = data[8 : 8 + length].tobytes()
+    summary = _parse_header(header)
+    if path is not None and summary.path != path:
+        raise IntegrityError(f"expected the best of path {path}, got one of path {summary.path}")
+    if not summary.path < grid.path_count:
+        raise IntegrityError(f"a best path of path {summary.path}, which this run does not have")
+    if set(summary.digests) != set(grid.modules_of_path(summary.path)):
+        raise IntegrityError(f"the best of path {summary.path} is made of other modules")
+    layout = path_layout(grid)
+    if header != _header(summary.path, summary.round_index, summary.score, summary.digests, layout):
+        raise IntegrityError(
+            f"the best of path {summary.path} has other parameters than this run, or is not in "
+            "canonical form"
+        )
+    start = 8 + length
+    if len(data) != start + 4 * layout.size:
+        raise IntegrityError(
+            f"the best of path {summary.path} has {len(data)} bytes, not {start + 4 * layout.size}"
+        )
+    numbers = torch.from_numpy(data[start:].view("<f4").astype(np.float32, copy=False))
+    if not bool(torch.isfinite(numbers).all()):
+        raise IntegrityError(f"the best of path {summary.path} has numbers that are not finite")
+    best = BestPath(
+        summary.path, summary.round_index, summary.score, summary.digests, numbers, layout
+    )
+    # The bytes are canonical; this spares hashing them again.
+    best.__dict__["sha256"] = sha256
+    return best
+
+
+def read_best_path_summary(file: Path) -> BestPathSummary:
+    """Read only the header of a best-path file. Raises `IntegrityError` when it is none."""
+    with storage_errors(file.parent), file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if length > GREATEST_HEADER_BYTES:
+            raise IntegrityError(f"{file} is no best path: its header would be {length} bytes")
+        header = handle.read(length)
+    if len(header) != length:
+        raise IntegrityError(f"{file} is cut off")
+    return _parse_header(header)
+
+
+def _header(
+    path: int, round_index: int, score: Score, digests: Mapping[str, str], layout: ModuleLayout
+) -> bytes:
+    """Return the one header that a best path may have."""
+    content = {
+        "path": path,
+        "round": round_index,
+        "nll": float(score.nll),
+        "tokens": score.tokens,
+        "modules": dict(digests),
+    }
+    header: dict[str, Any] = {
+        "__metadata__": {"format": BEST_PATH_FORMAT, "best_path": _canonical(content)}
+    }
+    offset = 0
+    for name, shape, size in zip(layout.names, layout.shapes, layout.sizes, strict=True):
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(shape),
+            "data_offsets": [offset, offset + 4 * size],
+        }
+        offset += 4 * size
+    encoded = _canonical(header).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _load(source: Path | bytes, greatest_bytes: int) -> np.ndarray:
+    """Read everything into one buffer that the parameters will be a view of."""
+    if not isinstance(source, Path):
+        return np.frombuffer(bytearray(source), dtype=np.uint8)
+    with storage_errors(source.parent):
+        size = source.stat().st_size
+        if size > greatest_bytes:
+            raise IntegrityError(f"{source} has {size} bytes, too many for a path of this run")
+        return np.fromfile(source, dtype=np.uint8)
+
+
+def _parse_header(header: bytes) -> BestPathSummary:
+    """Read what a header says that may be anything."""
+    try:
+        metadata = json.loads(header)["__metadata__"]
+        if metadata["format"] != BEST_PATH_FORMAT:
+            raise IntegrityError(
+                f"not a {BEST_PATH_FORMAT} file but '{str(metadata['format'])[:40]}'"
+            )
+        content = json.loads(metadata["best_path"])
+        score = Score(_number(content["nll"]), _count(content["tokens"]))
+        if not is_plausible_score(score):
+            raise ValueError("no score")
+        digests = {_text(module): _digest(digest) for module, digest in content["modules"].items()}
+        return BestPathSummary(
+            _count(content["path"]), _count(content["round"]), score, dict(sorted(digests.items()))
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"not a best path: {type(error).__name__} in its header") from None
+
+
+def _number(value: Any) -> float:
+    if type(value) is not float:
+        raise ValueError("not a float")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= GREATEST_COUNT:
+        raise ValueError("a count is out of range")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", _text(value)):
+        raise ValueError("not a digest")
+    return str(value)
