@@ -67,7 +67,7 @@ def _lloyd(points: np.ndarray, centroids: np.ndarray, iterations: int) -> tuple[
     inertia = np.inf
     for _ in range(iterations):
         assignment = nearest_centroids(points, centroids)
-        centroids = _means(points, assignment, centroids)
+        centroids = cluster_means(points, assignment, centroids)
         previous, inertia = inertia, _inertia(points, assignment, centroids)
         if previous - inertia <= _LEAST_GAIN * inertia and _all_used(assignment, centroids):
             break
@@ -88,16 +88,17 @@ def _balanced_lloyd(
     """Alternate between biases that equalise the loads and the means of the clusters."""
     biases = np.zeros(len(centroids))
     assignment = np.full(len(points), -1)
-    for _ in range(iterations):
-        biases = balance_biases(squared_distances(points, centroids), loads, biases)
+    for number in range(iterations):
+        distances = squared_distances(points, centroids)
+        biases = balance_biases(distances, loads, biases if number else None)
         previous, assignment = assignment, nearest_centroids(points, centroids, biases)
         if np.array_equal(previous, assignment):
             break
-        centroids = _means(points, assignment, centroids)
+        centroids = cluster_means(points, assignment, centroids)
     return centroids, balance_biases(squared_distances(points, centroids), loads, biases)
 
 
-def _means(points: np.ndarray, assignment: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+def cluster_means(points: np.ndarray, assignment: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """Return the means of the clusters; one that lost all its points takes the worst served."""
     clusters = len(centroids)
     counts = np.bincount(assignment, minlength=clusters)

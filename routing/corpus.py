@@ -5,9 +5,8 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +40,9 @@ class CorpusConfig(Config):
 
     train: tuple[str, ...] = Field((), description="Files or patterns with * and **.")
     validation: tuple[str, ...] = Field((), description="Files or patterns of held-out documents.")
-    hub: str | None = Field(None, description="Data set of the Hub, such as allenai/c4.")
+    hub: str | None = Field(
+        None, description="Data set of the Hub, such as allenai/c4, or a folder that holds one."
+    )
     hub_config: str | None = Field(None, description="Its configuration, such as en.")
     hub_revision: str | None = Field(None, description="Commit or tag, so that it cannot change.")
     train_split: str = Field("train", description="Split of the Hub's data set to train on.")
@@ -79,14 +80,16 @@ class CorpusConfig(Config):
         return bool(self.validation or (self.hub and self.validation_split))
 
     def relative_to(self, directory: Path) -> CorpusConfig:
-        """Return this with files that are not absolute taken to be in `directory`."""
+        """Return this with files that are not absolute taken to be in `directory`; `hub` too, if
+        there is a folder of that name."""
 
         def placed(patterns: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(str(directory / pattern) for pattern in patterns)
 
-        return self.model_copy(
-            update={"train": placed(self.train), "validation": placed(self.validation)}
-        )
+        files = {"train": placed(self.train), "validation": placed(self.validation)}
+        if self.hub and (directory / self.hub).is_dir():
+            return self.model_copy(update={**files, "hub": str(directory / self.hub)})
+        return self.model_copy(update=files)
 
 
 def corpus_files(config: CorpusConfig, part: Part) -> list[Path]:
@@ -121,16 +124,66 @@ def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
     Raises CorpusError, naming the file, if one cannot be read, lacks the text field, or if there
     is no document with text in the whole part. Called by preparation and evaluation.
     """
-    limit = config.train_limit if part == "train" else config.validation_limit
-    count = 0
-    for document in islice(_all_documents(config, part), limit):
-        count += 1
-        yield document
-    if not count:
-        raise CorpusError(
-            f"the {part} data hold no text: every '{config.text_field}' is empty; name another "
-            f"field with text_field = '...' under [data]"
-        )
+    return iter(DocumentReader(config, part))
+
+
+class DocumentReader:
+    """Reads the documents of a part as `iterate_documents` does, and can say where it is.
+
+    `position` is what `position()` of another reader of the same data returned; this one goes on
+    behind the last document that the other had yielded. Of what lies before, no file is opened
+    again, and of the file in which it lies no row is looked at. Called by `CorpusStream`.
+    """
+
+    def __init__(
+        self, config: CorpusConfig, part: Part, position: Mapping[str, Any] | None = None
+    ) -> None:
+        self._config = config
+        self._part = part
+        found = position or {"documents": 0, "source": 0, "row": 0, "state": None}
+        self.documents: int = found["documents"]
+        self._source: int = found["source"]
+        self._row: int = found["row"]
+        self._state: dict[str, Any] | None = found["state"]
+        self._rows: Any = None
+
+    def position(self) -> dict[str, Any]:
+        """Return where the last document that was yielded ends, in plain values for JSON."""
+        return {
+            "documents": self.documents,
+            "source": self._source,
+            "row": self._row,
+            "state": self._state if self._rows is None else self._rows.state_dict(),
+        }
+
+    def __iter__(self) -> Iterator[Document]:
+        config = self._config
+        limit = config.train_limit if self._part == "train" else config.validation_limit
+        for source in _sources(config, self._part)[self._source :]:
+            try:
+                self._rows = source.open()
+                if self._state is not None:
+                    self._rows.load_state_dict(self._state)
+                for row in self._rows:
+                    if self.documents == limit:
+                        return
+                    self._row += 1
+                    document = _document(row, self._row, source.name, config)
+                    if document is not None:
+                        self.documents += 1
+                        yield document
+            except CorpusError:
+                raise
+            except Exception as error:  # datasets raises whatever its readers raise
+                raise CorpusError(
+                    f"{source.complaint}: {_first_line(error)}{source.remedy}"
+                ) from error
+            self._source, self._row, self._state, self._rows = self._source + 1, 0, None, None
+        if not self.documents:
+            raise CorpusError(
+                f"the {self._part} data hold no text: every '{config.text_field}' is empty; name "
+                f"another field with text_field = '...' under [data]"
+            )
 
 
 def is_held_out(document: Document, fraction: float) -> bool:
@@ -142,90 +195,94 @@ def is_held_out(document: Document, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
-def _all_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
+@dataclass(frozen=True)
+class _Source:
+    """A file or a split: what it is called, how its rows are read, and what to say, before and
+    behind the reason, if they cannot be."""
+
+    name: str
+    open: Callable[[], Iterable[dict[str, Any]]]
+    complaint: str
+    remedy: str = ""
+
+
+def _sources(config: CorpusConfig, part: Part) -> list[_Source]:
+    """Return what a part consists of. Files are opened one by one so that an error can name its
+    file, and so that files need not have the same fields."""
     if config.hub:
-        yield from _hub_documents(config, part)
-        return
-    for path in corpus_files(config, part):
-        yield from _documents(_file_rows(path, config), str(path), config)
+        return [_hub_source(config, part)]
+    return [_file_source(path, config) for path in corpus_files(config, part)]
 
 
-def _file_rows(path: Path, config: CorpusConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one file. Files are opened one by one so that an error can name its file,
-    and so that files need not have the same fields."""
-    import datasets  # slow to import, and only preparation and evaluation read text
-
+def _file_source(path: Path, config: CorpusConfig) -> _Source:
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     builder = _BUILDERS.get(suffixes[-1] if suffixes else "")
-    if builder is None:
-        known = ", ".join(sorted(_BUILDERS))
-        raise CorpusError(
-            f"{path} has an ending this version cannot read; it reads {known}, all but parquet "
-            f"also compressed ({', '.join(sorted(_COMPRESSIONS))})"
-        )
-    if path.stat().st_size == 0:
-        raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
-    options: dict[str, Any] = {}
-    if builder == "text":
-        unit = {"file": "document"}.get(config.txt_documents, config.txt_documents)
-        options = {"sample_by": unit}
-    try:
+
+    def open_rows() -> Iterable[dict[str, Any]]:
+        import datasets  # slow to import, and only preparation and evaluation read text
+
+        if builder is None:
+            known = ", ".join(sorted(_BUILDERS))
+            raise CorpusError(
+                f"{path} has an ending this version cannot read; it reads {known}, all but parquet "
+                f"also compressed ({', '.join(sorted(_COMPRESSIONS))})"
+            )
+        if path.stat().st_size == 0:
+            raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
+        options: dict[str, Any] = {}
+        if builder == "text":
+            unit = {"file": "document"}.get(config.txt_documents, config.txt_documents)
+            options = {"sample_by": unit}
         # As an absolute local address; a plain name with [ or * would be taken for a pattern.
         files = [glob.escape(str(path.absolute()))]
-        rows = datasets.load_dataset(
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
             builder, data_files=files, split="train", streaming=True, **options
         )
-        yield from rows
-    except CorpusError:
-        raise
-    except Exception as error:  # datasets raises whatever its readers raise
-        raise CorpusError(f"{path} cannot be read as {builder}: {_first_line(error)}") from error
+        return rows
+
+    return _Source(str(path), open_rows, f"{path} cannot be read as {builder}")
 
 
-def _hub_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
-    import datasets
-
+def _hub_source(config: CorpusConfig, part: Part) -> _Source:
     split = config.train_split if part == "train" else config.validation_split
-    source = f"{config.hub} ({split})"
-    try:
-        rows = datasets.load_dataset(
+    name = f"{config.hub} ({split})"
+
+    def open_rows() -> Iterable[dict[str, Any]]:
+        import datasets
+
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
             config.hub,
             config.hub_config,
             split=split,
             revision=config.hub_revision,
             streaming=True,
         )
-        yield from _documents(rows, source, config)
-    except CorpusError:
-        raise
-    except Exception as error:
+        return rows
+
+    remedy = "; check hub, hub_config and the split under [data], and the connection"
+    return _Source(name, open_rows, f"{name} cannot be read from the Hub", remedy)
+
+
+def _document(
+    row: Mapping[str, Any], number: int, source: str, config: CorpusConfig
+) -> Document | None:
+    """Turn a row into a document, or None if it has no text."""
+    text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
+    if text is None or (isinstance(text, str) and not text.strip()):
+        return None
+    if not isinstance(text, str):
         raise CorpusError(
-            f"{source} cannot be read from the Hub: {_first_line(error)}; check hub, hub_config "
-            f"and the split under [data], and the connection"
-        ) from error
+            f"{source}, row {number}: '{config.text_field}' is a {type(text).__name__}, not a "
+            f"text; name another field with text_field = '...' under [data]"
+        )
+    label = None
+    if config.label_field is not None and not source.endswith(".txt"):
+        value = _field(row, config.label_field, source, "label_field")
+        label = None if value is None else str(value)
+    return Document(text, label)
 
 
-def _documents(
-    rows: Iterable[dict[str, Any]], source: str, config: CorpusConfig
-) -> Iterator[Document]:
-    """Turn rows into documents, leaving out those without text."""
-    for number, row in enumerate(rows, start=1):
-        text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
-        if text is None or (isinstance(text, str) and not text.strip()):
-            continue
-        if not isinstance(text, str):
-            raise CorpusError(
-                f"{source}, row {number}: '{config.text_field}' is a {type(text).__name__}, not a "
-                f"text; name another field with text_field = '...' under [data]"
-            )
-        label = None
-        if config.label_field is not None and not source.endswith(".txt"):
-            value = _field(row, config.label_field, source, "label_field")
-            label = None if value is None else str(value)
-        yield Document(text, label)
-
-
-def _field(row: dict[str, Any], field: str, source: str, option: str = "text_field") -> Any:
+def _field(row: Mapping[str, Any], field: str, source: str, option: str = "text_field") -> Any:
     if field in row:
         return row[field]
     names = sorted(row)

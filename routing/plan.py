@@ -77,6 +77,9 @@ class RoutingPlan(Config):
 
     kind: str = Field("kmeans", description="Kind of the router file.")
     prefix_tokens: int = Field(32, ge=1, description="Tokens that routing sees (section 2.4).")
+    train_paths: int = Field(
+        1, ge=1, description="Shards that every training document is in (section 2.4.4)."
+    )
 
 
 class RunPlan(Config):

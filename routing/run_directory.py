@@ -3,6 +3,7 @@
     manifest.json   the signed plan
     blobs/          tokenizer, router, base model, shard index, token files, each by its SHA-256
     states/         the last good states of the modules, as the peers save them
+    best/           the best states so far of a path, all its modules in one file
 
 `dipaco-bootstrap prepare` writes one; a peer's cache, the simulator's output and the inference
 tools have the same form, so each can read the others'.
@@ -20,10 +21,12 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from dipaco.modules.best_store import BestPathStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
 from dipaco.modules.grid import Grid
+from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.state import ModuleState, genesis_state, read_state
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
@@ -62,6 +65,10 @@ class RunDirectory:
     def states(self) -> StateStore:
         """The last good states of the modules."""
         return StateStore(self.path / "states")
+
+    def best_paths(self, grid: Grid) -> BestPathStore:
+        """Return the store of the paths' best states so far; nothing is read yet."""
+        return BestPathStore(self.path / "best", grid)
 
     def plan(self) -> RunPlan:
         """Return the plan inside the manifest, validated. The signature is not checked here.
@@ -188,16 +195,30 @@ class RunDirectory:
 
         It is cut out of the base model, or is the state that the plan of a successor run names.
         Whoever wants several gives the `base_parameters`, which are else read for each.
-        Raises IntegrityError if that state is missing.
+        Raises IntegrityError if that state is missing, or is none to begin a run with.
         """
         layout = self.grid(plan).layout(module)
-        if plan.blobs.genesis is None:
+        digests = self.genesis_index(plan)
+        if digests is None:
             return genesis_state(module, layout, base or self.base_parameters(plan))
-        digests = json.loads(self.blobs.read(plan.blobs.genesis))
-        digest = digests.get(module) if isinstance(digests, dict) else None
-        if not isinstance(digest, str):
+        if module not in digests:
             raise IntegrityError(f"the genesis of {self.path} names no state of module {module}")
-        return read_state(self.blobs.read(digest), layout, digest)
+        digest = digests[module]
+        state = read_state(self.blobs.require(digest), layout, digest, module=module)
+        return check_genesis(state, module)
+
+    def genesis_index(self, plan: RunPlan) -> dict[str, str] | None:
+        """Return the digest of each module's first state in a successor run, else None.
+
+        Raises IntegrityError if the index is missing, damaged, or not of this run's modules.
+        """
+        if plan.blobs.genesis is None:
+            return None
+        try:
+            index = json.loads(self.blobs.read(plan.blobs.genesis))
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"the genesis index of {self.path} is not JSON: {error}") from None
+        return check_genesis_index(index, self.grid(plan))
 
     def _shard(self, plan: RunPlan, path: int) -> PathShard:
         shards = self.shard_index(plan).paths

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class PathSummary:
     train_tokens: int
     validation_documents: int
     labels: tuple[tuple[str, float], ...]  # the largest labels first, by their share of the tokens
+    label_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,8 +52,9 @@ class ShardBuilder:
     """Routes a corpus and writes one token file per path and part.
 
     A path's training documents follow each other and are cut into rows of `sequence_length`
-    tokens, the last row padded. A path's validation file holds the `scoring_windows` of its
-    held-out documents, in the order of the corpus. The work is done in chunks of documents; a
+    tokens, the last row padded; each document is in the shards of its `train_paths` best paths
+    (section 2.4.4). A path's validation file holds the `scoring_windows` of the held-out documents
+    whose best path it is, in the order of the corpus. The work is done in chunks of documents; a
     builder that was killed goes on after its last finished chunk and the files come out the same.
 
     `inputs` is a hash of everything that the shards depend on. Called by `bootstrap.prepare`.
@@ -67,7 +69,9 @@ class ShardBuilder:
         vocabulary_size: int,
         inputs: str,
         *,
+        train_paths: int = 1,
         chunk_documents: int = 1024,
+        chunk_tokens: int = 2_000_000,
     ) -> None:
         self._directory = directory
         self._router = router
@@ -76,7 +80,9 @@ class ShardBuilder:
         self._dtype = token_dtype(vocabulary_size)
         self._row_bytes = sequence_length * self._dtype.itemsize
         self._inputs = inputs
+        self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
         self._chunk_documents = chunk_documents
+        self._chunk_tokens = chunk_tokens
         self._progress_path = directory / "progress.json"
         window_stride(sequence_length, router.prefix_tokens)
         directory.mkdir(parents=True, exist_ok=True)
@@ -126,26 +132,27 @@ class ShardBuilder:
                 train_tokens=self._parts["train"][path].tokens,
                 validation_documents=self._parts["validation"][path].documents,
                 labels=self._label_shares(path),
+                label_tokens=dict(self._labels[path]),
             )
             for path in range(self._path_count)
         )
 
     def _add_chunk(self, part: Part, corpus: TokenCorpus) -> None:
         """Route one chunk, append its documents to their files, then count the chunk as done."""
-        first = self._done[part]
-        indices = range(first, min(first + self._chunk_documents, len(corpus)))
+        indices = self._chunk(corpus, self._done[part])
         documents = [corpus.document(index) for index in indices]
-        paths = self._router.route_tokens(documents)
+        labels = [corpus.label_name(index) for index in indices]
+        paths = self._router.nearest_paths(documents, self._routed_to[part], labels)
         pieces: dict[int, list[np.ndarray]] = {}
-        for index, document, path in zip(indices, documents, paths.tolist(), strict=True):
+        for document, label, chosen in zip(documents, labels, paths.tolist(), strict=True):
             content = document if part == "train" else self._windows(document)
-            pieces.setdefault(path, []).append(content.astype(self._dtype).reshape(-1))
-            if part == "train":
-                label = corpus.label_name(index)
-                if label is not None:
+            content = content.astype(self._dtype).reshape(-1)
+            for path in chosen:
+                pieces.setdefault(path, []).append(content)
+                self._parts[part][path].documents += 1
+                self._parts[part][path].tokens += len(document)
+                if part == "train" and label is not None:
                     self._labels[path][label] += len(document)
-            self._parts[part][path].documents += 1
-            self._parts[part][path].tokens += len(document)
         for path, arrays in pieces.items():
             content = np.concatenate(arrays)
             with storage_errors(self._directory), open(self._file(part, path), "ab") as file:
@@ -153,6 +160,15 @@ class ShardBuilder:
             self._parts[part][path].bytes += content.nbytes
         self._done[part] = indices.stop
         self._save()
+
+    def _chunk(self, corpus: TokenCorpus, first: int) -> range:
+        """Return the documents of the chunk at `first`: so many, or so many tokens, whichever is
+        less, because of long documents a few fill the memory."""
+        stop = min(first + self._chunk_documents, len(corpus))
+        start_token = int(corpus.ends[first - 1]) if first else 0
+        ends = np.asarray(corpus.ends[first:stop], dtype=np.int64)
+        fitting = int(np.searchsorted(ends, start_token + self._chunk_tokens, side="right"))
+        return range(first, first + max(1, fitting))
 
     def _windows(self, document: np.ndarray) -> np.ndarray:
         return scoring_windows(document, self._sequence_length, self._router.prefix_tokens)

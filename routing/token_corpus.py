@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -161,35 +161,38 @@ def write_token_corpora(
     train: TokenCorpusWriter,
     validation: TokenCorpusWriter,
     *,
+    passed: Mapping[bool, int] | None = None,
+    threads: int = 1,
     chunk_documents: int = 1024,
     chunk_characters: int = 4_000_000,
 ) -> Iterator[tuple[int, int]]:
     """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
 
     Goes on where the writers stand: the documents that they hold are read but not tokenised again.
-    Yields (documents done, tokens done) after each chunk, so that the caller can show progress.
-    The order of the stream must be the same every time.
+    Those that the stream leaves out at its beginning are counted in `passed`, by whether they are
+    held out. Yields (documents done, tokens done) after each chunk, when the stream has given
+    nothing that is not written. The order of the stream must be the same every time.
     """
     done = {False: train.documents, True: validation.documents}
     writers = {False: train, True: validation}
-    fresh = _skip(documents, done)
+    fresh = _skip(documents, done, dict(passed or {False: 0, True: 0}))
     while chunk := list(_take(fresh, chunk_documents, chunk_characters)):
         for held_out, writer in writers.items():
             part = [document for document, flag in chunk if flag == held_out]
             if part:
-                writer.add([(tokenizer.document_tokens(d.text), d.label) for d in part])
+                tokens = tokenizer.tokens_of_documents([d.text for d in part], threads)
+                writer.add(list(zip(tokens, (d.label for d in part), strict=True)))
         yield train.documents + validation.documents, train.tokens + validation.tokens
 
 
 def _skip(
-    documents: Iterable[tuple[Document, bool]], done: dict[bool, int]
+    documents: Iterable[tuple[Document, bool]], done: dict[bool, int], seen: dict[bool, int]
 ) -> Iterator[tuple[Document, bool]]:
-    """Yield the documents after the first `done` of each kind.
+    """Yield the documents after the first `done` of each kind, of which the stream lacks `seen`.
 
     Counted for each kind by itself: a kill may come after one corpus got its part of a chunk and
     before the other got its own.
     """
-    seen = {False: 0, True: 0}
     for document, held_out in documents:
         seen[held_out] += 1
         if seen[held_out] > done[held_out]:

@@ -60,7 +60,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without begin and end."""
         clean = text.encode("utf-8", "replace").decode("utf-8")
-        parts = self._pieces.encode(clean.split(_SPACE_MARK))
+        parts = self._pieces.encode(clean.split(_SPACE_MARK), num_threads=1)
         tokens: list[int] = list(parts[0])
         for part in parts[1:]:
             tokens += self._space_mark
@@ -74,6 +74,21 @@ class Tokenizer:
     def document_tokens(self, text: str) -> list[int]:
         """Return what a document is in a shard: begin, its tokens, end."""
         return [BEGIN_TOKEN, *self.encode(text), END_TOKEN]
+
+    def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """Return the `document_tokens` of many texts, computed by several threads.
+
+        Called where a corpus is tokenised; the texts should be thousands, for threads to pay.
+        """
+        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        simple = [text for text in clean if _SPACE_MARK not in text]
+        encoded = iter(self._pieces.encode(simple, num_threads=threads))
+        return [
+            self.document_tokens(text)
+            if _SPACE_MARK in text
+            else [BEGIN_TOKEN, *next(encoded), END_TOKEN]
+            for text in clean
+        ]
 
 
 def train_tokenizer(

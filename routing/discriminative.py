@@ -1,0 +1,149 @@
+"""Discriminative routing: a linear classifier of the path that models a document best.
+
+DiPaCo sections 2.4.2 and 7.2.1: every path scores the router documents, the label of a document is
+the path with the greatest summed log-likelihood, and multinomial logistic regression on the prefix
+features learns to tell it. The paper then trains a bias "to match the target document-to-path
+distribution" without saying how; here the biases are the duals of the transport problem with that
+distribution (`balance_biases`), which is exact on the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from dipaco.modules.errors import ConfigurationError
+
+from .balancing import balance_biases
+from .router import FeatureRouter, standardisation
+
+
+class DiscriminativeRouter(FeatureRouter):
+    """cost[i, p] = -(weight_p . standardised feature_i + bias_p): minus the logits of the paths."""
+
+    kind = "discriminative"
+    fitted_on_scores = True
+
+    def __init__(
+        self, mean: np.ndarray, scale: np.ndarray, weight: np.ndarray, bias: np.ndarray
+    ) -> None:
+        super().__init__(mean, scale)
+        self._weight = np.asarray(weight, dtype=np.float64)
+        self._bias = np.asarray(bias, dtype=np.float64)
+        if self._weight.ndim != 2 or self._weight.shape[1] != self.feature_size:
+            raise ValueError("the weight is not rows of the width of mean and scale")
+        if self._bias.shape != (self.path_count,) or self.path_count < 1:
+            raise ValueError("there is not one bias for each path")
+        self._check_finite()
+
+    @property
+    def path_count(self) -> int:
+        """Number of classes."""
+        return len(self._weight)
+
+    def point_costs(self, points: np.ndarray) -> np.ndarray:
+        """Return minus the logits, float64 [N, paths]."""
+        return -(points @ self._weight.T + self._bias)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return mean, scale, weight and bias, float64."""
+        return {
+            "bias": self._bias,
+            "mean": self._mean,
+            "scale": self._scale,
+            "weight": self._weight,
+        }
+
+    @classmethod
+    def from_file(
+        cls, arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any]
+    ) -> DiscriminativeRouter:
+        """Make a router from mean, scale, weight and bias."""
+        return cls(arrays["mean"], arrays["scale"], arrays["weight"], arrays["bias"])
+
+
+def fit_discriminative(
+    features: np.ndarray,
+    nll: np.ndarray,
+    *,
+    balanced: bool,
+    weights: np.ndarray | None = None,
+    regularisation: float = 1e-3,
+    least_share: float = 0.1,
+) -> DiscriminativeRouter:
+    """Fit to N router documents: features [N, H] and `nll` [N, P], the summed negative
+    log-likelihood of each document under each path.
+
+    `balanced` calibrates the biases so that the paths get equal loads, counted in `weights` [N]
+    (usually tokens). Otherwise it is the paper's calibration: the paths get documents in
+    proportion to the labels, but no path less than `least_share` of an equal share, because a path
+    that no document prefers would stay empty and could never be trained to become better.
+
+    `regularisation` is the L2 penalty on weight and bias. Full-batch L-BFGS in float64 from zero:
+    the objective is strictly convex and there is no chance in it.
+
+    Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
+    scores do not fit each other or are not finite. Called by `fit_router`.
+    """
+    if nll.ndim != 2 or len(nll) != len(features) or not np.isfinite(nll).all():
+        raise ValueError(f"scores of shape {nll.shape} do not fit features {features.shape}")
+    documents, paths = nll.shape
+    if documents < paths:
+        raise ConfigurationError(
+            f"the router needs at least {paths} documents with scores, one for each path, and has "
+            f"{documents}; give more training_documents under [router]"
+        )
+    mean, scale, points = standardisation(features)
+    labels = np.argmin(nll, axis=1)
+    weight, bias = _logistic_regression(points, labels, paths, regularisation)
+    costs = -(points @ weight.T + bias)
+    if balanced:
+        loads = np.ones(documents) if weights is None else np.asarray(weights, dtype=np.float64)
+        calibration = balance_biases(costs, loads)
+    else:
+        targets = label_targets(labels, paths, least_share)
+        calibration = balance_biases(costs, np.ones(documents), targets=targets)
+    return DiscriminativeRouter(mean, scale, weight, bias - calibration)
+
+
+def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndarray:
+    """Return the shares of documents [paths] that sum to 1: those of the labels, but none below
+    `least_share` of an equal share, what that takes being taken from the others in proportion."""
+    shares = np.bincount(labels, minlength=paths) / len(labels)
+    floor = least_share / paths
+    low = np.zeros(paths, dtype=bool)
+    while (found := (shares < floor) & ~low).any():
+        low |= found
+        shares[low] = floor
+        shares[~low] *= (1.0 - floor * low.sum()) / shares[~low].sum()
+    return shares
+
+
+def _logistic_regression(
+    points: np.ndarray, labels: np.ndarray, classes: int, regularisation: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return weight [classes, H] and bias [classes] of least mean cross entropy plus penalty."""
+    inputs = torch.from_numpy(np.ascontiguousarray(points))
+    targets = torch.from_numpy(labels)
+    weight = torch.zeros(classes, points.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=300,
+        tolerance_grad=1e-6,
+        tolerance_change=1e-12,
+        history_size=20,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(inputs @ weight.T + bias, targets)
+        loss = loss + regularisation / 2 * (weight.square().sum() + bias.square().sum())
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return weight.detach().numpy(), bias.detach().numpy()

@@ -1,0 +1,110 @@
+"""Routing by a label of the data: the path of a document's domain, language or source."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from dipaco.modules.errors import ConfigurationError
+
+from .random_router import random_costs
+from .router import Prefixes, Router
+
+
+class LabelRouter(Router):
+    """Every label belongs to one path, and a path has one or several labels.
+
+    cost[i, p] is 0 for the path of the document's label and 1 for the others. A document without a
+    label, or with one that nobody had when the router was fitted, goes where the hash of its first
+    tokens says (`random_costs`).
+    """
+
+    kind = "label"
+    needs_labels = True
+
+    def __init__(self, path_count: int, seed: int, paths: Mapping[str, int]) -> None:
+        if not (isinstance(path_count, int) and path_count >= 1):
+            raise ValueError(f"{path_count!r} is no number of paths")
+        if not (isinstance(seed, int) and 0 <= seed < 2**32):
+            raise ValueError(f"the seed {seed!r} is not from 0 to 2^32 - 1")
+        if not all(isinstance(path, int) and 0 <= path < path_count for path in paths.values()):
+            raise ValueError("a label has a path that does not exist")
+        self._path_count = path_count
+        self._seed = seed
+        self._paths = dict(paths)
+
+    @classmethod
+    def fit(
+        cls,
+        labels: Sequence[str | None],
+        weights: np.ndarray,
+        path_count: int,
+        *,
+        seed: int = 0,
+    ) -> LabelRouter:
+        """Share the labels out: the largest first, each to the path with the least so far.
+
+        `labels` are those of N documents, `weights` [N] how much each counts, usually its tokens.
+
+        Raises ConfigurationError if there are fewer labels than paths.
+        """
+        sizes: Counter[str] = Counter()
+        for label, weight in zip(labels, weights.tolist(), strict=True):
+            if label is not None:
+                sizes[label] += weight
+        if len(sizes) < path_count:
+            raise ConfigurationError(
+                f"kind = 'label' needs at least {path_count} labels, one for each path, and the "
+                f"documents have {len(sizes)} ({', '.join(sorted(sizes)[:8]) or 'none'}); choose "
+                f"fewer modules_per_level under [grid], another label_field under [data], or "
+                f"another kind under [router]"
+            )
+        loads: list[tuple[float, int]] = [(0, path) for path in range(path_count)]
+        paths: dict[str, int] = {}
+        for label, size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
+            load, paths[label] = heapq.heappop(loads)
+            heapq.heappush(loads, (load + size, paths[label]))
+        return cls(path_count, seed, paths)
+
+    @property
+    def path_count(self) -> int:
+        """Number of paths."""
+        return self._path_count
+
+    @property
+    def path_of_label(self) -> dict[str, int]:
+        """The path of every label that is known."""
+        return dict(self._paths)
+
+    def costs(self, prefixes: Prefixes) -> np.ndarray:
+        """Return 0 for a document's own path and 1 for others, float64 [N, paths]."""
+        if prefixes.labels is None or prefixes.tokens is None:
+            raise ValueError("a router of kind 'label' needs the labels and tokens of documents")
+        own = np.array([self._known_path(label) for label in prefixes.labels], dtype=np.int64)
+        for index in np.flatnonzero(own < 0):
+            drawn = random_costs([prefixes.tokens[index]], self._path_count, self._seed)
+            own[index] = int(np.argmin(drawn[0]))
+        return (np.arange(self._path_count)[None, :] != own[:, None]).astype(np.float64)
+
+    def _known_path(self, label: str | None) -> int:
+        return -1 if label is None else self._paths.get(label, -1)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return nothing: the settings are all there is."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the number of paths, the seed, and the path of every label."""
+        return {"paths": self._path_count, "seed": self._seed, "labels": self._paths}
+
+    @classmethod
+    def from_file(
+        cls, arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any]
+    ) -> LabelRouter:
+        """Make a router from the number of paths, the seed, and the path of every label."""
+        if not isinstance(settings["labels"], dict):
+            raise ValueError("its labels are not an object")
+        return cls(settings["paths"], settings["seed"], settings["labels"])
