@@ -34,11 +34,13 @@ from .records import (
     ProgressRecord,
     Record,
     RecordError,
+    ScoresRecord,
     parse_record,
     parse_subkey,
     record_key,
     record_subkey,
 )
+from .score_request import SignedScoreRequest, verify_score_request
 
 logger = logging.getLogger("dipaco.dht.directory")
 
@@ -73,6 +75,7 @@ class Directory:
         self._expirations: dict[RecordName, float] = {}
         self._collected: dict[RecordName, _Entry] | None = None
         self._complained_about: set[Any] = set()
+        self._verified_manifests: dict[bytes, SignedManifest] = {}
 
     @property
     def run_id(self) -> str:
@@ -118,9 +121,30 @@ class Directory:
         """Say that this peer serves a blob."""
         return self._publish("blobs", record.sha256, record, life_s)
 
-    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
-        """Store a run's manifest again; any peer may, since it certifies itself."""
-        subkey = record_subkey("manifests", self.run_id, None, b"")
+    def publish_scores(self, record: ScoresRecord, life_s: float) -> bool:
+        """Say which paths this peer scores for a request, and which of their scores it serves."""
+        return self._publish("scores", record.request, record, life_s)
+
+    def withdraw_scores(self, request_id: str) -> bool:
+        """Take back what was said about a request: claims and scores."""
+        return self._withdraw("scores", request_id)
+
+    def store_score_request(self, envelope: bytes, life_s: float) -> bool:
+        """Store the operator's score request; anybody may, since it certifies itself.
+
+        Raises `ScoreRequestError` for one that no node would take.
+        """
+        request_id = verify_score_request(envelope, run_id=self.run_id).request_id
+        subkey = record_subkey("requests", self.run_id, request_id, b"")
+        life_s = min(life_s, KINDS["requests"].max_life_s)
+        return self._store((record_key("requests", self.run_id), subkey), envelope, life_s)
+
+    def publish_manifest(self, envelope: bytes, life_s: float, run_id: str | None = None) -> bool:
+        """Store a run's manifest again; any peer may, since it certifies itself.
+
+        `run_id` names another run than the directory's: one that this one succeeds.
+        """
+        subkey = record_subkey("manifests", run_id or self.run_id, None, b"")
         life_s = min(life_s, KINDS["manifests"].max_life_s)
         return self._store((MANIFESTS_KEY, subkey), envelope, life_s)
 
@@ -220,6 +244,32 @@ class Directory:
             for key, module in keys.items()
         }
 
+    def score_requests(self, operator_fingerprint: str) -> tuple[SignedScoreRequest, ...]:
+        """Return the requests of the run's operator that have not expired, the newest first.
+
+        What others signed is left out, silently: anybody may store a request of his own.
+        """
+        key = record_key("requests", self.run_id)
+        requests = []
+        for subkey, envelope in (self._get_many((key,)).get(key) or {}).items():
+            try:
+                address = parse_subkey(subkey)
+                if address.key != key or not isinstance(envelope, bytes):
+                    raise RecordError("it is not a score request's record")
+                request = verify_score_request(envelope, run_id=self.run_id)
+                if request.request_id != address.item:
+                    raise RecordError(f"it is not the request {address.item}")
+            except DipacoError as error:
+                self._complain(subkey, "a score request", error)
+                continue
+            if request.operator_fingerprint == operator_fingerprint:
+                requests.append(request)
+        return tuple(sorted(requests, key=lambda r: (-r.request.made_s, r.request_id)))
+
+    def scores(self, request_id: str) -> tuple[ScoresRecord, ...]:
+        """Return what all peers score, and have scored, for a request."""
+        return self._read("scores", request_id, ScoresRecord)
+
     def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
         """Return the peers, other than this one, that serve a blob."""
         records = self._read("blobs", sha256, BlobRecord)
@@ -238,7 +288,7 @@ class Directory:
                 address = parse_subkey(subkey)
                 if address.key != MANIFESTS_KEY or not isinstance(envelope, bytes):
                     raise RecordError("it is not a manifest record")
-                manifests[address.run_id] = verify_manifest(envelope, address.run_id)
+                manifests[address.run_id] = self._verify_manifest(envelope, address.run_id)
             except ProtocolVersionError as error:
                 logger.info("skipped a manifest: %s", error)
                 foreign = error
@@ -246,7 +296,15 @@ class Directory:
                 self._complain(subkey, "a manifest", error)
         if foreign is not None and not manifests:
             raise foreign
+        self._verified_manifests = {m.envelope: m for m in manifests.values()}
         return sorted(manifests.values(), key=lambda m: (m.plan.name, m.plan.run_id))
+
+    def _verify_manifest(self, envelope: bytes, run_id: str) -> SignedManifest:
+        """Peers read the manifests at every refresh, and they are nearly always the same."""
+        known = self._verified_manifests.get(envelope)
+        if known is not None and known.plan.run_id == run_id:
+            return known
+        return verify_manifest(envelope, run_id)
 
     def look_up_random_key(self, number: int) -> None:
         """Ask for a key that nobody has: the search drops dead peers from the routing table."""

@@ -65,3 +65,14 @@ def modules_to_keep(
         if missing > 0 and me in keepers(module, others, missing):
             wanted.append(best)
     return tuple(wanted)
+
+
+def is_best_keeper(view: SwarmView, me: str, path: int, copies: int) -> bool:
+    """Tell whether this peer is to hold a copy of the best states of a path it does not lead.
+
+    The path's lead trainer has one by itself; the rest of the `copies` is with the peers that
+    rendezvous hashing names among the others, bootstrap nodes included.
+    """
+    lead = view.lead(path)
+    others = [p for p, record in view.peers.items() if p != lead and record.state != "leaving"]
+    return me in keepers(f"best/{path}", others, copies - (lead is not None))

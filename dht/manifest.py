@@ -84,6 +84,11 @@ def _create_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
+def operator_fingerprint(key: Ed25519PrivateKey) -> str:
+    """Return the fingerprint under which volunteers know the owner of `key`."""
+    return hashlib.sha256(_raw(key.public_key())).hexdigest()[:16]
+
+
 def sign_manifest(plan: RunPlan, key: Ed25519PrivateKey) -> bytes:
     """Return the JSON envelope of `plan`, signed."""
     envelope = {

@@ -23,6 +23,7 @@ from .identity import Identity
 from .manifest import SignedManifest
 from .process_guard import GuardedDHT
 from .record_validator import record_validators
+from .succession import current_runs
 
 logger = logging.getLogger("dipaco.dht.node")
 
@@ -190,7 +191,7 @@ def select_run(directory: Directory, run: str | None) -> SignedManifest:
         )
     listed = ", ".join(f"{m.plan.run_id} '{m.plan.name}'" for m in manifests)
     if run is None:
-        manifests = _without_superseded(manifests)
+        manifests = current_runs(manifests)
         if len(manifests) > 1:
             raise RunSelectionError(
                 f"this DHT holds several runs: {listed}; choose one with --run ID"
@@ -204,11 +205,3 @@ def select_run(directory: Directory, run: str | None) -> SignedManifest:
         found = "no run" if not matching else "more than one run"
         raise RunSelectionError(f"--run {run} matches {found}; this DHT holds: {listed}")
     return matching[0]
-
-
-def _without_superseded(manifests: list[SignedManifest]) -> list[SignedManifest]:
-    """Leave out the runs that another run of the same operator succeeds."""
-    superseded = {
-        (manifest.operator_fingerprint, manifest.plan.successor_of) for manifest in manifests
-    }
-    return [m for m in manifests if (m.operator_fingerprint, m.plan.run_id) not in superseded]

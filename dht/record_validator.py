@@ -25,6 +25,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from .identity import Identity
 from .manifest import envelope_run_id
 from .records import MAX_SUBKEY_BYTES, Address, RecordError, parse_record, parse_subkey
+from .score_request import ScoreRequestError, verify_score_request
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ class RecordValidator(RSASignatureValidator):
         if len(content) > kind.max_bytes:
             raise RecordError(_too_large(address, len(content)))
         if kind.record is None:
-            _check_manifest(address, MSGPackSerializer.loads(content))
+            check = _check_manifest if kind.name == "manifests" else _check_request
+            check(address, MSGPackSerializer.loads(content))
             return
         if not super().validate(record):
             raise RecordError(f"a {kind.name} record has no valid signature of its owner")
@@ -189,6 +191,19 @@ def _check_manifest(address: Address, envelope: Any) -> None:
         raise RecordError(str(error)) from None
     if run_id != address.run_id:
         raise RecordError(f"the manifest of run {run_id} was stored as run {address.run_id}")
+
+
+def _check_request(address: Address, envelope: Any) -> None:
+    if not isinstance(envelope, bytes):
+        raise RecordError("a score request's record does not hold bytes")
+    try:
+        found = verify_score_request(envelope, run_id=address.run_id)
+    except ScoreRequestError as error:
+        raise RecordError(str(error)) from None
+    if found.request_id != address.item:
+        raise RecordError(
+            f"the score request {found.request_id} was stored as request {address.item}"
+        )
 
 
 def record_validators(identity: Identity) -> list[RecordValidatorBase]:

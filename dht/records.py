@@ -3,7 +3,7 @@
 Records are small msgpack maps, checked field by field by every node that stores them
 (`record_validator`) and by every reader. Signed kinds carry the owner's public key in their
 subkey, in Hivemind's format, so only the owner can change them, and the peer id inside must be
-the owner's. Manifests certify themselves, so any peer may store them again.
+the owner's. Manifests and score requests certify themselves, so any peer may store them again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,25 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from dipaco.modules.errors import DipacoError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import Self
 
 from .identity import peer_id_of_public_key
 from .manifest import MAX_MANIFEST_BYTES
+from .score_request import MAX_SCORE_REQUEST_BYTES
 
 NAMESPACE = "dipaco/1"
 MANIFESTS_KEY = f"{NAMESPACE}/manifests"
 MAX_COUNT = 2**53
 MAX_ENTRIES = 64
+MAX_SCORE_ENTRIES = 256
 MAX_SUBKEY_BYTES = 1024
 DAY_S = 86_400.0
 
@@ -46,6 +56,7 @@ def _check(pattern: str) -> Any:
 PeerId = Annotated[str, _check(r"[1-9A-HJ-NP-Za-km-z]{32,64}")]
 ModuleName = Annotated[str, _check(r"L[0-9]{1,4}\.E[0-9]{1,5}|P[0-9]{1,8}")]
 Sha256 = Annotated[str, _check(r"[0-9a-f]{64}")]
+RequestId = Annotated[str, _check(r"[0-9a-f]{16}")]
 # Printable and without brackets: Hivemind looks for "[signature:" in a record's bytes.
 Text = Annotated[str, _check(r"[ -Z\\^-~]{0,96}")]
 # The longest: an IPv6 relay's address with both peer ids.
@@ -130,6 +141,19 @@ class ProgressEntry(BaseModel):
     validation_nll: Annotated[float, Field(ge=0, le=1e15)]
     validation_tokens: Count
     train_loss: Loss
+    best_sha256: Annotated[str, _check(r"([0-9a-f]{64})?")] = ""
+    """The path's best states so far, as a blob; empty when there is none. See `best_paths`."""
+    best_nll: Annotated[float, Field(ge=0, le=1e15)] = 0.0
+    best_tokens: Count = 0
+    best_round: Count = 0
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if bool(self.best_sha256) != (self.best_tokens > 0):
+            raise ValueError("best_sha256 and best_tokens belong together")
+        if self.best_round > self.last_round:
+            raise ValueError("best_round is later than last_round")
+        return self
 
 
 class ProgressRecord(Record):
@@ -143,6 +167,37 @@ class BlobRecord(Record):
 
     sha256: Sha256
     bytes: Count
+
+
+class ScoreEntry(BaseModel):
+    """One path that this peer scores for a request, or has scored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    path: PathNumber
+    state: Literal["scoring", "done"]
+    sha256: Sha256 | None
+    """The blob with the scores, which this peer serves; none while it is scoring."""
+    since_s: TimeS
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.sha256 is None) != (self.state == "scoring"):
+            raise ValueError("done scores name their blob, and no others do")
+        return self
+
+
+class ScoresRecord(Record):
+    """The paths that this peer scores for a request of the operator, and those that are done."""
+
+    request: RequestId
+    entries: Annotated[tuple[ScoreEntry, ...], Field(max_length=MAX_SCORE_ENTRIES)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({entry.path for entry in self.entries}) != len(self.entries):
+            raise ValueError("a path is listed twice")
+        return self
 
 
 @dataclass(frozen=True)
@@ -161,22 +216,27 @@ KINDS = {
         Kind("claims", ClaimRecord, 512, 600.0),
         Kind("peers", PeerRecord, 2048, 600.0),
         Kind("holdings", HoldingRecord, 512, 600.0),
-        Kind("progress", ProgressRecord, 16_384, 2 * DAY_S),
+        Kind("progress", ProgressRecord, 24_576, 2 * DAY_S),
         Kind("blobs", BlobRecord, 384, 3600.0),
+        Kind("scores", ScoresRecord, 32_768, 600.0),
+        Kind("requests", None, MAX_SCORE_REQUEST_BYTES, 2 * DAY_S),
         Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),
     )
 }
 
+# The field that says what a record is about, where its kind has several of an owner.
+_ITEMS = ("module", "sha256", "request")
 _SUBKEY = re.compile(
-    rb"dipaco/1/(?P<run>[0-9a-f]{16})/(?P<kind>claims|peers|holdings|progress|blobs)"
+    rb"dipaco/1/(?P<run>[0-9a-f]{16})/(?P<kind>claims|peers|holdings|progress|blobs|scores)"
     rb"(?:/(?P<item>[A-Za-z0-9.]{1,64}))?\[owner:(?P<owner>ssh-rsa [A-Za-z0-9+/=]{200,800})\]"
 )
 _MANIFEST_SUBKEY = re.compile(rb"dipaco/1/manifests/(?P<run>[0-9a-f]{16})")
+_REQUEST_SUBKEY = re.compile(rb"dipaco/1/(?P<run>[0-9a-f]{16})/requests/(?P<request>[0-9a-f]{16})")
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a subkey says: kind, run, item (a module or a hash) and the owner's peer id."""
+    """What a subkey says: kind, run, item (a module, hash or request) and the owner's peer id."""
 
     kind: Kind
     run_id: str
@@ -193,6 +253,8 @@ def record_key(kind: str, run_id: str, item: str | None = None) -> str:
     """Return the DHT key of a kind of record of a run."""
     if kind == "manifests":
         return MANIFESTS_KEY
+    if kind == "requests":
+        return f"{NAMESPACE}/{run_id}/requests"
     return f"{NAMESPACE}/{run_id}/{kind}" + (f"/{item}" if item else "")
 
 
@@ -200,6 +262,8 @@ def record_subkey(kind: str, run_id: str, item: str | None, owner_marker: bytes)
     """Return the subkey of a record; `owner_marker` is Hivemind's "[owner:...]", or empty."""
     if kind == "manifests":
         return f"{NAMESPACE}/manifests/{run_id}".encode()
+    if kind == "requests":
+        return f"{NAMESPACE}/{run_id}/requests/{item}".encode()
     return record_key(kind, run_id, item).encode() + owner_marker
 
 
@@ -216,6 +280,10 @@ def _parse_subkey(subkey: bytes) -> Address:
     manifest = _MANIFEST_SUBKEY.fullmatch(subkey)
     if manifest:
         return Address(KINDS["manifests"], manifest["run"].decode(), None, None)
+    request = _REQUEST_SUBKEY.fullmatch(subkey)
+    if request:
+        run_id, request_id = request["run"].decode(), request["request"].decode()
+        return Address(KINDS["requests"], run_id, request_id, None)
     match = _SUBKEY.fullmatch(subkey)
     if not match:
         raise RecordError("its subkey is not of this protocol")
@@ -244,7 +312,7 @@ def parse_record(address: Address, value: Any) -> Record:
         raise RecordError(
             f"a {address.kind.name} record names {record.peer_id} but {address.peer_id} signed it"
         )
-    item = getattr(record, "module", getattr(record, "sha256", None))
+    item = next((getattr(record, name) for name in _ITEMS if hasattr(record, name)), None)
     if item != address.item:
         raise RecordError(f"a {address.kind.name} record is about {item}, not {address.item}")
     return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from dipaco.modules.grid import Grid
@@ -10,11 +11,23 @@ from dipaco.modules.grid import Grid
 from .agreement import expected_group
 from .keeping import heaviest
 from .manifest import SignedManifest
+from .scoring_policy import ScoringBoard
 from .view import SwarmView, round_at
 
 
-def status_of(view: SwarmView, manifest: SignedManifest, grid: Grid) -> dict[str, Any]:
-    """Return the status as plain values; its keys are part of the command's contract."""
+def status_of(
+    view: SwarmView,
+    manifest: SignedManifest,
+    grid: Grid,
+    *,
+    requests: Mapping[str, ScoringBoard] | None = None,
+    successor: SignedManifest | None = None,
+) -> dict[str, Any]:
+    """Return the status as plain values; its keys are part of the command's contract.
+
+    `requests` are the operator's score requests by id, the newest first, and `successor` the
+    newest run that succeeds this one.
+    """
     plan = manifest.plan
     round_index = round_at(plan, view.now_s)
     paths = [_path_status(view, grid, path) for path in range(grid.path_count)]
@@ -29,6 +42,8 @@ def status_of(view: SwarmView, manifest: SignedManifest, grid: Grid) -> dict[str
         "modules": modules,
         "peers": [_peer_status(view, peer) for peer in sorted(view.peers)],
         "validation": _validation(view),
+        "score_requests": [_request_status(id_, board) for id_, board in (requests or {}).items()],
+        "successor": _successor_status(successor),
         "healthy": not problems,
         "problems": problems,
     }
@@ -37,6 +52,7 @@ def status_of(view: SwarmView, manifest: SignedManifest, grid: Grid) -> dict[str
 def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
     claims = view.claimants(path)
     service = view.progress.get(path)
+    bests = view.bests.get(path, ())
     rates = [view.peers[c.peer_id].tokens_per_s for c in claims if c.peer_id in view.peers]
     states = {claim.state for claim in claims}
     return {
@@ -48,6 +64,8 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
         "tokens": service.tokens if service else 0,
         "tokens_per_s": round(sum(rates), 1),
         "validation_loss": service.validation_loss if service else None,
+        "best_loss": bests[0].loss if bests else None,
+        "best_round": bests[0].round_index if bests else None,
     }
 
 
@@ -86,6 +104,22 @@ def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
         "bytes_up": record.bytes_up,
         "bytes_down": record.bytes_down,
     }
+
+
+def _request_status(request_id: str, board: ScoringBoard) -> dict[str, Any]:
+    return {
+        "request": request_id,
+        "paths": board.path_count,
+        "done": sorted(board.done()),
+        "scoring": {str(path): list(peers) for path, peers in board.scoring().items()},
+    }
+
+
+def _successor_status(successor: SignedManifest | None) -> dict[str, Any] | None:
+    if successor is None:
+        return None
+    plan = successor.plan
+    return {"id": plan.run_id, "name": plan.name, "start_s": plan.start_s}
 
 
 def _validation(view: SwarmView) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WATCH_PERIOD_S = 5.0
 MANIFEST_WAIT_S = 10.0
+MAX_REQUESTS_SHOWN = 4
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -105,7 +106,9 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     """Read everything once and return the status."""
     from dipaco.modules.grid import Grid
 
+    from .scoring_policy import build_board
     from .status import status_of
+    from .succession import newest_run
     from .view import build_view
 
     plan = manifest.plan
@@ -119,7 +122,15 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
         holdings=directory.read_holdings(grid.modules()),
         progress=directory.read_progress(),
     )
-    return status_of(view, manifest, grid)
+    boards = {
+        found.request_id: build_board(
+            found.request, grid.path_count, directory.scores(found.request_id), view.now_s
+        )
+        for found in directory.score_requests(manifest.operator_fingerprint)[:MAX_REQUESTS_SHOWN]
+    }
+    newest = newest_run(manifest, directory.list_manifests())
+    successor = newest if newest.plan.run_id != plan.run_id else None
+    return status_of(view, manifest, grid, requests=boards, successor=successor)
 
 
 def _print(status: dict[str, Any]) -> None:
@@ -180,8 +191,20 @@ def render(status: dict[str, Any]) -> Group:
             peer["software"],
             peer["reachable"],
         )
+    notes = [
+        Text(
+            f"score request {one['request']}: have {len(one['done'])} of {one['paths']} scores, "
+            f"{len(one['scoring'])} in the making"
+        )
+        for one in status["score_requests"]
+    ]
+    successor = status["successor"]
+    if successor is not None:
+        notes.append(Text(f"succeeded by run {successor['name']} ({successor['id']})"))
     problems = [Text(f"problem: {line}", style="red") for line in status["problems"]]
-    return Group(head, paths, modules, peers, *(problems or [Text("healthy", style="green")]))
+    return Group(
+        head, *notes, paths, modules, peers, *(problems or [Text("healthy", style="green")])
+    )
 
 
 def _short(peer: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from dipaco.modules.grid import Grid
 from dipaco.routing.plan import RunPlan
 
+from .best_paths import BestNotice, announced_bests
 from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 
 logger = logging.getLogger("dipaco.dht.view")
@@ -47,6 +48,8 @@ class SwarmView:
     peers: Mapping[str, PeerRecord] = field(default_factory=dict)
     holdings: Mapping[str, tuple[HoldingRecord, ...]] = field(default_factory=dict)
     progress: Mapping[int, PathService] = field(default_factory=dict)
+    bests: Mapping[int, tuple[BestNotice, ...]] = field(default_factory=dict)
+    """Announced best states of each path, the one to be tried first in front."""
     duration_s: float = math.inf
     """Seconds of a round."""
 
@@ -63,6 +66,10 @@ class SwarmView:
     def rounds_held(self, claim: ClaimRecord) -> float:
         """Return for how many rounds a claim has stood."""
         return max(0.0, (self.now_s - claim.since_s) / self.duration_s)
+
+    def lead(self, path: int) -> str | None:
+        """Return who trains a path since longest; None when nobody does."""
+        return next((c.peer_id for c in self.claimants(path) if c.state == "training"), None)
 
 
 def round_at(plan: RunPlan, now_s: float) -> int:
@@ -86,14 +93,16 @@ def build_view(
     what the elapsed time allows. Expired records do not get here.
     """
     latest = round_at(plan, now_s) + ROUND_SLACK
+    progress = tuple(progress)
+    believed = {
+        claim.peer_id: claim
+        for claim in claims
+        if claim.path < grid.path_count and claim.since_s <= now_s + CLOCK_SLACK_S
+    }
     known_modules = set(grid.modules())
     return SwarmView(
         now_s=now_s,
-        claims={
-            claim.peer_id: claim
-            for claim in claims
-            if claim.path < grid.path_count and claim.since_s <= now_s + CLOCK_SLACK_S
-        },
+        claims=believed,
         peers={p.peer_id: p for p in peers},
         holdings={
             module: tuple(
@@ -103,6 +112,7 @@ def build_view(
             if module in known_modules
         },
         progress=_merge_progress(progress, grid.path_count, latest),
+        bests=announced_bests(progress, believed, grid.path_count, latest),
         duration_s=plan.rounds.duration_s,
     )
 
@@ -141,13 +151,11 @@ def plausible_progress(
 ) -> bool:
     """Tell whether a module can be so far. Asked of announcements, and again of what was fetched.
 
-    A successor run starts from states of another run, whose rounds say nothing about this one.
+    Also in a successor run: its genesis states have version 0 and count nothing.
     """
     rounds = max(0, round_at(plan, now_s)) + 1 + ROUND_SLACK
     if version == 0:
         return tokens == 0
-    if plan.blobs.genesis is not None:
-        return True
     if version > rounds or last_round >= rounds:
         return False
     paths = len(grid.paths_of_module(module))

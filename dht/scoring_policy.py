@@ -1,0 +1,130 @@
+"""Who scores which path for the operator's request: pure functions, as in `policy.py`.
+
+Whoever trains a path scores it, the oldest claim first. Paths that nobody trains, or whose trainers
+do not begin, go to the other peers by rendezvous hash, each a while after the one before. A
+claim to score expires like any record, and a done score is there as long as somebody serves it,
+so every path is scored while one peer lives; of several that score one path the earliest goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .policy import rendezvous
+from .records import ScoreEntry, ScoresRecord
+from .score_request import ScoreRequest
+from .view import CLOCK_SLACK_S, SwarmView
+
+
+@dataclass(frozen=True)
+class ScoringBoard:
+    """What the swarm shows of one score request at one moment."""
+
+    path_count: int
+    entries: Mapping[str, tuple[ScoreEntry, ...]] = field(default_factory=dict)
+    """By peer: what it scores and what scores it serves."""
+
+    def done(self) -> dict[int, tuple[tuple[str, str], ...]]:
+        """Return for each scored path who serves which blob: (SHA-256, peer id), in order."""
+        found: dict[int, list[tuple[str, str]]] = {}
+        for peer, entries in self.entries.items():
+            for entry in entries:
+                if entry.sha256 is not None:
+                    found.setdefault(entry.path, []).append((entry.sha256, peer))
+        return {path: tuple(sorted(found[path])) for path in sorted(found)}
+
+    def scoring(self) -> dict[int, tuple[str, ...]]:
+        """Return for each path that is not done who scores it, the earliest first."""
+        done = self.done()
+        claims = sorted(
+            (entry.since_s, peer, entry.path)
+            for peer, entries in self.entries.items()
+            for entry in entries
+            if entry.state == "scoring" and entry.path not in done
+        )
+        found: dict[int, list[str]] = {}
+        for _, peer, path in claims:
+            found.setdefault(path, []).append(peer)
+        return {path: tuple(found[path]) for path in sorted(found)}
+
+    def open_paths(self) -> tuple[int, ...]:
+        """Return the paths that nobody has scored and nobody scores."""
+        taken = self.done().keys() | self.scoring().keys()
+        return tuple(path for path in range(self.path_count) if path not in taken)
+
+    def busy(self) -> frozenset[str]:
+        """Return the peers that score a path that is not done."""
+        return frozenset(peer for peers in self.scoring().values() for peer in peers)
+
+
+def build_board(
+    request: ScoreRequest, path_count: int, records: Iterable[ScoresRecord], now_s: float
+) -> ScoringBoard:
+    """Make a board of records, leaving out what cannot be.
+
+    Dropped: unknown paths, claims from before the request and from the future.
+    """
+    earliest_s, latest_s = request.made_s - CLOCK_SLACK_S, now_s + CLOCK_SLACK_S
+    return ScoringBoard(
+        path_count,
+        {
+            record.peer_id: tuple(
+                entry
+                for entry in record.entries
+                if entry.path < path_count and earliest_s <= entry.since_s <= latest_s
+            )
+            for record in records
+        },
+    )
+
+
+def path_to_score(
+    board: ScoringBoard,
+    view: SwarmView,
+    me: str,
+    *,
+    open_s: Mapping[int, float],
+    idle_s: float,
+    patience_s: float,
+    exclude: Collection[int] = (),
+) -> int | None:
+    """Choose the path that this peer, which scores none, should score; None to wait.
+
+    `open_s` says for how many seconds each open path has been seen open here, `idle_s` for how
+    many this peer could have scored. The peers that score nothing stand in an order for each
+    path: its trainers, the oldest first, then the others by rendezvous hash. The first takes the
+    path at once if it trains it, else when the path was open for `patience_s`; each further
+    one waits `patience_s` longer, also after its own last score, so that the one before has the
+    time to be seen. `exclude` are paths that could not be scored here lately.
+    """
+    busy = board.busy() - {me}
+    choices = []
+    for path in board.open_paths():
+        if path in exclude:
+            continue
+        trainers = [c.peer_id for c in view.claimants(path) if c.state == "training"]
+        place = _place(view, me, path, trainers, busy)
+        if place * patience_s > idle_s:
+            continue
+        if (place + (me not in trainers)) * patience_s > open_s.get(path, 0.0):
+            continue
+        choices.append((me not in trainers, place, rendezvous(me, path), path))
+    return min(choices)[3] if choices else None
+
+
+def _place(view: SwarmView, me: str, path: int, trainers: list[str], busy: Collection[str]) -> int:
+    """Return how many peers that score nothing come before this one for a path."""
+    others = {claim.peer_id for claim in view.claims.values() if claim.state == "training"} - set(
+        trainers
+    )
+    order = [*trainers, *sorted(others | {me} - set(trainers), key=lambda p: rendezvous(p, path))]
+    return [peer for peer in order if peer not in busy].index(me)
+
+
+def keeps_scoring(board: ScoringBoard, me: str, path: int) -> bool:
+    """Tell whether this peer, which scores `path`, goes on: nobody has done it or began earlier."""
+    if path in board.done():
+        return False
+    scorers = board.scoring().get(path, ())
+    return me not in scorers or scorers[0] == me
