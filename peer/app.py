@@ -9,15 +9,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
 import torch
 from dipaco.dht.records import HoldingRecord
+from dipaco.modules.allocator import keep_freed_memory
+from dipaco.modules.device import release_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from hivemind.utils.limits import increase_file_limit
 
 from .averaging_pool import AveragingPool
+from .best_copies import BestCopies
 from .display import Display
 from .events import EventLog
 from .keeper import Keeper
@@ -39,6 +43,7 @@ def run_peer(settings: PeerSettings) -> int:
     display = Display()
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
+    keep_freed_memory()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     increase_file_limit(4096, 16384)
@@ -56,12 +61,17 @@ def run_peer(settings: PeerSettings) -> int:
             say=display.say,
         )
         joined.set()
-        _greet(node, display)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(
                 f"--path {settings.path}: this run has paths 0 to {node.grid.path_count - 1}"
             )
-        _train(settings, node, display, events, stopping)
+        following: Node | None = node
+        while following is not None:
+            node = following
+            _greet(node, display)
+            settings, following = _train(settings, node, display, events, stopping)
+            display.stop()
+            node = following or node
     finally:
         display.stop()
         if node is not None:
@@ -90,8 +100,11 @@ def _train(
     display: Display,
     events: EventLog,
     stopping: threading.Event,
-) -> None:
-    """Start the background work in the order that forking needs, then run the session."""
+) -> tuple[PeerSettings, Node | None]:
+    """Start the background work in the order that forking needs, then run the session.
+
+    Returns the node of the successor that the peer moves to, if it does, and the settings there.
+    """
     weights = node.shard_sequences() if node.plan.outer.shard_weights else None
     node.load_shard_index()
     pool = AveragingPool(node.dht, node.plan, node.grid, weights)
@@ -121,14 +134,35 @@ def _train(
         )
         if settings.address_file is not None:
             write_address_file(settings, node)
-        session.run()
+        successor = session.run()
     finally:
         pool.shutdown()
+    if successor is None:
+        return settings, None
+    settings = _settings_in_successor(settings, successor, session.rounds_done, display)
+    del session
+    release_memory(device)
+    return settings, successor
+
+
+def _settings_in_successor(
+    settings: PeerSettings, successor: Node, rounds_done: int, display: Display
+) -> PeerSettings:
+    """Return the settings for the next run: what is left of --max-rounds, and --path if it is."""
+    if settings.max_rounds is not None:
+        settings = replace(settings, max_rounds=settings.max_rounds - rounds_done)
+    if settings.path is not None and settings.path >= successor.grid.path_count:
+        display.say(f"--path {settings.path} is no path of the successor; it chooses one itself")
+        settings = replace(settings, path=None)
+    return settings
 
 
 def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[Publisher, Keeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
     node.held.load_from_disk()
+    node.serve_run()
+    best_copies = BestCopies(node, status, lambda: publisher.announce(), events)
+    best_copies.load_from_disk()
     status.addresses = visible_addresses(node.dht)
     status.reachable = classify(status.addresses, node.initial_peers or status.addresses)
     publisher = Publisher(
@@ -144,6 +178,7 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
         software=SOFTWARE,
         manifest=node.manifest.envelope,
         exchange=node.exchange,
+        earlier_manifests={m.plan.run_id: m.envelope for m in node.earlier_manifests()},
         initial_peers=node.initial_peers,
     )
     keeper = Keeper(
@@ -156,7 +191,9 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
         me=node.me,
         own_modules=lambda: _modules_in_training(node, status),
         on_kept=lambda module, version: events.emit("kept", module=module, version=version),
+        best_copies=best_copies,
     )
+    publisher.add_annex(best_copies)
 
     def accept(offer: HoldingRecord) -> bool:
         return keeper.accept_offer(offer)

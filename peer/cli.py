@@ -35,6 +35,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     network.add_argument("--run", help="run id, its beginning, or its name (if there are several)")
     network.add_argument(
+        "--stay",
+        action="store_true",
+        help="stay in this run when the operator starts its successor",
+    )
+    network.add_argument(
         "--port",
         type=int,
         default=0,
@@ -112,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             initial_peers=tuple(options.initial_peers),
             cache_directory=options.cache_dir,
             run=options.run,
+            stay=options.stay,
             identity_path=options.identity_path,
             host_maddrs=tuple(options.host_maddrs),
             announce_maddrs=tuple(options.announce_maddrs),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dipaco.dht.view import SwarmView, build_view
+from dipaco.modules.best_path import BestPath
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState
@@ -101,6 +102,13 @@ class ReadOnlyClient:
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
         return self._node.fetcher.blob(sha256, what)
+
+    def fetch_best_path(self, path: int, sha256: str) -> BestPath:
+        """Fetch announced best states of a path; their score is a claim that nobody checked here.
+
+        Raises `NetworkError` when nobody has them, `IntegrityError` when they are malformed.
+        """
+        return self._node.fetcher.best_path(path, sha256)
 
     def best_state(self, module: str) -> ModuleState | None:
         """Fetch the heaviest state of a module; None when nobody holds one (still genesis).

@@ -73,6 +73,24 @@ class Display:
         return formatter(v) if formatter else None
 
 
+def _score_line(v: Mapping[str, Any]) -> str | None:
+    what = f"{v['documents']} router documents with path {v['path']}"
+    if v["state"] == "claimed":
+        return f"scores {what} for the operator"
+    if v["state"] == "done":
+        return f"scored {what} in {v['seconds']:.1f} s"
+    return f"does not score {what}: {v['reason']}"
+
+
+def _successor_line(v: Mapping[str, Any]) -> str | None:
+    run = f"run '{v['name']}' ({v['run']})"
+    return {
+        "found": f"the operator signed a successor: {run}",
+        "ready": f"the successor is at hand; moving to it at the end of the round: {run}",
+        "moving": f"moving to the successor: {run}",
+    }.get(v["state"])
+
+
 def _commit_line(v: Mapping[str, Any]) -> str:
     peers = len(v["group"])
     return (
@@ -99,6 +117,8 @@ _LINES = {
         f"({v['tokens']:,} tokens)"
     ),
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
+    "score": _score_line,
+    "successor": _successor_line,
     "leaving": lambda v: "leaving: states handed over, claim withdrawn",
 }
 

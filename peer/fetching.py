@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import HoldingRecord
 from dipaco.dht.view import SwarmView, plausible_progress
+from dipaco.modules.best_path import BestPath, greatest_best_path_bytes, read_best_path
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
@@ -53,6 +54,14 @@ class ContentFetcher:
         shards = [s for shard in index.paths for s in (shard.train_sha256, shard.validation_sha256)]
         self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *shards)))
 
+    def use_genesis(self, digests: Mapping[str, str]) -> None:
+        """Learn the states that a successor run begins with, which are blobs too."""
+        self.use_blobs(digests.values())
+
+    def use_blobs(self, hashes: Iterable[str]) -> None:
+        """Learn further blobs: those that lie here are announced and served with the others."""
+        self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *hashes)))
+
     def all_blobs(self) -> tuple[str, ...]:
         """Return the hashes that the run consists of."""
         return self._all_blobs
@@ -61,7 +70,13 @@ class ContentFetcher:
         """Tell whether a blob is on this disk."""
         return self.blobs.has(sha256)
 
-    def blob(self, sha256: str, what: str = "a blob", timeout_s: float = FETCH_TIMEOUT_S) -> Path:
+    def blob(
+        self,
+        sha256: str,
+        what: str = "a blob",
+        timeout_s: float = FETCH_TIMEOUT_S,
+        max_bytes: int = MAX_BLOB_BYTES,
+    ) -> Path:
         """Return the file of a blob, fetched if needed.
 
         Raises `NetworkError` when nobody can give it in time, naming `what`, and
@@ -75,7 +90,7 @@ class ContentFetcher:
                 sha256,
                 holders,
                 self.blobs,
-                max_bytes=MAX_BLOB_BYTES,
+                max_bytes=max_bytes,
                 timeout_s=timeout_s,
                 mirrors=self._mirrors,
             )
@@ -83,6 +98,28 @@ class ContentFetcher:
             raise type(error)(
                 f"could not fetch {what}: {error}; start again, other holders are then asked too"
             ) from None
+
+    def best_path(self, path: int, sha256: str) -> BestPath:
+        """Fetch the best states of a path and check all but their score.
+
+        Raises `IntegrityError` or `NetworkError`; nothing is kept of what is bad.
+        """
+        assert self._grid is not None
+        file = self._exchange.fetch(
+            sha256,
+            self._directory.find_blob_holders(sha256),
+            self._scratch,
+            max_bytes=greatest_best_path_bytes(self._grid),
+            timeout_s=FETCH_TIMEOUT_S,
+        )
+        try:
+            return read_best_path(file, self._grid, sha256, path=path)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def blob_holders(self, sha256: str) -> tuple[str, ...]:
+        """Return the peers, other than this one, that serve a blob."""
+        return self._directory.find_blob_holders(sha256)
 
     def state(self, module: str, digest: str, holders: Sequence[str]) -> ModuleState:
         """Fetch one module state by digest and check it against the module's shape.

@@ -1,4 +1,4 @@
-"""Keeps copies of states and blobs that rendezvous hashing assigns to this peer (DESIGN 4.6).
+"""Keeps copies of what rendezvous hashing assigns to this peer: states, best paths, blobs.
 
 One background thread, in peers and in bootstrap nodes. What it fetches is used only when its
 digest matches, and replaces what is held only when there are more tokens behind it.
@@ -18,6 +18,7 @@ from dipaco.modules.errors import DipacoError
 from dipaco.modules.grid import Grid
 from dipaco.routing.plan import RunPlan
 
+from .best_copies import BestCopies
 from .fetching import ContentFetcher
 from .publisher import Publisher
 from .schedule import RoundSchedule
@@ -44,6 +45,7 @@ class Keeper:
         me: str,
         own_modules: Callable[[], tuple[str, ...]],
         on_kept: Callable[[str, int], None] = lambda module, version: None,
+        best_copies: BestCopies | None = None,
     ) -> None:
         self._plan = plan
         self._grid = grid
@@ -54,6 +56,7 @@ class Keeper:
         self._me = me
         self._own_modules = own_modules
         self._on_kept = on_kept
+        self._best_copies = best_copies
         self._offers: list[HoldingRecord] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -98,6 +101,8 @@ class Keeper:
                 self._keep_offered()
                 view = self._publisher.view
                 self._keep_states(view)
+                if self._best_copies is not None:
+                    self._best_copies.keep(view)
                 self._keep_blobs(view)
             except DipacoError as error:
                 logger.debug("keeper: %s", error)

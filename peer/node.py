@@ -1,8 +1,9 @@
 """What every process of the swarm has, training or not: identity, DHT, exchange, clock, run.
 
-`Node.join` does the steps of joining in order and stops at the first that fails with one clear
+`join_run` does the steps of joining in order and stops at the first that fails with one clear
 line. Peers (`session.py`), bootstrap nodes (`dipaco.bootstrap.serve`) and read-only clients
-(`client.py`) stand on it.
+(`client.py`) stand on it. A `Membership` is a place in the swarm, a `Node` a run on top of it;
+`Node.open_successor` puts the next run on the same place, so nobody leaves the swarm to move.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dipaco.dht.identity import Identity, load_or_create_identity
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
 from dipaco.dht.process_guard import GuardedDHT
+from dipaco.modules.best_store import BestPathStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
     AddressError,
@@ -41,7 +43,7 @@ from dipaco.routing.run_directory import RunDirectory
 from .clock import Clock, measure_clock
 from .diagnosis import diagnose
 from .exchange import Exchange
-from .fetching import ContentFetcher
+from .fetching import ContentFetcher, core_blobs
 from .schedule import RoundSchedule
 from .states import HeldStates
 
@@ -52,14 +54,29 @@ MANIFEST_WAIT_S = 20.0
 
 
 @dataclass
-class Node:
-    """A joined process. Close it with `close`."""
+class Membership:
+    """This process's place in the swarm, whatever run it works on. Close it with `close`."""
 
     identity: Identity
     dht: GuardedDHT
-    directory: Directory
     exchange: Exchange
     clock: Clock
+    initial_peers: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        """Stop the exchange and the DHT; bounded."""
+        with contextlib.suppress(Exception):
+            self.exchange.stop()
+        with contextlib.suppress(Exception):
+            self.dht.shutdown()
+
+
+@dataclass
+class Node:
+    """A joined process with its run. Close it with `close`."""
+
+    membership: Membership
+    directory: Directory
     manifest: SignedManifest
     plan: RunPlan
     grid: Grid
@@ -67,11 +84,39 @@ class Node:
     run_directory: RunDirectory
     blobs: BlobStore
     states: StateStore
+    bests: BestPathStore
     held: HeldStates
     fetcher: ContentFetcher
-    initial_peers: tuple[str, ...] = ()
+    cache_directory: Path
+    earlier: Node | None = None
+    """The run that this process worked on before, whose content it still serves."""
     _lock_file: int | None = None
     shard_index: ShardIndex | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process is."""
+        return self.membership.identity
+
+    @property
+    def dht(self) -> GuardedDHT:
+        """The DHT process."""
+        return self.membership.dht
+
+    @property
+    def exchange(self) -> Exchange:
+        """What serves and fetches content."""
+        return self.membership.exchange
+
+    @property
+    def clock(self) -> Clock:
+        """The swarm's time."""
+        return self.membership.clock
+
+    @property
+    def initial_peers(self) -> tuple[str, ...]:
+        """The addresses that this process joined through."""
+        return self.membership.initial_peers
 
     @property
     def me(self) -> str:
@@ -89,26 +134,62 @@ class Node:
         return self.plan.run_id
 
     def load_shard_index(self) -> ShardIndex:
-        """Fetch the shard index if it is not here, and make the shards known to the fetcher."""
+        """Fetch the shard index if it is not here, and make shards and genesis states known to
+        the fetcher."""
         if self.shard_index is None:
             self.fetcher.blob(self.plan.blobs.shards, "the shard index")
             self.shard_index = self.run_directory.shard_index(self.plan)
             self.fetcher.use_shards(self.shard_index)
+            if self.plan.blobs.genesis is not None:
+                self.fetcher.blob(self.plan.blobs.genesis, "the genesis index")
+                self.fetcher.use_genesis(self.run_directory.genesis_index(self.plan) or {})
         return self.shard_index
 
     def shard_sequences(self) -> dict[int, int]:
         """Return the training sequences of every path."""
         return {shard.path: shard.train_sequences for shard in self.load_shard_index().paths}
 
-    def close(self) -> None:
-        """Stop the exchange and the DHT; bounded."""
-        with contextlib.suppress(Exception):
-            self.exchange.stop()
-        with contextlib.suppress(Exception):
-            self.dht.shutdown()
+    def open_successor(self, manifest: SignedManifest) -> Node:
+        """Open the run that succeeds this one, in this process; nothing is served of it yet.
+
+        What both runs consist of is copied, not fetched again. Raises `AddressError` when another
+        process uses the run's folder, `StorageError` when the disk is full. `release` undoes it.
+        """
+        path = self.cache_directory / manifest.plan.run_id
+        node = _open_run(self.membership, manifest, path, self.cache_directory, earlier=self)
+        try:
+            for sha256 in core_blobs(node.plan):
+                if self.blobs.has(sha256):
+                    node.blobs.add_file(self.blobs.path(sha256))
+        except BaseException:
+            node.release()
+            raise
+        return node
+
+    def serve_run(self) -> None:
+        """Let the exchange serve this run, and by hash what was served before it."""
+        earlier = self.earlier.held if self.earlier is not None else None
+        self.held.use_earlier(earlier)
+        self.exchange.set_source(self.held, self.run_id)
+
+    def earlier_manifests(self) -> tuple[SignedManifest, ...]:
+        """Return the manifests of the runs that this process came here through."""
+        earlier = self.earlier
+        return () if earlier is None else (*earlier.earlier_manifests(), earlier.manifest)
+
+    def release(self) -> None:
+        """Let another process use the run's folder."""
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+    def close(self) -> None:
+        """Stop the exchange and the DHT, and let go of all folders; bounded."""
+        self.membership.close()
+        node: Node | None = self
+        while node is not None:
+            node.release()
+            node = node.earlier
 
 
 def join_run(
@@ -147,40 +228,56 @@ def join_run(
         identity.release()
         raise
     exchange = Exchange(dht, software=SOFTWARE, protocol_version=PROTOCOL_VERSION)
-    lock_file: int | None = None
+    membership = Membership(identity, dht, exchange, Clock(), initial_peers)
     try:
         exchange.start()
-        clock = Clock()
         if initial_peers:
-            clock = measure_clock(exchange, initial_peers)
-            if abs(clock.offset_s) > 0.5:
-                say(f"clock: {clock.offset_s:+.2f} s against the swarm, corrected")
+            membership.clock = measure_clock(exchange, initial_peers)
+            if abs(membership.clock.offset_s) > 0.5:
+                say(f"clock: {membership.clock.offset_s:+.2f} s against the swarm, corrected")
         manifest = _find_manifest(dht, identity, run, own_manifest)
-        plan = manifest.plan
-        if plan.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolVersionError(
-                f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
-                f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; install a matching version"
-            )
-        path = run_directory or cache_directory / plan.run_id
-        make_directory(path)
-        lock_file = _lock_directory(path)
-        if run_directory is None:
+        path = run_directory or cache_directory / manifest.plan.run_id
+        node = _open_run(
+            membership, manifest, path, cache_directory, write_manifest=run_directory is None
+        )
+        node.serve_run()
+        return node
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _open_run(
+    membership: Membership,
+    manifest: SignedManifest,
+    path: Path,
+    cache_directory: Path,
+    *,
+    write_manifest: bool = True,
+    earlier: Node | None = None,
+) -> Node:
+    """Open a run's folder and what stands on it. Raises a `DipacoError`; nothing stays open."""
+    plan = manifest.plan
+    if plan.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
+            f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; install a matching version"
+        )
+    make_directory(path)
+    lock_file = _lock_directory(path)
+    try:
+        if write_manifest:
             atomic_write(path / "manifest.json", [manifest.envelope])
         grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
         files = RunDirectory(path)
-        blobs, states = files.blobs, files.states
-        held = HeldStates(grid, states, blobs)
-        directory = Directory(dht, identity, plan.run_id)
-        fetcher = ContentFetcher(directory, exchange, blobs, BlobStore(path / "incoming"))
-        fetcher.use_plan(plan, grid, clock.now)
-        exchange.set_source(held, plan.run_id)
+        blobs, states, bests = files.blobs, files.states, files.best_paths(grid)
+        directory = Directory(membership.dht, membership.identity, plan.run_id)
+        incoming = BlobStore(path / "incoming")
+        fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
+        fetcher.use_plan(plan, grid, membership.clock.now)
         return Node(
-            identity=identity,
-            dht=dht,
+            membership=membership,
             directory=directory,
-            exchange=exchange,
-            clock=clock,
             manifest=manifest,
             plan=plan,
             grid=grid,
@@ -188,16 +285,15 @@ def join_run(
             run_directory=files,
             blobs=blobs,
             states=states,
-            held=held,
+            bests=bests,
+            held=HeldStates(grid, states, blobs, bests),
             fetcher=fetcher,
-            initial_peers=initial_peers,
+            cache_directory=cache_directory,
+            earlier=earlier,
             _lock_file=lock_file,
         )
     except BaseException:
-        exchange.stop()
-        dht.shutdown()
-        if lock_file is not None:
-            os.close(lock_file)
+        os.close(lock_file)
         raise
 
 

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from dipaco.dht.policy import enough_for_commit
@@ -26,8 +25,7 @@ from dipaco.modules.outer import (
 from dipaco.modules.state import ModuleState
 from dipaco.routing.plan import RunPlan
 
-from .averager import AveragingOutcome
-from .exact_parts import AveragingFailed
+from .averager import AveragingFailed, AveragingOutcome, ExactAverager
 from .group_key import group_bits
 from .schedule import Boundary
 from .trainer import Snapshot
@@ -39,26 +37,6 @@ ATTEMPTS = 2
 PATIENCE_ROUNDS = 2
 # A group that closes sooner than this from now cannot form any more.
 SHORTEST_MATCHMAKING_S = 0.3
-
-
-class Averager(Protocol):
-    """What an outer round needs of `ExactAverager`."""
-
-    def average(
-        self,
-        flat: torch.Tensor,
-        *,
-        group_bits: str,
-        scheduled_time: float,
-        timeout_s: float,
-        contribution: Contribution,
-        module: str,
-        round_index: int,
-        anchor_digest: str,
-        greatest_tokens: int = ...,
-        expected_peers: int | None = ...,
-        exclude: Collection[str] = ...,
-    ) -> AveragingOutcome: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +88,7 @@ class OuterRound:
     me: str
     module_index: int
     shard_sequences: dict[int, int] | None
-    averager: Averager
+    averager: ExactAverager
     expected_group: Callable[[str], frozenset[str]]
     """Peers that train a path through the module, from the newest view."""
     possible_group: Callable[[str], frozenset[str]]

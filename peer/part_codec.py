@@ -24,6 +24,7 @@ from hivemind.proto import runtime_pb2
 _BLOCK_ELEMENTS = 4096
 _CODEBOOK_ELEMENTS = 256
 _HEADER_BYTES = 16
+_VALUE_BYTES = {"none": 4, "float16": 2, "blockwise8bit": 1}
 
 
 class PartCodec:
@@ -52,9 +53,7 @@ class PartCodec:
 
         Otherwise the blocks, and so the bits, would depend on where a part begins.
         """
-        if self.name != "blockwise8bit":
-            return part_bytes
-        return max(1, part_bytes // _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
+        return part_elements(self.name, part_bytes) * _VALUE_BYTES[self.name]
 
     def encode(self, part: torch.Tensor) -> runtime_pb2.Tensor:
         """Return a flat fp32 part as a message."""
@@ -70,10 +69,9 @@ class PartCodec:
         if list(message.size) != [elements] or message.dtype != "float32":
             shape = "x".join(map(str, message.size))
             raise ValueError(f"a part is {message.dtype[:16]} {shape}, not float32 {elements}")
-        if len(message.buffer) != self._encoded_bytes(elements):
-            raise ValueError(
-                f"a part has {len(message.buffer)} bytes, not {self._encoded_bytes(elements)}"
-            )
+        expected_bytes = encoded_bytes(self.name, elements)
+        if len(message.buffer) != expected_bytes:
+            raise ValueError(f"a part has {len(message.buffer)} bytes, not {expected_bytes}")
         part = self._decode_buffer(message.buffer, elements)
         if not is_finite(part):
             raise ValueError("a part is not finite")
@@ -86,20 +84,27 @@ class PartCodec:
         """
         return self.decode(self.encode(part), part.numel())
 
-    def _encoded_bytes(self, elements: int) -> int:
-        if self.name == "none":
-            return 4 * elements
-        if self.name == "float16":
-            return 2 * elements
-        blocks = -(-elements // _BLOCK_ELEMENTS)
-        return _HEADER_BYTES + 4 * blocks + 4 * _CODEBOOK_ELEMENTS + elements
-
     def _decode_buffer(self, buffer: bytes, elements: int) -> torch.Tensor:
         if self.name == "none":
             return torch.from_numpy(np.frombuffer(buffer, dtype="<f4").astype(np.float32))
         if self.name == "float16":
             return torch.from_numpy(np.frombuffer(buffer, dtype="<f2").astype(np.float32))
         return _decode_blockwise(buffer, elements)
+
+
+def part_elements(codec: str, part_bytes: int) -> int:
+    """Return the values in a whole part; its header, if it has one, comes on top of its bytes."""
+    if codec != "blockwise8bit":
+        return max(1, part_bytes // _VALUE_BYTES[codec])
+    return max(1, part_bytes // _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
+
+
+def encoded_bytes(codec: str, elements: int) -> int:
+    """Return the bytes that so many fp32 values become in `codec`."""
+    if codec != "blockwise8bit":
+        return _VALUE_BYTES[codec] * elements
+    blocks = -(-elements // _BLOCK_ELEMENTS)
+    return _HEADER_BYTES + 4 * blocks + 4 * _CODEBOOK_ELEMENTS + elements
 
 
 def is_finite(flat: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dipaco.modules.errors import CorpusError
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, greatest_state_bytes
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.token_files import check_tokens, even_sample
+from dipaco.routing.held_out import are_shared, early_stopping_rows, reported_rows
+from dipaco.routing.token_files import check_tokens
 
 from .node import Node
 
@@ -23,6 +23,9 @@ class PathData:
 
     stream: BatchStream
     validation: torch.Tensor
+    """Rows of the published loss, [sequences, length]."""
+    early_stopping: torch.Tensor
+    """Rows that choose the best states; the same tensor unless the run has them separate."""
 
 
 class PathFiles:
@@ -65,28 +68,43 @@ class PathFiles:
         stream = BatchStream(
             tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
         )
-        return PathData(stream, self._validation_rows(path))
+        return PathData(stream, *self._held_out_rows(path))
 
-    def _validation_rows(self, path: int) -> torch.Tensor:
-        """Return at most `validation_sequences` held-out rows, evenly spread over the split."""
-        plan = self._node.plan
+    def _held_out_rows(self, path: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the held-out rows of the published loss, and those of early stopping."""
+        plan, rounds = self._node.plan, self._node.plan.rounds
         rows = self._node.run_directory.validation_tokens(plan, path)
         check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
-        sample = even_sample(rows, plan.rounds.validation_sequences)
-        return torch.from_numpy(np.asarray(sample, dtype=np.int64))
+        reported = _as_tensor(reported_rows(rows, rounds, rounds.validation_sequences))
+        if are_shared(rounds):
+            return reported, reported
+        return reported, _as_tensor(early_stopping_rows(rows, rounds))
 
     def genesis_state(self, module: str) -> ModuleState:
-        """Return the state a module starts from: of the successor's index, or of the base."""
+        """Return the state a module starts from: of the successor's index, or of the base.
+
+        Raises `NetworkError` when nobody has it, `IntegrityError` when what the operator's index
+        names is no first state of this module.
+        """
         node, plan = self._node, self._node.plan
-        if plan.blobs.genesis is not None:
-            index = node.fetcher.blob(plan.blobs.genesis, "the genesis index")
-            digest = json.loads(index.read_bytes()).get(module)
-            if digest is not None:
-                node.fetcher.blob(digest, f"the genesis state of {module}")
-        elif self._base is None:
-            self._base = node.run_directory.base_parameters(plan)
-        return node.run_directory.genesis_state(plan, module, self._base)
+        if plan.blobs.genesis is None:
+            if self._base is None:
+                self._base = node.run_directory.base_parameters(plan)
+            return node.run_directory.genesis_state(plan, module, self._base)
+        node.fetcher.blob(plan.blobs.genesis, "the genesis index")
+        digests = node.run_directory.genesis_index(plan)
+        assert digests is not None
+        node.fetcher.blob(
+            digests[module],
+            f"the genesis state of {module}",
+            max_bytes=greatest_state_bytes(node.grid.layout(module), 0),
+        )
+        return node.run_directory.genesis_state(plan, module)
 
     def release(self) -> None:
         """Forget the base model, which is as large as a path; called when training begins."""
         self._base = None
+
+
+def _as_tensor(rows: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(rows, dtype=np.int64))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import (
@@ -81,6 +81,22 @@ class PeerStatus:
     """Module to (round, peers in the group) of its last commit here."""
 
 
+class Annex(Protocol):
+    """Further records that are renewed and read with the others, on the publisher's thread."""
+
+    def publish(self, directory: Directory, life_s: float) -> None:
+        """Publish what there is; it lives for `life_s`."""
+        ...
+
+    def read(self, directory: Directory) -> None:
+        """Read what others published."""
+        ...
+
+    def withdraw(self, directory: Directory) -> None:
+        """Take back what was published: the peer leaves the run."""
+        ...
+
+
 class Publisher:
     """The background thread, see the module's docstring. Used by peers and bootstrap nodes."""
 
@@ -99,6 +115,7 @@ class Publisher:
         software: str,
         manifest: bytes,
         exchange: Exchange,
+        earlier_manifests: Mapping[str, bytes] | None = None,
         initial_peers: Sequence[str] = (),
     ) -> None:
         self._directory = directory
@@ -112,6 +129,8 @@ class Publisher:
         self._me = me
         self._software = software
         self._manifest = manifest
+        self._earlier_manifests = dict(earlier_manifests or {})
+        self._annexes: list[Annex] = []
         self._exchange = exchange
         self.period_s = refresh_period_s(plan.rounds.duration_s)
         self._changed = threading.Event()
@@ -134,6 +153,10 @@ class Publisher:
         """Begin; `all_blobs` gives the hashes that this run consists of."""
         self._all_blobs = all_blobs
         self._thread.start()
+
+    def add_annex(self, annex: Annex) -> None:
+        """Renew and read the records of `annex` from the next refresh on."""
+        self._annexes.append(annex)
 
     @property
     def view(self) -> SwarmView:
@@ -214,6 +237,8 @@ class Publisher:
                 self._directory.withdraw_peer()
                 for held in self._held.all():
                     self._directory.withdraw_holding(held.module)
+                for annex in self._annexes:
+                    annex.withdraw(self._directory)
         except DipacoError as error:
             logger.info("could not withdraw: %s", error)
 
@@ -298,6 +323,8 @@ class Publisher:
                 ProgressRecord(peer_id=self._me, entries=tuple(entries[:MAX_PROGRESS_ENTRIES])),
                 PROGRESS_LIFE_S,
             )
+        for annex in self._annexes:
+            annex.publish(self._directory, life_s)
         self._publish_blobs(life_s)
 
     def _publish_peer(self, life_s: float) -> None:
@@ -329,6 +356,9 @@ class Publisher:
             return
         self._blob_countdown = BLOB_PERIODS
         self._directory.publish_manifest(self._manifest, MANIFEST_LIFE_S)
+        # A peer that was away finds the newest run by them, and a tool the one that it names.
+        for run_id, envelope in self._earlier_manifests.items():
+            self._directory.publish_manifest(envelope, MANIFEST_LIFE_S, run_id)
         for sha256 in self._all_blobs():
             if self._blobs.has(sha256):
                 record = BlobRecord(
@@ -347,3 +377,5 @@ class Publisher:
             holdings=directory.read_holdings(self._grid.modules()),
             progress=directory.read_progress(),
         )
+        for annex in self._annexes:
+            annex.read(directory)

@@ -134,6 +134,20 @@ class RoundPosition:
             return False
         return self.steps_in_round < self._quota()
 
+    def slack_s(self, now_s: float, step_s: float) -> float:
+        """Return how long other work may keep the next inner step waiting.
+
+        That is until the next boundary, and in the fixed-steps mode without the time that the
+        steps before it still take, at `step_s` each.
+        """
+        boundary = min(self._next.values())
+        steps = 0
+        if self._schedule.fixed_steps:
+            steps = self._schedule.steps_before(boundary.level) - self.steps_in_round
+            if boundary.round_index > self.round_index:
+                steps += self._schedule.fixed_steps
+        return boundary.time_s - now_s - max(0, steps) * step_s
+
     def missing_steps(self, level: str) -> int:
         """Fixed-steps mode: inner steps not done though the boundary of `level` has come."""
         if not self._schedule.fixed_steps:

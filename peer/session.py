@@ -8,7 +8,6 @@ view of the swarm by the pure functions of `dipaco.dht.policy`.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -24,7 +23,6 @@ from dipaco.dht.policy import (
     seniority,
     should_move,
 )
-from dipaco.dht.records import ProgressEntry
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState
 
@@ -43,18 +41,21 @@ from .outer_round import (
     OuterRound,
 )
 from .path_files import PathFiles
+from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
 from .rates import RateMeter
 from .round_position import RoundPosition
 from .schedule import Boundary
+from .scoring import Scoring
 from .settings import PeerSettings
+from .successor import SuccessorWatch
 from .trainer import PathTrainer, Snapshot
 
 logger = logging.getLogger("dipaco.peer.session")
 
 LEAVE_BUDGET_S = 4.0
-# What a diverged inner loop reports instead of a number that no record can hold.
-MAX_LOSS = 1e6
+BEGIN_LIMIT_S = 300.0
+BEGIN_RETRY_S = 3.0
 
 
 @dataclass
@@ -67,7 +68,8 @@ class _Job:
 
 
 class Session:
-    """One training peer. `run` returns when it was stopped or has done its rounds."""
+    """One training peer in one run. `run` returns when it was stopped, has done its rounds, or
+    can move to the run's successor."""
 
     def __init__(
         self,
@@ -115,19 +117,50 @@ class Session:
         self._adoptions = Adoptions(
             node, publisher, self._trainer, self._executor, self._wake, self._hold_committed, events
         )
+        self._progress = ProgressReports(node, publisher, self._trainer, status, events)
+        self._scoring = Scoring(node, publisher, self._trainer, events, self._wake.set)
+        self._watch = SuccessorWatch(node, events, follow=not settings.stay)
+        self._successor: Node | None = None
+        publisher.add_annex(self._scoring)
+        publisher.add_annex(self._watch)
 
     # -- life cycle
 
-    def run(self) -> None:
-        """Train until `stopping` is set or `max_rounds` rounds have ended; then leave cleanly."""
+    def run(self) -> Node | None:
+        """Train until `stopping` is set or `max_rounds` rounds have ended; then leave cleanly.
+
+        Returns the successor's node when a round has ended and the run has one that is at hand:
+        this run was left then, and the swarm was not.
+        """
         try:
             decision = self._claimer.claim(self.stopping)
             if not self.stopping.is_set():
-                self._begin_path(decision)
-            while not self.stopping.is_set():
+                self._begin_first_path(decision)
+            while not self.stopping.is_set() and self._successor is None:
                 self._turn()
         finally:
             self._leave()
+        return self._successor
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds that ended here."""
+        return self._rounds_done
+
+    def _begin_first_path(self, decision: Decision) -> None:
+        """Begin; one that came from the run before waits for content, since others come too."""
+        deadline = time.monotonic() + (BEGIN_LIMIT_S if self.node.earlier is not None else 0.0)
+        while not self.stopping.is_set():
+            try:
+                self._begin_path(decision)
+                return
+            except (NetworkError, IntegrityError) as error:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise
+                logger.warning("tries for %.0f s more to begin: %s", left_s, error)
+                self._set_waiting(f"content of path {decision.path}")
+                self.stopping.wait(BEGIN_RETRY_S)
 
     def _begin_path(self, decision: Decision) -> None:
         """Fetch what the path needs and start to train it."""
@@ -138,7 +171,7 @@ class Session:
         self._adoptions.clear()
         self._in_vain.clear()
         self._trainer.start_path(path, states, files.stream, optimizer_state=optimizer_state)
-        self._validation = files.validation
+        self._progress.begin_path(files)
         self._adoptions.validation = files.validation
         self._files.release()
         for state in states.values():
@@ -189,6 +222,7 @@ class Session:
             raise self._publisher.failure
         self._wake.clear()
         self._finish_jobs()
+        self._progress.poll()
         self._adoptions.finish(self._jobs)
         now = self.node.clock.now()
         for boundary in self._position.due(now, self._meter.step_s):
@@ -197,9 +231,12 @@ class Session:
         if self._position.round_ended(self._jobs):
             self._end_round()
             return
+        scored = self._scoring.turn(
+            self._position.slack_s(now, self._meter.step_s), self._meter.step_s
+        )
         if self._position.may_step(now):
             self._inner_step()
-        else:
+        elif not scored:
             self._wait_for_boundary(now)
 
     def _inner_step(self) -> None:
@@ -377,10 +414,7 @@ class Session:
         ended = self._position.round_index
         self._rounds_done += 1
         self._rounds_on_path += 1
-        nll, count = 0.0, 0
-        if (ended + 1) % self.node.plan.rounds.validation_every_rounds == 0:
-            nll, count = self._validate(ended)
-        self._publish_progress(ended, nll, count)
+        self._progress.end_round(ended, self._last_loss)
         self._save_optimizer(ended)
         self.events.emit(
             "round",
@@ -394,43 +428,9 @@ class Session:
         if self.settings.max_rounds and self._rounds_done >= self.settings.max_rounds:
             self.stopping.set()
             return
-        self._move_if_better()
-
-    def _validate(self, round_index: int) -> tuple[float, int]:
-        """Score the committed states; return the summed nll in nats and the tokens scored."""
-        nll, count = self._trainer.score_anchors(
-            self._validation, self.node.plan.routing.prefix_tokens
-        )
-        if not count:
-            return 0.0, 0
-        if not math.isfinite(nll):
-            logger.warning("the held-out loss is not finite, so it is not published")
-            return 0.0, 0
-        self.status.validation_loss = nll / count
-        self.events.emit(
-            "validation",
-            path=self._trainer.path,
-            round=round_index,
-            loss=round(nll / count, 6),
-            tokens=count,
-        )
-        return nll, count
-
-    def _publish_progress(self, round_index: int, nll: float, count: int) -> None:
-        """Tell the swarm how far the path is: others decide by it which path has waited."""
-        path = self._trainer.path
-        assert path is not None
-        counted = [s.progress.get(path) for s in self._trainer.anchors().values()]
-        loss = self._last_loss
-        self.status.progress[path] = ProgressEntry(
-            path=path,
-            last_round=round_index,
-            tokens=max((progress.tokens for progress in counted if progress), default=0),
-            validation_nll=nll,
-            validation_tokens=count,
-            train_loss=loss if math.isfinite(loss) and abs(loss) < MAX_LOSS else MAX_LOSS,
-        )
-        self._publisher.announce()
+        self._successor = self._watch.take()
+        if self._successor is None:
+            self._move_if_better()
 
     def _save_optimizer(self, round_index: int) -> None:
         """Write the AdamW state in the background; only copying it keeps the next step waiting."""
@@ -470,6 +470,7 @@ class Session:
             "move", from_path=self._trainer.path, to_path=decision.path, reason=decision.reason
         )
         self._keep_optimizer()
+        self._progress.finish(LEAVE_BUDGET_S)
         try:
             taken = self._claimer.claim(self.stopping, decision)
             if not self.stopping.is_set():
@@ -501,9 +502,17 @@ class Session:
             self.node.held.save_all()
             if self._trainer.path is not None:
                 self._keep_optimizer()
-                handed_over = hand_over(self.node, self._publisher, self._trainer.modules, deadline)
+                self._progress.finish(1.0)
+                if self._successor is None:
+                    modules = self._trainer.modules
+                    handed_over = hand_over(self.node, self._publisher, modules, deadline)
         finally:
-            self.events.emit("leaving", path=self._trainer.path, handed_over=sorted(handed_over))
+            if self._successor is None:
+                path = self._trainer.path
+                self.events.emit("leaving", path=path, handed_over=sorted(handed_over))
+            self._watch.stop()
+            self._scoring.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
+            self._progress.stop()
             self._keeper.stop()
             self._publisher.stop(withdraw=True)

@@ -29,6 +29,8 @@ class PeerSettings:
     """Blobs, states and AdamW states; one folder a run inside."""
     run: str | None = None
     """Run id, its beginning, or its name; needed when the DHT holds several."""
+    stay: bool = False
+    """Do not move to the run's successor."""
     identity_path: Path | None = None
     """libp2p key; default: `identity.key` in the cache directory."""
     host_maddrs: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from dipaco.modules.best_store import BestPathStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import StorageError
 from dipaco.modules.grid import Grid
@@ -36,13 +37,25 @@ class HeldState:
 class HeldStates:
     """Newest state of every module held here. Thread-safe; also the exchange's content source."""
 
-    def __init__(self, grid: Grid, store: StateStore, blobs: BlobStore) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        store: StateStore,
+        blobs: BlobStore,
+        bests: BestPathStore | None = None,
+    ) -> None:
         self._grid = grid
         self._store = store
         self._blobs = blobs
+        self._bests = bests
         self._lock = threading.Lock()
         self._newest: dict[str, HeldState] = {}
         self._in_memory: dict[str, ModuleState] = {}
+        self._earlier: HeldStates | None = None
+
+    def use_earlier(self, earlier: HeldStates | None) -> None:
+        """Serve by hash also what is held of the run that this one succeeds."""
+        self._earlier = earlier
 
     def load_from_disk(self) -> tuple[HeldState, ...]:
         """Take up what an earlier life of this peer left on disk; bad files are skipped."""
@@ -119,12 +132,16 @@ class HeldStates:
         return self._store.load_latest(module, self._grid.layout(module))
 
     def lookup(self, sha256: str) -> Path | bytes | None:
-        """Find content by its hash: a state or a blob. The exchange calls this."""
+        """Find content by its hash: a state, a best path or a blob. The exchange calls this."""
         with self._lock:
             state = self._in_memory.get(sha256)
         if state is not None:
             return b"".join(bytes(chunk) for chunk in state_chunks(state))
         path = self._store.find(sha256)
+        if path is None and self._bests is not None:
+            path = self._bests.find(sha256)
         if path is not None:
             return path
-        return self._blobs.path(sha256) if self._blobs.has(sha256) else None
+        if self._blobs.has(sha256):
+            return self._blobs.path(sha256)
+        return self._earlier.lookup(sha256) if self._earlier is not None else None

@@ -11,12 +11,14 @@ exactly zero and local becomes exactly the anchor, as in the simulator.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from dipaco.modules.best_path import BestPath
 from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
 from dipaco.modules.evaluate import score_sequences
 from dipaco.modules.grid import Grid
@@ -256,10 +258,28 @@ class PathTrainer:
         """
         assert self.path is not None
         states = {**self.anchors(), **(replaced or {})}
+        with self.model_of(self.path, states) as model:
+            return score_sequences(model, tokens, skip_tokens, device=self.device)
+
+    def score_best(
+        self, best: BestPath, tokens: torch.Tensor, skip_tokens: int
+    ) -> tuple[float, int]:
+        """Score `tokens` with the best states of the path, as `score_anchors` does."""
+        assert self.path is not None
+        with self.model_of(self.path, self.anchors()) as model:
+            best.load_into(model)
+            return score_sequences(model, tokens, skip_tokens, device=self.device)
+
+    @contextlib.contextmanager
+    def model_of(self, path: int, states: Mapping[str, ModuleState]) -> Iterator[PathModel]:
+        """Lend the model with committed states of any path in it; no step may be taken meanwhile.
+
+        Local parameters are restored bit for bit, and no second model takes memory.
+        """
         local = {module: gather_module(self.model, self.grid, module) for module in self.modules}
-        load_path(self.model, self.grid, self.path, states)
         try:
-            return score_sequences(self.model, tokens, skip_tokens, device=self.device)
+            load_path(self.model, self.grid, path, states)
+            yield self.model
         finally:
             for module, flat in local.items():
                 scatter_module(self.model, self.grid, module, flat)

@@ -1,0 +1,132 @@
+"""The best states of paths that this process holds: announced, copied from others, dropped.
+
+As for private modules, rendezvous hashing names the peers that keep a path's best states besides
+its lead trainer (DESIGN 4.6), bootstrap nodes too. Copies are not scored: whoever uses them checks
+their score. One best of a path is held at most, and those that others keep are let go of.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from dipaco.dht.best_paths import BestNotice, entry_of_kept
+from dipaco.dht.directory import Directory
+from dipaco.dht.keeping import is_best_keeper
+from dipaco.dht.records import BlobRecord
+from dipaco.dht.view import SwarmView
+from dipaco.modules.best_store import HeldBest
+from dipaco.modules.errors import DipacoError
+
+from .events import EventLog
+from .node import Node
+from .publisher import PeerStatus
+
+logger = logging.getLogger("dipaco.peer.best_copies")
+
+# Best states that could not be fetched are not asked for again for so long.
+RETRY_AFTER_S = 20.0
+# Between two looks whether others hold enough copies of what this peer need not keep.
+DROP_EVERY_S = 60.0
+
+
+class BestCopies:
+    """Copies of foreign best states, on the keeper's thread; records, on the publisher's."""
+
+    def __init__(
+        self, node: Node, status: PeerStatus, announce: Callable[[], None], events: EventLog
+    ) -> None:
+        self._node = node
+        self._status = status
+        self._announce = announce
+        self._events = events
+        self._failed_at: dict[str, float] = {}
+        self._looked_at = time.monotonic()
+
+    def load_from_disk(self) -> None:
+        """Take up what an earlier life of this process left; called before anything is said."""
+        for held in self._node.bests.load_from_disk():
+            self._name(held)
+
+    def keep(self, view: SwarmView) -> None:
+        """Fetch the best states that this peer is to hold a copy of; let go of others'."""
+        copies = self._node.plan.rounds.copies
+        for path, notices in view.bests.items():
+            if self._is_in_training(path) or not is_best_keeper(view, self._node.me, path, copies):
+                continue
+            for notice in notices:
+                if self._may_yet_be_newest(view, path, notice) or self._is_copied(path, notice):
+                    break
+        self._drop_unneeded(view)
+
+    def _may_yet_be_newest(self, view: SwarmView, path: int, notice: BestNotice) -> bool:
+        """Tell whether training has hardly gone on since: while a path gets better and better, its
+        best states are its newest, of which there are copies anyway, and new ones come soon."""
+        every = self._node.plan.rounds.replication_every_rounds
+        return view.lead(path) is not None and view.last_round(path) < notice.round_index + every
+
+    def _is_copied(self, path: int, notice: BestNotice) -> bool:
+        """Hold a copy unless it cannot be had; one that is hardly older is good enough."""
+        held = self._node.bests.get(path)
+        if held is not None and held.sha256 == notice.sha256:
+            return True
+        every = self._node.plan.rounds.replication_every_rounds
+        if held is not None and held.round_index <= notice.round_index < held.round_index + every:
+            return True
+        if time.monotonic() - self._failed_at.get(notice.sha256, -1e9) < RETRY_AFTER_S:
+            return False
+        try:
+            held = self._node.bests.hold(self._node.fetcher.best_path(path, notice.sha256))
+        except DipacoError as error:
+            self._failed_at[notice.sha256] = time.monotonic()
+            logger.info("could not copy the best states of path %d: %s", path, error)
+            return False
+        self._name(held)
+        self._announce()
+        self._events.emit("kept_best", path=path, round=held.round_index, sha256=held.sha256)
+        return True
+
+    def _name(self, held: HeldBest) -> None:
+        """Name the best states in a progress entry, so that they are found when all who trained
+        the path are gone. The entry of a path in training is its trainer's business."""
+        if not self._is_in_training(held.path):
+            notice = BestNotice(held.sha256, held.score, held.round_index)
+            known = self._status.progress.get(held.path)
+            self._status.progress[held.path] = entry_of_kept(held.path, notice, known)
+
+    def _drop_unneeded(self, view: SwarmView) -> None:
+        """Let go of one path's best states that are not this peer's to keep, now and then."""
+        if time.monotonic() - self._looked_at < DROP_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        copies = self._node.plan.rounds.copies
+        for held in self._node.bests.all():
+            notices = view.bests.get(held.path)
+            if self._is_in_training(held.path) or not notices:
+                continue
+            if is_best_keeper(view, self._node.me, held.path, copies):
+                continue
+            holders = set(self._node.fetcher.blob_holders(notices[0].sha256))
+            if len(holders & set(view.peers)) >= copies:
+                logger.info("others keep the best states of path %d: dropped here", held.path)
+                self._node.bests.drop(held.path)
+                return
+
+    def _is_in_training(self, path: int) -> bool:
+        status = self._status
+        return status.path == path and status.state in ("joining", "training")
+
+    # -- records
+
+    def publish(self, directory: Directory, life_s: float) -> None:
+        """Say which best states this process serves."""
+        for held in self._node.bests.all():
+            record = BlobRecord(peer_id=self._node.me, sha256=held.sha256, bytes=held.size_bytes)
+            directory.publish_blob(record, life_s)
+
+    def read(self, directory: Directory) -> None:
+        """Nothing: what others hold is looked up when it is needed."""
+
+    def withdraw(self, directory: Directory) -> None:
+        """Nothing: the records expire within seconds."""

@@ -1,0 +1,136 @@
+"""What a trainer tells of its path at the end of a round: how far it is, and how good.
+
+The committed states are scored on the path's held-out split, and a progress entry goes into the
+DHT: others decide by it which path has waited longest (DESIGN 4.5), and find the path's best
+states by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from dipaco.dht.records import ProgressEntry
+from dipaco.modules.best_store import HeldBest
+from dipaco.modules.score import Score
+
+from .early_stopping import EarlyStopping
+from .events import EventLog
+from .node import Node
+from .path_files import PathData
+from .publisher import PeerStatus, Publisher
+from .trainer import PathTrainer
+
+logger = logging.getLogger("dipaco.peer.progress")
+
+# What a diverged inner loop reports instead of a number that no record can hold.
+MAX_LOSS = 1e6
+
+
+class ProgressReports:
+    """Scores and reports the path being trained. Called by the session, on its thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        publisher: Publisher,
+        trainer: PathTrainer,
+        status: PeerStatus,
+        events: EventLog,
+    ) -> None:
+        self._node = node
+        self._publisher = publisher
+        self._trainer = trainer
+        self._status = status
+        self._events = events
+        self._files: PathData | None = None
+        self._early_stopping = (
+            EarlyStopping(node, publisher, trainer, events)
+            if node.plan.rounds.early_stopping
+            else None
+        )
+
+    def begin_path(self, files: PathData) -> None:
+        """Take the held-out rows of the path that begins."""
+        self._files = files
+        if self._early_stopping is not None:
+            self._early_stopping.begin_path(files.early_stopping)
+
+    def poll(self) -> None:
+        """Report best states that have just been written. Called between inner steps."""
+        if self._early_stopping is not None:
+            self._report_best(self._early_stopping.poll())
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for best states that are being written: the peer moves or leaves."""
+        if self._early_stopping is not None:
+            self._report_best(self._early_stopping.finish(timeout_s))
+
+    def stop(self) -> None:
+        """End the background work: the peer has left."""
+        if self._early_stopping is not None:
+            self._early_stopping.stop()
+
+    def end_round(self, round_index: int, train_loss: float) -> None:
+        """Score the committed states when it is their round, and publish how far the path is."""
+        score = Score()
+        if (round_index + 1) % self._node.plan.rounds.validation_every_rounds == 0:
+            score = self._validate(round_index)
+        self._publish(round_index, score, train_loss)
+
+    def _validate(self, round_index: int) -> Score:
+        """Score the committed states; compare them with the best so far."""
+        assert self._files is not None
+        reported, choosing = self._files.validation, self._files.early_stopping
+        score = self._score(reported)
+        if score.loss is not None:
+            self._status.validation_loss = score.loss
+            self._events.emit(
+                "validation",
+                path=self._trainer.path,
+                round=round_index,
+                loss=round(score.loss, 6),
+                tokens=score.tokens,
+            )
+        if self._early_stopping is not None:
+            chosen_by = score if choosing is reported else self._score(choosing)
+            self._early_stopping.consider(round_index, chosen_by)
+        return score
+
+    def _score(self, rows: torch.Tensor) -> Score:
+        nll, count = self._trainer.score_anchors(rows, self._node.plan.routing.prefix_tokens)
+        if count and not math.isfinite(nll):
+            logger.warning("the held-out loss is not finite, so it is not published")
+            return Score()
+        return Score(nll, count)
+
+    def _publish(self, round_index: int, score: Score, train_loss: float) -> None:
+        path = self._trainer.path
+        assert path is not None
+        counted = [s.progress.get(path) for s in self._trainer.anchors().values()]
+        plain = math.isfinite(train_loss) and abs(train_loss) < MAX_LOSS
+        self._status.progress[path] = ProgressEntry(
+            path=path,
+            last_round=round_index,
+            tokens=max((progress.tokens for progress in counted if progress), default=0),
+            validation_nll=score.nll,
+            validation_tokens=score.tokens,
+            train_loss=train_loss if plain else MAX_LOSS,
+        )
+        self._report_best(self._early_stopping.best if self._early_stopping else None)
+        self._publisher.announce()
+
+    def _report_best(self, held: HeldBest | None) -> None:
+        """Name the best states in the entry of their path; they are served from this moment."""
+        entry = self._status.progress.get(held.path) if held is not None else None
+        if held is None or entry is None:
+            return
+        named = {
+            "best_sha256": held.sha256,
+            "best_nll": held.score.nll,
+            "best_tokens": held.score.tokens,
+            "best_round": held.round_index,
+        }
+        self._status.progress[held.path] = ProgressEntry(**{**entry.model_dump(), **named})
+        self._publisher.announce()

@@ -1,0 +1,131 @@
+"""Noticing that the run has a successor, and getting ready to go there (DESIGN 4.8).
+
+A peer moves only when the successor is at hand: its folder is open and what everybody needs of it
+has been fetched. Until then it goes on in its run, so a manifest without content moves nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from dipaco.dht.directory import Directory
+from dipaco.dht.manifest import SignedManifest
+from dipaco.dht.succession import newest_run
+from dipaco.modules.errors import DipacoError
+
+from .events import EventLog
+from .node import Node
+
+logger = logging.getLogger("dipaco.peer.successor")
+
+RETRY_AFTER_S = 5.0
+
+
+class SuccessorWatch:
+    """An annex of the publisher: reads the manifests, and opens the newest run of the chain.
+
+    `ready` is the opened run. With `follow` False a successor is only told, once.
+    """
+
+    def __init__(self, node: Node, events: EventLog, *, follow: bool = True) -> None:
+        self._node = node
+        self._events = events
+        self._follow = follow
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._found: SignedManifest | None = None
+        self._thread: threading.Thread | None = None
+        self._ready: Node | None = None
+
+    @property
+    def ready(self) -> Node | None:
+        """The run to move to; None when there is none, or when it is not at hand yet."""
+        with self._lock:
+            return self._ready
+
+    def publish(self, directory: Directory, life_s: float) -> None:
+        """Nothing: the manifests are renewed by the peers of the runs."""
+
+    def withdraw(self, directory: Directory) -> None:
+        """Nothing was published."""
+
+    def read(self, directory: Directory) -> None:
+        """Look for a successor of the run. On the publisher's thread."""
+        newest = newest_run(self._node.manifest, directory.list_manifests())
+        run_id = newest.plan.run_id
+        known = self._found.plan.run_id if self._found is not None else self._node.run_id
+        if run_id == known:
+            return
+        self._found = newest
+        self._emit(newest, "found")
+        if self._follow and self._thread is None:
+            self._thread = threading.Thread(target=self._get_ready, name="successor", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Give up getting ready; what is at hand stays."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(0.5)
+        with self._lock:
+            unused = self._ready
+            self._ready = None
+        if unused is not None:
+            unused.release()
+
+    def take(self) -> Node | None:
+        """Return the run at hand, if there is one, to move to it: it is the caller's to close."""
+        with self._lock:
+            node, self._ready = self._ready, None
+        if node is not None:
+            self._stopping.set()
+            self._emit(node.manifest, "moving")
+        return node
+
+    def _get_ready(self) -> None:
+        """Open the newest run that was found; try again while its content cannot be had."""
+        complained = ""
+        while not self._stopping.is_set():
+            found = self._found
+            assert found is not None
+            try:
+                node = self._open(found)
+            except DipacoError as error:
+                if str(error) != complained:
+                    complained = str(error)
+                    logger.warning(
+                        "the successor '%s' (%s) is not at hand yet, so this peer stays: %s",
+                        found.plan.name,
+                        found.plan.run_id,
+                        error,
+                    )
+                self._stopping.wait(RETRY_AFTER_S)
+                continue
+            with self._lock:
+                wanted = not self._stopping.is_set() and found is self._found
+                if wanted:
+                    self._ready = node
+            if wanted:
+                self._emit(found, "ready")
+                return
+            node.release()
+
+    def _open(self, manifest: SignedManifest) -> Node:
+        node = self._node.open_successor(manifest)
+        try:
+            node.load_shard_index()
+            node.fetcher.blob(node.plan.blobs.base, "the base model of the successor")
+        except BaseException:
+            node.release()
+            raise
+        return node
+
+    def _emit(self, manifest: SignedManifest, state: str) -> None:
+        self._events.emit(
+            "successor",
+            run=manifest.plan.run_id,
+            name=manifest.plan.name,
+            state=state,
+            start_s=manifest.plan.start_s,
+        )
