@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dipaco.routing.plan import RunPlan, ShardIndex
+from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 from rich import box
 from rich.console import Console
@@ -97,6 +98,20 @@ class Display:
         ]
         table.add_row(*cells, *([""] if labelled else []))
         self.console.print(table)
+
+    def routing(self, report: RoutingReport) -> None:
+        """Show how even the shards are, and whether they follow the labels."""
+        self.say(
+            f"Routing by {report.kind}: the largest shard has {report.max_over_mean:.2f} and the "
+            f"smallest {report.min_over_mean:.2f} of the expected {report.expected_tokens:,.0f} "
+            f"tokens, {report.entropy_ratio:.1%} of the greatest entropy"
+        )
+        if report.agreement:
+            self.say(
+                f"Agreement with the labels: normalised mutual information "
+                f"{report.agreement.normalised_mutual_information:.2f}, purity "
+                f"{report.agreement.purity:.0%}"
+            )
 
     def run(self, plan: RunPlan, counts: dict[str, int], directory: str) -> None:
         """Show what was made and how to start it."""

@@ -7,6 +7,7 @@ runs this; see "For operators" in README.md.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -21,33 +22,33 @@ from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import score_sequences
 from dipaco.modules.files import atomic_write
+from dipaco.modules.grid import Grid
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.corpus import Document, is_held_out, iterate_documents
+from dipaco.routing.corpus_stream import CorpusBookmark, CorpusStream
 from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.features import prefix_features
+from dipaco.routing.document_scores import RouterDocuments
 from dipaco.routing.plan import (
-    PROTOCOL_VERSION,
-    RoutingPlan,
     RunBlobs,
     RunPlan,
     ShardIndex,
     canonical_json,
 )
-from dipaco.routing.routers import KMeansRouter, Router, load_router
+from dipaco.routing.routers import ROUTER_KINDS, load_router
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.shards import PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
+from .fit_router import fit_corpus_router, report_routing, sample_documents
+from .genesis import SUMMARY_SEQUENCES, ScoringSwarm, Succession
+from .import_base import ImportedBase
+from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, inputs_hash
 
 logger = logging.getLogger(__name__)
-
-# Held-out sequences that the base model is scored on for the summary, over all paths.
-_SUMMARY_SEQUENCES = 256
 
 
 def prepare(
@@ -58,6 +59,8 @@ def prepare(
     operator_key: Path | None = None,
     device: torch.device | None = None,
     display: Display | None = None,
+    predecessor: Predecessor | None = None,
+    swarm: ScoringSwarm | None = None,
 ) -> RunPlan:
     """Make the run directory `out` from a RUN.toml and return the plan that was signed.
 
@@ -65,15 +68,24 @@ def prepare(
     already, nothing is made or signed again unless `start_in_s` is given. The operator's key is
     `operator_key`, by default `out/operator.pem`, made if it is missing.
 
+    With a `predecessor` it is a successor of that run: signed by the same operator, with its
+    tokenizer, and its trained modules to begin with. `swarm` scores router documents, if the old
+    run is alive.
+
     Raises ConfigurationError for a wrong RUN.toml, CorpusError for an unusable corpus or an empty
     shard, StorageError for a full disk.
     """
+    trained = predecessor.plan.model if predecessor else None
     preparation = Preparation(
-        load_run_config(run_toml),
+        load_run_config(run_toml, trained),
         out,
-        operator_key or out / "operator.pem",
+        operator_key_file(predecessor, operator_key, out)
+        if predecessor
+        else operator_key or out / "operator.pem",
         device or torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         display or Display(),
+        predecessor,
+        swarm,
     )
     return preparation.run(start_in_s)
 
@@ -87,6 +99,8 @@ class Preparation:
     operator_key: Path
     device: torch.device
     display: Display
+    predecessor: Predecessor | None = None
+    swarm: ScoringSwarm | None = None
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
@@ -96,11 +110,37 @@ class Preparation:
 
     def run(self, start_in_s: float | None) -> RunPlan:
         """Do all stages that are not done, then sign."""
+        kind = self.config.router.kind
+        if ROUTER_KINDS[kind].fitted_on_scores and self.predecessor is None:
+            raise ConfigurationError(
+                f"a router of kind '{kind}' is trained on what trained paths make of the "
+                f"documents; train a run with kind = 'kmeans' under [router] first, and give it "
+                f"with --from RUN"
+            )
         tokenizer, base, router, shards = self.tokenizer, self.base, self.router, self.shards
-        blobs = RunBlobs(tokenizer=tokenizer, router=router, base=base, shards=shards, genesis=None)
+        genesis = self.succession.genesis if self.succession else None
+        blobs = RunBlobs(
+            tokenizer=tokenizer, router=router, base=base, shards=shards, genesis=genesis
+        )
         plan, is_new = self._sign(blobs, start_in_s)
         self._summarise(plan, is_new)
         return plan
+
+    @cached_property
+    def succession(self) -> Succession | None:
+        """What this run takes from the one before it, if it is a successor."""
+        if self.predecessor is None:
+            return None
+        return Succession(
+            self.predecessor,
+            Grid(self.config.model, self.config.grid, self.config.rounds.level_offsets),
+            self.blobs,
+            self.work,
+            self.markers,
+            self.device,
+            self.display,
+            self.swarm,
+        )
 
     # Each stage: the hash of its inputs, and its result as the SHA-256 of a blob.
 
@@ -108,8 +148,10 @@ class Preparation:
     def tokenizer(self) -> str:
         """Stage 1: train the tokenizer, or take the one that is given."""
         config = self.config.tokenizer
-        given = config.model_file
-        source = self._given_tokenizer(given) if given else [self._corpus_hash, self.config.seed]
+        if self.succession:
+            return self.succession.tokenizer(config.model_file)
+        given = self._given_tokenizer()
+        source = inputs_hash(given.hex()) if given else [self._corpus_hash, self.config.seed]
         inputs = inputs_hash(
             "tokenizer", config.kind, config.training_characters,
             self.config.model.vocabulary_size, source,
@@ -117,13 +159,20 @@ class Preparation:
         if found := self.markers.done("tokenizer", inputs):
             return str(found["sha256"])
         if given:
-            sha256 = self.blobs.add_file(given)
+            sha256 = self.blobs.add_bytes(given)
         else:
             sha256 = self._train_tokenizer()
         self.markers.mark("tokenizer", inputs, {"sha256": sha256})
         return sha256
 
-    def _given_tokenizer(self, path: Path) -> str:
+    def _given_tokenizer(self) -> bytes | None:
+        """Return the SentencePiece model that is named, or that of an imported base, if any."""
+        path = self.config.tokenizer.model_file
+        if path is None:
+            tokenizer = self.imported.tokenizer if self.imported else None
+            if tokenizer is not None:
+                Tokenizer(tokenizer)  # refuses what is no tokenizer for a run
+            return tokenizer
         if not path.is_file():
             raise ConfigurationError(f"[tokenizer] model_file: there is no {path}")
         pieces = Tokenizer(path).vocabulary_size
@@ -131,7 +180,14 @@ class Preparation:
             raise ConfigurationError(
                 f"{path} has {pieces} pieces; write vocabulary_size = {pieces} under [model]"
             )
-        return inputs_hash(path.read_bytes().hex())
+        return path.read_bytes()
+
+    @cached_property
+    def imported(self) -> ImportedBase | None:
+        """The checkpoint that the base model is imported from, if it is."""
+        directory = self.config.base.checkpoint
+        given = self.config.tokenizer.model_file
+        return ImportedBase(directory, own_tokenizer=given is None) if directory else None
 
     def _train_tokenizer(self) -> str:
         limit = self.config.tokenizer.training_characters
@@ -140,7 +196,7 @@ class Preparation:
 
             def texts() -> Iterator[str]:
                 characters = 0
-                for document, held_out in self._documents(train_only=True):
+                for document, held_out in CorpusStream(self.config.data):
                     if not held_out:
                         characters += len(document.text)
                         progress.update(characters, None, "characters read")
@@ -162,17 +218,25 @@ class Preparation:
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
         vocabulary_size = self.config.model.vocabulary_size
-        folders = {part: self.work / "tokens" / part for part in ("train", "validation")}
-        if not self.markers.done("tokens", self._tokens_hash):
+        made = self._tokens_folder()
+        folder = made or self.work / "tokens"
+        folders = {part: folder / part for part in ("train", "validation")}
+        if made is None:
             train, validation = (
                 TokenCorpusWriter(folder, vocabulary_size, self._tokens_hash)
                 for folder in folders.values()
             )
             tokenizer = Tokenizer(self.blobs.read(self.tokenizer))
+            bookmark = CorpusBookmark(folder / "position.json", self._tokens_hash)
+            stream = CorpusStream(
+                self.config.data, bookmark.load(train.documents, validation.documents)
+            )
             with self.display.stage("tokens") as progress:
                 for documents, tokens in write_token_corpora(
-                    self._documents(), tokenizer, train, validation
-                ):
+                    stream, tokenizer, train, validation,
+                    passed=stream.counts, threads=torch.get_num_threads(),
+                ):  # fmt: skip
+                    bookmark.save(stream.position())
                     progress.update(documents, None, f"documents, {tokens:,} tokens")
             self.markers.mark(
                 "tokens", self._tokens_hash, {"train": train.tokens, "held_out": validation.tokens}
@@ -186,17 +250,30 @@ class Preparation:
             )
         return train_corpus, validation_corpus
 
+    def _tokens_folder(self) -> Path | None:
+        """Return where the corpus lies as tokens, here or in the run before; None if nowhere."""
+        if found := self.markers.done("tokens", self._tokens_hash):
+            folder = Path(found.get("folder") or self.work / "tokens")
+            return folder if folder.is_dir() else None
+        reused = self.predecessor.tokens_folder(self._tokens_hash) if self.predecessor else None
+        if reused is not None:
+            self.display.say(f"tokens: those of {reused} are used, the corpus is the same")
+            self.markers.mark("tokens", self._tokens_hash, {"folder": str(reused)})
+        return reused
+
     @cached_property
     def _tokens_hash(self) -> str:
         return inputs_hash("tokens", self._corpus_hash, self.tokenizer)
 
     @cached_property
     def base(self) -> str:
-        """Stage 3: dense pretraining."""
+        """Stage 3: dense pretraining, of random or of imported parameters."""
         config = self.config
+        if self.succession:
+            return self.succession.base
         inputs = inputs_hash(
             "base", self._tokens_hash, config.model, config.base_inner(), config.base.steps,
-            config.seed,
+            config.seed, *([self.imported.fingerprint] if self.imported else []),
         )  # fmt: skip
         if found := self.markers.done("base", inputs):
             return str(found["sha256"])
@@ -209,6 +286,7 @@ class Preparation:
                 config.base.steps,
                 seed=config.seed,
                 device=self.device,
+                initial=self.imported.parameters() if self.imported else None,
                 checkpoint=self.work / "base.pt",
                 inputs=inputs,
                 progress=lambda step, loss: progress.update(
@@ -228,30 +306,38 @@ class Preparation:
     @cached_property
     def router(self) -> str:
         """Stage 4: fit the router on the features of a sample of training documents."""
-        config = self.config.router
-        inputs = inputs_hash("router", self._tokens_hash, self.base, config, self._paths,
-                             self.config.seed)  # fmt: skip
+        config, levels = self.config.router, self.config.grid.modules_per_level
+        chosen, nll = self._scores
+        scored = [] if nll is None else [hashlib.sha256(nll.tobytes()).hexdigest()]
+        inputs = inputs_hash("router", self._tokens_hash, self.base, config, levels,
+                             self.config.seed, *scored)  # fmt: skip
         if found := self.markers.done("router", inputs):
             return str(found["sha256"])
         with self.display.stage("router"):
-            sha256 = self.blobs.add_bytes(self._fit_router().to_bytes())
+            router = fit_corpus_router(
+                self.corpora[0], self.base_model, config, levels, self.config.seed,
+                chosen=chosen, nll=nll,
+            )  # fmt: skip
+            sha256 = self.blobs.add_bytes(router.to_bytes())
         self.markers.mark("router", inputs, {"sha256": sha256})
         return sha256
 
-    def _fit_router(self) -> Router:
-        train, config = self.corpora[0], self.config.router
-        generator = np.random.default_rng(self.config.seed)
-        size = min(config.training_documents, len(train))
-        chosen = np.sort(generator.choice(len(train), size=size, replace=False))
-        documents = [train.document(int(index))[: config.prefix_tokens] for index in chosen]
-        return KMeansRouter.fit(
-            prefix_features(self.base_model, documents, config.prefix_tokens),
-            self._paths,
-            seed=self.config.seed,
-            balanced=config.balanced,
-            weights=train.lengths()[chosen],
-            restarts=config.restarts,
+    @cached_property
+    def _scores(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the documents that paths scored and the scores, for a router that needs them."""
+        config = self.config.router
+        if not ROUTER_KINDS[config.kind].fitted_on_scores:
+            return None, None
+        assert self.succession is not None  # checked before anything was made
+        self.succession.check_scorable()
+        corpus, length = self.corpora[0], self.config.model.sequence_length
+        chosen = sample_documents(
+            corpus, config.training_documents, self.config.seed, config.prefix_tokens
         )
+        documents = RouterDocuments.from_documents(
+            (corpus.document(int(index)) for index in chosen), length, config.prefix_tokens
+        )
+        return chosen, self.succession.scores(documents)
 
     @cached_property
     def shards(self) -> str:
@@ -279,6 +365,7 @@ class Preparation:
         return inputs_hash(
             "shards", self._tokens_hash, self.base, self.router, self._paths,
             self.config.model.sequence_length, self.config.router.prefix_tokens,
+            self.config.router.train_paths,
         )  # fmt: skip
 
     def _shard_builder(self) -> ShardBuilder:
@@ -295,17 +382,8 @@ class Preparation:
             self.config.model.sequence_length,
             self.config.model.vocabulary_size,
             self._shards_hash,
+            train_paths=self.config.router.train_paths,
         )
-
-    def _documents(self, train_only: bool = False) -> Iterator[tuple[Document, bool]]:
-        """Yield all documents, each with whether it is held out."""
-        data = self.config.data
-        for document in iterate_documents(data, "train"):
-            held_out = not data.has_validation and is_held_out(document, data.held_out_fraction)
-            yield document, held_out
-        if data.has_validation and not train_only:
-            for document in iterate_documents(data, "validation"):
-                yield document, True
 
     @cached_property
     def _corpus_hash(self) -> str:
@@ -318,22 +396,13 @@ class Preparation:
     def _sign(self, blobs: RunBlobs, start_in_s: float | None) -> tuple[RunPlan, bool]:
         """Stage 6: sign the plan, unless the same one is signed already. Returns the plan, and
         whether it is new."""
-        config = self.config
-        plan = RunPlan(
-            protocol_version=PROTOCOL_VERSION,
-            name=config.name,
-            seed=config.seed,
-            start_s=round(time.time() + (start_in_s or 0.0), 3),
-            model=config.model,
-            grid=config.grid,
-            inner=config.inner,
-            outer=config.outer,
-            rounds=config.rounds,
-            averaging=config.averaging,
-            routing=RoutingPlan(kind=config.router.kind, prefix_tokens=config.router.prefix_tokens),
-            blobs=blobs,
-            mirrors=config.mirrors,
+        plan = self.config.plan(
+            blobs,
+            round(time.time() + (start_in_s or 0.0), 3),
+            self.predecessor.plan.run_id if self.predecessor else None,
         )
+        if self.predecessor:
+            check_start(plan, self.predecessor.plan)
         if start_in_s is None and self.directory.manifest_path.exists():
             signed = self.directory.plan()
             if signed.model_copy(update={"start_s": plan.start_s}) == plan:
@@ -343,12 +412,18 @@ class Preparation:
         return plan, True
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
-        self.display.shards(self.directory.shard_index(plan), self._shard_builder().summaries())
+        index, summaries = self.directory.shard_index(plan), self._shard_builder().summaries()
+        self.display.shards(index, summaries)
+        report = report_routing(plan, index, summaries)
+        atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())
+        self.display.routing(report)
         perplexity, tokens = self._base_perplexity(plan)
         if tokens:
             self.display.say(
                 f"Base model: validation perplexity {perplexity:.2f} over {tokens:,} tokens"
             )
+        if self.succession:
+            self.succession.say_where_it_stands(self.directory, plan)
         self.display.run(plan, self.directory.grid(plan).parameter_counts(), str(self.out))
         if not is_new:
             self.display.say(
@@ -363,7 +438,7 @@ class Preparation:
 
     def _base_perplexity(self, plan: RunPlan) -> tuple[float, int]:
         """Score the base model on some held-out sequences of every path."""
-        each = max(1, _SUMMARY_SEQUENCES // self._paths)
+        each = max(1, SUMMARY_SEQUENCES // self._paths)
         total_nll, total_tokens = 0.0, 0
         for path in range(self._paths):
             rows = self.directory.validation_tokens(plan, path)[:each]

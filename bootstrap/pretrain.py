@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,13 @@ def pretrain(
     device: torch.device,
     checkpoint: Path,
     inputs: str,
+    initial: Mapping[str, torch.Tensor] | None = None,
     save_every_s: float = 60.0,
     progress: Callable[[int, float], None] | None = None,
 ) -> PathModel:
-    """Train a fresh model for `steps` on rows of tokens [N, T] and return it on the CPU.
+    """Train a model for `steps` on rows of tokens [N, T] and return it on the CPU.
+
+    It starts from the parameters `initial`, or fresh without them.
 
     Every `save_every_s` seconds parameters and AdamW state are saved to `checkpoint`; a later call
     with the same `inputs` goes on from there and ends with the same bits as an uninterrupted one
@@ -44,7 +47,10 @@ def pretrain(
     the steps done and the loss of the last. Called by `bootstrap.prepare`.
     """
     model = PathModel(model_config)
-    initialise(model, seed)
+    if initial is None:
+        initialise(model, seed)
+    else:
+        model.load_state_dict(initial)
     model.to(device)
     loop = InnerLoop(model, inner_config, device)
     first = _resume(checkpoint, inputs, model, loop)
@@ -66,11 +72,16 @@ def pretrain(
 def base_model_bytes(model: PathModel) -> bytes:
     """Return the base model as a safetensors file: fp32, Hugging Face names, always the same bytes
     for the same parameters."""
-    parameters = {
+    return parameters_bytes(dict(model.named_parameters()))
+
+
+def parameters_bytes(parameters: Mapping[str, torch.Tensor]) -> bytes:
+    """Return parameters by Hugging Face names as a base model's file."""
+    plain = {
         name: parameter.detach().to("cpu", torch.float32).contiguous()
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
     }
-    return safetensors.torch.save(parameters, metadata={"format": "pt"})
+    return safetensors.torch.save(plain, metadata={"format": "pt"})
 
 
 def _save(path: Path, inputs: str, step: int, model: PathModel, loop: InnerLoop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dipaco.modules.config import (
     AveragingConfig,
@@ -19,10 +19,13 @@ from dipaco.modules.config import (
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.routing.corpus import CorpusConfig
+from dipaco.routing.fitting import RouterConfig
+from dipaco.routing.plan import PROTOCOL_VERSION, RoutingPlan, RunBlobs, RunPlan
 from dipaco.routing.routers import ROUTER_KINDS
 from dipaco.routing.windows import window_stride
 from pydantic import Field, model_validator
-from typing_extensions import Self
+
+from .import_base import ImportedBase
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,8 +46,15 @@ class TokenizerConfig(Config):
 
 
 class BaseConfig(Config):
-    """`[base]`: dense training of the model that every path starts from and that routes."""
+    """`[base]`: dense training of the model that every path starts from and that routes.
 
+    `base = "path/to/dir"` in place of the table imports a checkpoint and trains no further.
+    """
+
+    checkpoint: Path | None = Field(
+        None,
+        description="Folder of a Llama checkpoint to start from; steps is 0 then, unless given.",
+    )
     steps: int = Field(1000, ge=0, description="0: paths start from random parameters.")
     learning_rate: float = Field(4e-4, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(50, ge=0, description="Linear warmup.")
@@ -57,23 +67,14 @@ class BaseConfig(Config):
         "the beginning of one long schedule that the paths go on with.",
     )
 
-
-class RouterConfig(Config):
-    """`[router]`: how documents find their path."""
-
-    kind: str = Field("kmeans", description="Kind of router.")
-    balanced: bool = Field(True, description="Make the shards about equally large.")
-    training_documents: int = Field(
-        20_000, ge=1, description="Documents that the router is fitted on, at most."
-    )
-    prefix_tokens: int = Field(32, ge=1, description="Tokens that routing sees (section 2.4).")
-    restarts: int = Field(8, ge=1, le=1000, description="Starts of k-means; the best one is used.")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.kind not in ROUTER_KINDS:
-            raise ValueError(f"kind '{self.kind}' is unknown; known: {', '.join(ROUTER_KINDS)}")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _import(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            values = {"checkpoint": values}
+        if isinstance(values, dict) and values.get("checkpoint") is not None:
+            return {"steps": 0, **values}
+        return values
 
 
 class RunConfig(Config):
@@ -97,6 +98,29 @@ class RunConfig(Config):
         (), description="fsspec addresses of folders that hold blobs by their SHA-256."
     )
 
+    def plan(self, blobs: RunBlobs, start_s: float, successor_of: str | None = None) -> RunPlan:
+        """Return the plan of the run with these blobs, that begins at `start_s`."""
+        return RunPlan(
+            protocol_version=PROTOCOL_VERSION,
+            name=self.name,
+            seed=self.seed,
+            start_s=start_s,
+            model=self.model,
+            grid=self.grid,
+            inner=self.inner,
+            outer=self.outer,
+            rounds=self.rounds,
+            averaging=self.averaging,
+            routing=RoutingPlan(
+                kind=self.router.kind,
+                prefix_tokens=self.router.prefix_tokens,
+                train_paths=self.router.train_paths,
+            ),
+            blobs=blobs,
+            mirrors=self.mirrors,
+            successor_of=successor_of,
+        )
+
     def base_inner(self) -> InnerConfig:
         """Return the settings of the inner loop for dense pretraining: AdamW as in the run."""
         return self.inner.model_copy(
@@ -106,16 +130,18 @@ class RunConfig(Config):
                 "batch_sequences": self.base.batch_sequences,
                 "decay_steps": max(1, self.base.steps - self.base.warmup_steps),
                 "floor_ratio": self.base.floor_ratio,
+                "first_step": 0,
                 "fresh_state_warmup_steps": 0,
             }
         )
 
 
-def load_run_config(path: Path) -> RunConfig:
+def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig:
     """Read and check a RUN.toml; file names in it are relative to its own folder.
 
-    Raises ConfigurationError if it cannot be read, has an unknown key or an impossible value, or
-    if the model and the grid do not fit each other.
+    `trained` is the model of the run that this one goes on with: `[model]` may be left out then,
+    and what it says must agree. Raises ConfigurationError if it cannot be read, has an unknown key
+    or an impossible value, or if the model and the grid do not fit each other.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -131,13 +157,62 @@ def load_run_config(path: Path) -> RunConfig:
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
         )
+    folder = path.absolute().parent
+    if trained is None:
+        _import_model(values, folder, str(path))
+    else:
+        values["model"] = _trained_model(values.get("model", {}), trained, str(path))
     config = parse_config(RunConfig, values, str(path))
     window_stride(config.model.sequence_length, config.router.prefix_tokens)
-    Grid(config.model, config.grid, config.rounds.level_offsets)
-    folder = path.absolute().parent
-    tokenizer = config.tokenizer
+    grid = Grid(config.model, config.grid, config.rounds.level_offsets)
+    if config.router.train_paths > grid.path_count:
+        raise ConfigurationError(
+            f"{path}: train_paths {config.router.train_paths} under [router] is more than the "
+            f"{grid.path_count} paths of the grid"
+        )
+    if ROUTER_KINDS[config.router.kind].needs_labels and config.data.label_field is None:
+        raise ConfigurationError(
+            f"{path}: kind = '{config.router.kind}' under [router] routes by a label of the "
+            f"documents; name the field that holds it with label_field = '...' under [data]"
+        )
+    tokenizer, base = config.tokenizer, config.base
+    if trained is not None and base.checkpoint is not None:
+        raise ConfigurationError(
+            f"{path}: base = '{base.checkpoint}' cannot be imported into a run that goes on with "
+            f"another (--from), whose modules it begins with; leave base out"
+        )
     if tokenizer.model_file is not None:
         tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
+    if base.checkpoint is not None:
+        base = base.model_copy(update={"checkpoint": folder / base.checkpoint})
     return config.model_copy(
-        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer}
+        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer, "base": base}
     )
+
+
+def _import_model(values: dict[str, Any], folder: Path, source: str) -> None:
+    """Fill `[model]` from the checkpoint that `base` names, if it names one."""
+    base = values.get("base")
+    directory = base.get("checkpoint") if isinstance(base, dict) else base
+    if not isinstance(directory, str):
+        return
+    tokenizer = values.get("tokenizer", {})
+    given = isinstance(tokenizer, dict) and "model_file" in tokenizer
+    imported = ImportedBase(folder / directory, own_tokenizer=not given)
+    values["model"] = imported.agreed_model(values.get("model", {}), source)
+
+
+def _trained_model(given: Any, trained: ModelConfig, source: str) -> dict[str, Any]:
+    """Return `[model]` of a successor: that of the run before; what RUN.toml says must agree."""
+    kept = trained.model_dump(mode="json")
+    defaults = {"kv_head_count": trained.kv_heads, "feed_forward_size": trained.feed_forward}
+    for key, value in given.items() if isinstance(given, dict) else ():
+        if key in kept and value not in (kept[key], defaults.get(key, kept[key])):
+            raise ConfigurationError(
+                f"{source}: model.{key} is {value!r}, but the run that this one goes on with has "
+                f"{kept[key]!r}; modules fit only the model that they were trained in. Leave "
+                f"[model] out"
+            )
+        # A key that does not exist is named, with its nearest neighbour, by whoever parses this.
+        kept.setdefault(key, value)
+    return kept

@@ -1,7 +1,9 @@
 """The bootstrap node: first address of a swarm, server of its blobs, keeper of states.
 
 It is a peer that does not train. Nothing depends on it once others are there: peers hold the
-blobs and states as well, and store the manifest again themselves.
+blobs and states as well, and store the manifest again themselves. A successor is served into the
+swarm of the run before by the address of any peer there (`--initial-peers`); a node that serves
+the run before goes on with that one.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ def _serve(
         "a volunteer pastes this:"
     )
     display.say(f"dipaco-peer --initial-peers {addresses[0]}")
+    if node.plan.successor_of is not None:
+        display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     try:
         _refresh_until_stopped(node, publisher, options.refresh_period_s, display, stopping)
@@ -89,6 +93,17 @@ def _serve(
         hand_over(node, publisher, modules, time.monotonic() + LEAVE_BUDGET_S)
         keeper.stop()
         publisher.stop(withdraw=True)
+
+
+def _of_predecessor(node: Node) -> str:
+    """Say whether the peers of the run before can see this one."""
+    before = node.plan.successor_of
+    if not node.initial_peers:
+        return (
+            f"this run succeeds {before}, whose peers cannot see it here: give --initial-peers "
+            "with the address of one of them"
+        )
+    return f"this run succeeds {before}; its peers move here when their round has ended"
 
 
 def _refresh_until_stopped(

@@ -9,7 +9,7 @@ from typing import Any
 
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.files import atomic_write
-from dipaco.routing.corpus import CorpusConfig, corpus_files
+from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
 from dipaco.routing.plan import canonical_json
 from pydantic import BaseModel
 
@@ -32,11 +32,16 @@ def corpus_fingerprint(config: CorpusConfig) -> str:
     as long as the work that is to be saved. Raises CorpusError if a file is missing.
     """
     files: list[list[Any]] = []
-    if not config.hub:
-        for part in ("train", "validation"):
-            for path in corpus_files(config, "train" if part == "train" else "validation"):
-                found = path.stat()
-                files.append([part, path.name, found.st_size, found.st_mtime_ns])
+    names: list[tuple[str, Path]]
+    if config.hub:
+        # A name of the Hub is no folder here, and gives none.
+        names = [("hub", path) for path in sorted(Path(config.hub).rglob("*")) if path.is_file()]
+    else:
+        parts: tuple[Part, Part] = ("train", "validation")
+        names = [(part, path) for part in parts for path in corpus_files(config, part)]
+    for part, path in names:
+        found = path.stat()
+        files.append([part, path.name, found.st_size, found.st_mtime_ns])
     settings = config.model_dump(mode="json", exclude={"train", "validation"})
     return inputs_hash(settings, files)
 
@@ -54,13 +59,15 @@ class StageMarkers:
 
         Outputs whose name ends in `sha256` are blobs, and must still be in the store.
         """
+        marker = read_marker(self._path(stage))
+        if marker is None:
+            return None
         try:
-            marker = json.loads(self._path(stage).read_bytes())
             if marker["inputs"] != inputs:
                 return None
             outputs: dict[str, Any] = marker["outputs"]
             blobs = [value for name, value in outputs.items() if name.endswith("sha256")]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             return None
         return outputs if all(self._blobs.has(sha256) for sha256 in blobs) else None
 
@@ -71,3 +78,12 @@ class StageMarkers:
 
     def _path(self, stage: str) -> Path:
         return self._directory / f"{stage}.json"
+
+
+def read_marker(file: Path) -> dict[str, Any] | None:
+    """Return a stage's marker, also of another run directory; None when it cannot be read."""
+    try:
+        marker = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return marker if isinstance(marker, dict) else None

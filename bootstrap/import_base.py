@@ -1,0 +1,204 @@
+"""A Llama checkpoint on disk as the base model of a run: `base = "path/to/dir"` in a RUN.toml.
+
+A run needs a SentencePiece model with its special pieces at 0 to 3. Where a checkpoint numbers them
+otherwise or has no padding, as Llama has, pieces and rows of the embedding are renumbered together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from dipaco.modules.config import ModelConfig, parse_config
+from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.files import sha256_of_file, storage_errors
+from dipaco.modules.llama import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    llama_weight_files,
+    read_llama_config,
+    read_llama_parameters,
+)
+from dipaco.modules.transformer import EMBEDDING, HEAD
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
+
+# Its classes are made at import, where no type checker sees them.
+sentencepiece_format: Any = sentencepiece_model_pb2
+_Piece = sentencepiece_format.ModelProto.SentencePiece
+
+
+@dataclass(frozen=True)
+class NumberedTokenizer:
+    """A SentencePiece model with its special pieces in their places.
+
+    `order` holds for each piece its number in the checkpoint, None for one that is new there.
+    """
+
+    model: bytes
+    order: tuple[int | None, ...]
+
+
+class ImportedBase:
+    """The checkpoint in `directory`. Nothing is read before it is asked for.
+
+    With `own_tokenizer` off, `[tokenizer] model_file` is used instead of the checkpoint's, and its
+    pieces must be numbered as the rows of the embedding.
+    """
+
+    def __init__(self, directory: Path, *, own_tokenizer: bool = True) -> None:
+        self.directory = directory
+        self._own_tokenizer = own_tokenizer
+
+    @cached_property
+    def _stored_model(self) -> ModelConfig:
+        """The model as the checkpoint has it."""
+        values = read_llama_config(self.directory)
+        return parse_config(ModelConfig, values, str(self.directory / CONFIG_FILE))
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The model of the run, with a row for every piece of its tokenizer.
+
+        Raises StorageError, ConfigurationError or IntegrityError if it cannot be imported.
+        """
+        stored = self._stored_model
+        size = stored.vocabulary_size + self._new_pieces
+        return parse_config(
+            ModelConfig,
+            {**stored.model_dump(mode="json"), "vocabulary_size": size},
+            str(self.directory / CONFIG_FILE),
+        )
+
+    def agreed_model(self, given: Any, source: str) -> dict[str, Any]:
+        """Return `[model]` of the run: the checkpoint's. What RUN.toml says of it must agree, but
+        sequences may be shorter than the checkpoint's.
+
+        Raises ConfigurationError naming the field and both values.
+        """
+        model = self.model
+        kept = model.model_dump(mode="json")
+        resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
+        for key, value in given.items() if isinstance(given, dict) else ():
+            if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:
+                kept[key] = value
+            elif key in kept and value not in (kept[key], resolved.get(key, kept[key])):
+                raise ConfigurationError(
+                    f"{source}: model.{key} is {value!r}, but {self.directory / CONFIG_FILE} has "
+                    f"{kept[key]!r}; leave it out of [model], it is taken from there"
+                )
+            # A key that does not exist is named, with its nearest neighbour, by whoever parses it.
+            kept.setdefault(key, value)
+        return kept
+
+    @property
+    def tokenizer(self) -> bytes | None:
+        """The SentencePiece model of the run; None if another one is to be used."""
+        return self._numbered.model if self._numbered else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that is imported."""
+        files = (self.directory / CONFIG_FILE, *llama_weight_files(self.directory))
+        with storage_errors(self.directory):
+            digests = [sha256_of_file(file) for file in files]
+        return hashlib.sha256("".join(digests).encode() + (self.tokenizer or b"")).hexdigest()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters, fp32 on the CPU, by name. A new piece has the mean of all rows.
+
+        Raises IntegrityError naming the parameter if one is missing or wrong.
+        """
+        parameters = read_llama_parameters(self.directory, self._stored_model)
+        if self._numbered is not None:
+            for name in (EMBEDDING, HEAD):
+                if name in parameters:
+                    parameters[name] = _renumbered(parameters[name], self._numbered.order)
+        return parameters
+
+    @property
+    def _new_pieces(self) -> int:
+        return sum(old is None for old in self._numbered.order) if self._numbered else 0
+
+    @cached_property
+    def _numbered(self) -> NumberedTokenizer | None:
+        if not self._own_tokenizer:
+            return None
+        file = self.directory / TOKENIZER_FILE
+        if not file.is_file():
+            other = (
+                "a tokenizer.json, but " if (self.directory / "tokenizer.json").is_file() else ""
+            )
+            raise ConfigurationError(
+                f"{self.directory} has {other}no {TOKENIZER_FILE}, and a run needs a SentencePiece "
+                f"model; put it there, or name one with the same pieces as model_file under "
+                f"[tokenizer]"
+            )
+        with storage_errors(self.directory):
+            numbered = number_pieces(file.read_bytes(), str(file))
+        pieces = sum(old is not None for old in numbered.order)
+        rows = self._stored_model.vocabulary_size
+        if pieces > rows:
+            raise ConfigurationError(
+                f"{file} has {pieces} pieces, but {self.directory / CONFIG_FILE} has a vocab_size "
+                f"of {rows}; they are of different models"
+            )
+        return numbered
+
+
+def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
+    """Put unknown, begin, end and padding at 0 to 3, adding a padding piece if there is none.
+
+    A model that has them there already is returned as it is. Raises IntegrityError if it is no
+    SentencePiece model, ConfigurationError if it has no begin or end.
+    """
+    try:
+        proto = sentencepiece_format.ModelProto.FromString(model)
+    except DecodeError:
+        raise IntegrityError(f"{source} is not a SentencePiece model") from None
+    pieces, trainer = list(proto.pieces), proto.trainer_spec
+    numbers = {piece.piece: index for index, piece in enumerate(pieces)}
+    unknown = next((i for i, p in enumerate(pieces) if p.type == _Piece.UNKNOWN), None)
+    begin, end = numbers.get(trainer.bos_piece), numbers.get(trainer.eos_piece)
+    if unknown is None or begin is None or end is None:
+        raise ConfigurationError(
+            f"{source} lacks an unknown, begin or end piece, which a run needs; train one with "
+            f"unk_id=0, bos_id=1, eos_id=2, pad_id=3"
+        )
+    padding = numbers.get(trainer.pad_piece) if trainer.pad_id >= 0 else None
+    special = (unknown, begin, end, padding)
+    rest = [index for index in range(len(pieces)) if index not in special]
+    order = (*special, *rest)
+    if order == tuple(range(len(pieces))):
+        return NumberedTokenizer(model, order)
+    if padding is None:
+        more = (f"<pad{number}>" for number in itertools.count())
+        names = itertools.chain([trainer.pad_piece], more)
+        trainer.pad_piece = next(name for name in names if name not in numbers)
+    del proto.pieces[:]
+    for old in order:
+        if old is None:
+            proto.pieces.add(piece=trainer.pad_piece, type=_Piece.CONTROL)
+        else:
+            proto.pieces.append(pieces[old])
+    trainer.unk_id, trainer.bos_id, trainer.eos_id, trainer.pad_id = range(4)
+    trainer.vocab_size = len(order)
+    # In a run, text comes back from its tokens as it was, and is streamed piece by piece.
+    proto.normalizer_spec.add_dummy_prefix = False
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    return NumberedTokenizer(proto.SerializeToString(deterministic=True), order)
+
+
+def _renumbered(rows: torch.Tensor, order: tuple[int | None, ...]) -> torch.Tensor:
+    """Return the rows of an embedding in the order of the pieces; rows without a piece follow."""
+    pieces = sum(old is not None for old in order)
+    if order == tuple(range(pieces)):
+        return rows
+    mean = rows.mean(dim=0)
+    chosen = [mean if old is None else rows[old] for old in order]
+    return torch.cat([torch.stack(chosen), rows[pieces:]])

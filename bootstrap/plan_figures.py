@@ -1,0 +1,240 @@
+"""What a RUN.toml means in parameters, bytes and memory, computed before anything is made.
+
+Everything follows from the configuration by the code that a peer runs: the grid counts the
+parameters, the codec its bytes, the store what it keeps. No data is read. The figures are for a
+full grid: one peer on every path, all of them reachable and equally fast. Called by
+`dipaco-bootstrap plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
+from dipaco.modules.config import AveragingConfig
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.state import greatest_state_bytes
+from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
+from dipaco.peer.part_codec import encoded_bytes, part_elements
+from dipaco.peer.trainer import REMEMBERED_CONTRIBUTIONS
+from dipaco.routing.plan import RunBlobs
+from dipaco.routing.token_files import token_dtype
+
+from .run_config import RunConfig
+
+FP32_BYTES = 4
+# First and second moment of a parameter, fp32.
+ADAMW_BYTES = 8
+_ANY_SHA256 = "0" * 64
+
+
+@dataclass(frozen=True)
+class LevelFigures:
+    """The modules of a level and what its outer step moves. Private modules are the level "P"."""
+
+    level: str
+    modules: int
+    paths_per_module: int
+    parameters: int
+    """Of one module."""
+    state_bytes: int
+    """Parameters and momentum, with the header, at most."""
+    holds: str
+    """Which parameters of a path: blocks, embedding, head."""
+    sent_bytes: dict[str, int]
+    """By codec: outer gradients that a peer sends in a round, and as many it receives."""
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """The figures of a run. Bytes of a round are those that one peer sends; it receives as many."""
+
+    name: str
+    paths: int
+    path_parameters: int
+    total_parameters: int
+    shared_parameters: int
+    private_parameters: int
+    """Of one path."""
+    levels: tuple[LevelFigures, ...]
+    codec: str
+    tokens_per_step: int
+    tokens_per_round: int | None
+    """Of one path; None when a round has as many steps as fit."""
+    outer_gradient_bytes: dict[str, int]
+    """In a round, all levels, by codec."""
+    private_copy_bytes: int
+    """In a round: copies of private modules for the peers that keep them."""
+    best_copy_bytes: int
+    """In a round in which the held-out loss improved: copies of the path's best states."""
+    round_mbit_per_s: float
+    """All of these, with the run's codec, spread over a round."""
+    join_bytes: int
+    """What a newcomer fetches: base model and states, without its shard."""
+    shard_bytes: int | None
+    """Token file of a path on average; None when the tokens of the corpus are not given."""
+    disk_bytes: dict[str, int]
+    memory_bytes: dict[str, int]
+    manifest_bytes: int
+    greatest_manifest_bytes: int
+
+    @property
+    def disk_total_bytes(self) -> int:
+        """Everything that a peer has on disk, the shard if it is known."""
+        return sum(self.disk_bytes.values())
+
+    @property
+    def memory_total_bytes(self) -> int:
+        """Everything that a peer has in memory but activations, on its device and off it."""
+        return sum(self.memory_bytes.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as plain values."""
+        return {
+            **asdict(self),
+            "disk_total_bytes": self.disk_total_bytes,
+            "memory_total_bytes": self.memory_total_bytes,
+        }
+
+
+def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFigures:
+    """Compute the figures of a run; `corpus_tokens` are those of its training documents.
+
+    Raises ConfigurationError when the grid is impossible or the manifest would be too large.
+    """
+    grid = Grid(config.model, config.grid, config.rounds.level_offsets)
+    counts = grid.parameter_counts()
+    levels = tuple(_level(config, grid, level) for level in grid.level_names)
+    codec = config.averaging.codec
+    gradients = {
+        name: sum(level.sent_bytes[name] for level in levels) for name in levels[0].sent_bytes
+    }
+    copies = min(config.rounds.copies, grid.path_count) - 1
+    states = sum(level.state_bytes for level in levels)
+    private = sum(level.state_bytes for level in levels if level.level == PRIVATE_LEVEL)
+    best = FP32_BYTES * counts["path"] if config.rounds.early_stopping else 0
+    every = config.rounds.replication_every_rounds
+    sent = gradients[codec] + copies * (private + best) // every
+    shard = _shard_bytes(config, grid, corpus_tokens)
+    steps = config.rounds.inner_steps
+    tokens_per_step = config.inner.batch_sequences * config.model.sequence_length
+    manifest_bytes = _manifest_bytes(config)
+    if manifest_bytes > MAX_MANIFEST_BYTES:
+        raise ConfigurationError(
+            f"the manifest would have {manifest_bytes} bytes, at most {MAX_MANIFEST_BYTES} are "
+            f"allowed; give fewer mirrors"
+        )
+    return PlanFigures(
+        name=config.name,
+        paths=grid.path_count,
+        path_parameters=counts["path"],
+        total_parameters=counts["total"],
+        shared_parameters=counts["shared"],
+        private_parameters=counts["private"],
+        levels=levels,
+        codec=codec,
+        tokens_per_step=tokens_per_step,
+        tokens_per_round=steps * tokens_per_step if steps else None,
+        outer_gradient_bytes=gradients,
+        private_copy_bytes=copies * private // every,
+        best_copy_bytes=copies * best // every,
+        round_mbit_per_s=round(8e-6 * sent / config.rounds.duration_s, 3),
+        join_bytes=FP32_BYTES * counts["path"] + states,
+        shard_bytes=shard,
+        disk_bytes={
+            "own states": KEPT_STATES * states,
+            "copies of private states": copies * KEPT_STATES * private,
+            "best states": (copies + 1) * best,
+            "AdamW states": KEPT_OPTIMIZERS * ADAMW_BYTES * counts["path"],
+            "base model": FP32_BYTES * counts["path"],
+            "token files": (1 + min(config.rounds.copies, grid.path_count)) * (shard or 0),
+        },
+        memory_bytes=_memory_bytes(grid, counts["path"]),
+        manifest_bytes=manifest_bytes,
+        greatest_manifest_bytes=MAX_MANIFEST_BYTES,
+    )
+
+
+def all_reduce_bytes(elements: int, peers: int, codec: str, part_bytes: int) -> int:
+    """Return what one of `peers` sends, and receives, on average over them, so that they all have
+    the mean of so many fp32 numbers.
+
+    Everybody reduces some of the parts that `ExactPartContainer` makes: it sends its numbers of
+    the other parts to those who reduce them, and each average of its own to everybody else.
+    """
+    part = part_elements(codec, part_bytes)
+    whole, rest = divmod(elements, part)
+    parts = whole * encoded_bytes(codec, part) + (encoded_bytes(codec, rest) if rest else 0)
+    return 2 * (peers - 1) * parts // peers
+
+
+def _level(config: RunConfig, grid: Grid, level: str) -> LevelFigures:
+    modules = [module for module in grid.modules() if grid.level_of(module) == level]
+    layout = grid.layout(level)
+    paths = len(grid.paths_of_module(modules[0]))
+    codecs: tuple[str, ...] = get_args(AveragingConfig.model_fields["codec"].annotation)
+    return LevelFigures(
+        level=level,
+        modules=len(modules),
+        paths_per_module=paths,
+        parameters=layout.size,
+        state_bytes=greatest_state_bytes(layout, paths),
+        holds=_holds(layout.names),
+        sent_bytes={
+            codec: all_reduce_bytes(layout.size, paths, codec, config.averaging.part_bytes)
+            for codec in codecs
+        },
+    )
+
+
+def _holds(names: tuple[str, ...]) -> str:
+    """Say which parameters these are: "blocks 1-4, 7", "embedding", "final norm"."""
+    blocks = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
+    ranges: list[list[int]] = []
+    for block in blocks:
+        if ranges and block == ranges[-1][1] + 1:
+            ranges[-1][1] = block
+        else:
+            ranges.append([block, block])
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    others = {"embed_tokens": "embedding", "lm_head": "head", "model.norm": "final norm"}
+    parts = [f"block{'s' if len(blocks) > 1 else ''} {shown}"] if blocks else []
+    return ", ".join(
+        [*parts, *(word for key, word in others.items() if any(key in name for name in names))]
+    )
+
+
+def _memory_bytes(grid: Grid, path_parameters: int) -> dict[str, int]:
+    """Return what a peer holds at once, fp32, all levels at a boundary together."""
+    shared = sum(grid.layout(level).size for level in grid.level_names if level != PRIVATE_LEVEL)
+    return {
+        "parameters": FP32_BYTES * path_parameters,
+        "gradients": FP32_BYTES * path_parameters,
+        "AdamW": ADAMW_BYTES * path_parameters,
+        "anchors": FP32_BYTES * path_parameters,
+        "outer momentum": FP32_BYTES * path_parameters,
+        "contributions remembered": REMEMBERED_CONTRIBUTIONS * FP32_BYTES * path_parameters,
+        "averagers": FP32_BYTES * shared,
+        # The snapshot, its outer gradient, and the state that comes of it.
+        "outer step": 4 * FP32_BYTES * max(grid.layout(name).size for name in grid.level_names),
+    }
+
+
+def _shard_bytes(config: RunConfig, grid: Grid, corpus_tokens: int | None) -> int | None:
+    if corpus_tokens is None:
+        return None
+    size = token_dtype(config.model.vocabulary_size).itemsize
+    return corpus_tokens * config.router.train_paths * size // grid.path_count
+
+
+def _manifest_bytes(config: RunConfig) -> int:
+    """Sign the plan with blobs that do not exist, by a key that nobody keeps."""
+    blobs = RunBlobs(
+        tokenizer=_ANY_SHA256, router=_ANY_SHA256, base=_ANY_SHA256, shards=_ANY_SHA256,
+        genesis=_ANY_SHA256,
+    )  # fmt: skip
+    plan = config.plan(blobs, start_s=2e9, successor_of=_ANY_SHA256[:16])
+    return len(sign_manifest(plan, Ed25519PrivateKey.generate()))

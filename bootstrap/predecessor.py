@@ -1,0 +1,206 @@
+"""The run that a successor goes on with: its plan, its operator, its newest module states.
+
+A predecessor is a run directory: the operator's own, a peer's cache, or what `dipaco-simulate
+--out` wrote. A live swarm is read into such a directory first (`gather_scores.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from dipaco.dht.manifest import (
+    SignedManifest,
+    load_or_create_operator_key,
+    operator_fingerprint,
+    verify_manifest,
+)
+from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
+from dipaco.modules.files import storage_errors
+from dipaco.modules.grid import Grid
+from dipaco.modules.grow import path_parameters
+from dipaco.modules.state import ModuleState, StateSummary, read_state, read_state_summary
+from dipaco.modules.store import StateStore
+from dipaco.routing.plan import RunPlan
+from dipaco.routing.run_directory import RunDirectory
+
+from .pretrain import parameters_bytes
+from .stages import read_marker
+
+
+@dataclass
+class Predecessor:
+    """An opened predecessor. With `allow_genesis` a module without a state stays at its genesis."""
+
+    directory: RunDirectory
+    manifest: SignedManifest
+    allow_genesis: bool = False
+    swarm_states: Callable[[], StateStore] | None = None
+    """Fetches the newest states of a live swarm; they are preferred to those of the directory."""
+
+    @property
+    def plan(self) -> RunPlan:
+        """The verified plan of the old run."""
+        return self.manifest.plan
+
+    @property
+    def path(self) -> Path:
+        """Its run directory."""
+        return self.directory.path
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The old grid."""
+        return self.directory.grid(self.plan)
+
+    @cached_property
+    def _stores(self) -> tuple[StateStore, ...]:
+        own = (self.directory.states,)
+        return (self.swarm_states(), *own) if self.swarm_states else own
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """The digest of the newest good state of every module, chosen once.
+
+        Raises ConfigurationError when modules have no state and the genesis is not allowed.
+        """
+        found, missing = {}, []
+        for module in self.grid.modules():
+            layout = self.grid.layout(module)
+            states = (store.load_latest(module, layout) for store in self._stores)
+            state = next((state for state in states if state is not None), None)
+            if state is None and self.allow_genesis:
+                state = self.directory.genesis_state(self.plan, module)
+            if state is None:
+                missing.append(module)
+            else:
+                found[module] = state.digest
+        if missing:
+            raise ConfigurationError(
+                f"{self.path / 'states'} holds no state of {', '.join(missing[:4])}"
+                f"{' ...' if len(missing) > 4 else ''} ({len(found)} of "
+                f"{len(self.grid.modules())} modules have one); train every path first, give "
+                f"--initial-peers of the live swarm, or --allow-genesis to take what that run "
+                f"began with"
+            )
+        return found
+
+    def load(self, module: str) -> ModuleState:
+        """Return the chosen state of a module. Raises IntegrityError if it has vanished since."""
+        digest = self.digests[module]
+        file = self._file(digest)
+        if file is not None:
+            return read_state(file, self.grid.layout(module), digest, module=module)
+        state = self.directory.genesis_state(self.plan, module)
+        if state.digest != digest:
+            raise IntegrityError(
+                f"the state {digest[:12]} of {module} has gone from {self.path}; is a peer still "
+                f"training there? stop it, or give --initial-peers, and start again"
+            )
+        return state
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the old run has one path: an ordinary dense model."""
+        return self.grid.path_count == 1
+
+    def base_bytes(self) -> bytes:
+        """Return the base model of the successor: the trained model of a dense run, which is a
+        better reader of prefixes than what it began with; otherwise the old run's base."""
+        if self.is_dense:
+            return parameters_bytes(path_parameters(self.grid, 0, self.load))
+        return self.directory.blobs.read(self.plan.blobs.base)
+
+    def path_steps(self) -> int:
+        """Return the most inner steps that a path has behind it, `first_step` included."""
+        per_step = self.plan.inner.batch_sequences * self.plan.model.sequence_length
+        counted = [
+            progress.tokens // per_step
+            for summary in self._summaries
+            for progress in summary.progress.values()
+        ]
+        return self.plan.inner.first_step + max(counted, default=0)
+
+    def outer_steps(self) -> int:
+        """Return the most outer steps that a module has behind it, `first_step` included."""
+        versions = [summary.version for summary in self._summaries]
+        return self.plan.outer.first_step + max(versions, default=0)
+
+    @cached_property
+    def _summaries(self) -> tuple[StateSummary, ...]:
+        """The headers of the chosen states; those still at their genesis count nothing."""
+        files = (self._file(digest) for digest in self.digests.values())
+        return tuple(read_state_summary(file) for file in files if file is not None)
+
+    def _file(self, digest: str) -> Path | None:
+        return next(filter(None, (store.find(digest) for store in self._stores)), None)
+
+    def tokens_folder(self, inputs: str) -> Path | None:
+        """Return where the corpus lies as tokens, if the old run was prepared here from the same
+        corpus. Such a folder is read and never written."""
+        marker = read_marker(self.path / "work" / "tokens.json")
+        if marker is None or marker.get("inputs") != inputs:
+            return None
+        outputs = marker.get("outputs")
+        folder = Path(str((outputs or {}).get("folder") or self.path / "work" / "tokens"))
+        parts = [folder / part / "progress.json" for part in ("train", "validation")]
+        return folder.absolute() if all(part.is_file() for part in parts) else None
+
+
+def open_predecessor(directory: Path, *, allow_genesis: bool = False) -> Predecessor:
+    """Open the run directory `directory` as a predecessor; its manifest's signature is checked.
+
+    Raises StorageError when it is no run directory, ManifestError for a bad manifest.
+    """
+    run = RunDirectory(directory)
+    if not directory.is_dir() or not run.manifest_path.is_file():
+        raise StorageError(
+            f"--from {directory} is not a run directory: it has no manifest.json; give the --out "
+            f"of dipaco-bootstrap prepare or of dipaco-simulate, or a peer's folder of the run"
+        )
+    return Predecessor(run, verify_manifest(run.manifest_path.read_bytes()), allow_genesis)
+
+
+def operator_key_file(predecessor: Predecessor, given: Path | None, out: Path) -> Path:
+    """Return the file with the key of the old run's operator, who has to sign the successor.
+
+    It is the one `given`, else `out/operator.pem`, else `operator.pem` of the old run, of which
+    `out` gets a copy so that a further successor finds it there. Raises ConfigurationError when
+    there is none, ManifestError when it is another operator's: peers would not move over.
+    """
+    own, old = out / "operator.pem", predecessor.path / "operator.pem"
+    file = given or (own if own.exists() else old)
+    signer = predecessor.manifest.operator_fingerprint
+    if not file.is_file():
+        raise ConfigurationError(
+            f"there is no {file}; a successor is signed with the key of the old run's operator "
+            f"({signer}), give it with --operator-key FILE"
+        )
+    fingerprint = operator_fingerprint(load_or_create_operator_key(file))
+    if fingerprint != signer:
+        raise ManifestError(
+            f"{file} is the key {fingerprint}, but the run {predecessor.plan.run_id} in "
+            f"{predecessor.path} was signed by {signer}; peers would not move over. Give that "
+            f"operator's key with --operator-key FILE"
+        )
+    if file == old:
+        with storage_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as copy:
+                copy.write(old.read_bytes())
+        return own
+    return file
+
+
+def check_start(plan: RunPlan, old: RunPlan) -> None:
+    """Raise ConfigurationError unless the successor begins after the run that it succeeds."""
+    if plan.start_s <= old.start_s:
+        raise ConfigurationError(
+            f"the successor would begin {old.start_s - plan.start_s:.0f} s before the run that it "
+            f"goes on with; give --start-in-s {math.ceil(old.start_s - plan.start_s) + 60}"
+        )
