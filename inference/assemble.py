@@ -18,7 +18,10 @@ def assemble_path(
     model: PathModel | None = None,
     device: torch.device | None = None,
 ) -> PathModel:
-    """Return the model of `path` in evaluation mode, filled with its newest good states.
+    """Return the model of `path` in evaluation mode, filled with its best states so far.
+
+    Where there are none, or the source was opened for the newest states, it is filled with the
+    newest good states of the path's modules.
 
     A `model` of the run's shape is overwritten in place and returned, which spares memory when
     paths are used one after the other; else a new one is made on `device` (default: CPU).
@@ -27,15 +30,19 @@ def assemble_path(
     (swarm), naming the module, if there is no state of one of its modules. Called by evaluation
     and generation.
     """
-    states = path_states(source, path)
+    best = source.best_path(path) if 0 <= path < source.grid.path_count else None
+    states = path_states(source, path) if best is None else {}
     if model is None:
         model = PathModel(source.plan.model).to(device or torch.device("cpu"))
-    load_path(model, source.grid, path, states)
+    if best is not None:
+        best.load_into(model)
+    else:
+        load_path(model, source.grid, path, states)
     return model.eval()
 
 
 def path_states(source: StateSource, path: int) -> dict[str, ModuleState]:
-    """Return the states of the modules of a path. Raises as `assemble_path` does."""
+    """Return the newest states of the modules of a path. Raises as `assemble_path` does."""
     states: dict[str, ModuleState] = {}
     for module in source.grid.modules_of_path(path):
         state = source.state(module)

@@ -2,15 +2,16 @@
 
 As in the paper, the tokens that routing saw are not scored, neither for the paths nor for what
 they are compared with, and every other token of a document is scored exactly once (section 2.4,
-4). The comparison, the base model and perhaps a dense one, is made on the same tokens.
+4). The comparison, the base model and perhaps a dense one, is made on the same tokens, and so is
+rerouting every W tokens (section 2.4.3).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,23 @@ import safetensors
 import safetensors.torch
 import torch
 from dipaco.modules.errors import CorpusError, IntegrityError
-from dipaco.modules.evaluate import score_sequences
 from dipaco.modules.score import Score
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
 from dipaco.routing.plan import RunPlan
-from dipaco.routing.token_files import token_dtype
-from dipaco.routing.windows import scoring_windows
 
 from .assemble import assemble_path
+from .document_windows import DocumentWindows, collect_windows, tokenised
+from .reroute_report import RerouteReport, reroute_report
+from .rerouter import Rerouter
+from .rerouting import document_sums
 from .sources import StateSource
+from .token_scores import scored_rows, token_scores
 
 logger = logging.getLogger(__name__)
 
-# Documents that are routed in one go.
-_DOCUMENTS_AT_ONCE = 256
-
 # Documents of one path with one label.
 GroupKey = tuple[int, str | None]
-
-
-@dataclass
-class _Group:
-    """The scoring windows of one path and label, until they are scored."""
-
-    documents: int = 0
-    windows: list[np.ndarray] = field(default_factory=list)
-
-    def rows(self) -> np.ndarray:
-        return np.concatenate(self.windows)
 
 
 @dataclass(frozen=True)
@@ -56,19 +45,18 @@ class Evaluated:
 
     documents: int
     score: Score
-    base: Score
+    base: Score | None = None
     baseline: Score | None = None
 
     @staticmethod
     def total(parts: Iterable[Evaluated]) -> Evaluated:
         """Add up."""
         parts = tuple(parts)
-        baselines = [part.baseline for part in parts if part.baseline is not None]
         return Evaluated(
             documents=sum(part.documents for part in parts),
             score=Score.total(part.score for part in parts),
-            base=Score.total(part.base for part in parts),
-            baseline=Score.total(baselines) if baselines else None,
+            base=_total(part.base for part in parts),
+            baseline=_total(part.baseline for part in parts),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,11 +65,17 @@ class Evaluated:
             "perplexity": self.score.perplexity,
             "tokens": self.score.tokens,
             "documents": self.documents,
-            "base_perplexity": self.base.perplexity,
         }
+        if self.base is not None:
+            values["base_perplexity"] = self.base.perplexity
         if self.baseline is not None:
             values["baseline_perplexity"] = self.baseline.perplexity
         return values
+
+
+def _total(scores: Iterable[Score | None]) -> Score | None:
+    present = [score for score in scores if score is not None]
+    return Score.total(present) if present else None
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,10 @@ class EvaluationReport:
     """Documents of missing paths."""
     short_documents: int
     """Documents with no token behind the routing prefix."""
+    best_paths: tuple[int, ...] = ()
+    """Scored paths whose best states were used (early stopping), not their newest."""
+    reroute: RerouteReport | None = None
+    """Rerouting every W tokens, if it was asked for."""
 
     @property
     def overall(self) -> Evaluated:
@@ -118,7 +116,7 @@ class EvaluationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values: what `dipaco-eval --json` prints."""
-        return {
+        values = {
             "run": self.run_id,
             **self.overall.as_dict(),
             "paths": [{"path": path, **part.as_dict()} for path, part in self.paths().items()],
@@ -126,7 +124,23 @@ class EvaluationReport:
             "missing_paths": list(self.missing_paths),
             "unscored_documents": self.unscored_documents,
             "short_documents": self.short_documents,
+            "states": {
+                "best": len(self.best_paths),
+                "current": len(self.paths()) - len(self.best_paths),
+            },
         }
+        if self.reroute is not None:
+            values["reroute"] = self.reroute.as_dict()
+        return values
+
+
+@dataclass(frozen=True)
+class Rerouting:
+    """What to evaluate of rerouting."""
+
+    rerouter: Rerouter
+    windows: Sequence[int]
+    """Reroute every so many tokens, each in turn."""
 
 
 def evaluate(
@@ -134,70 +148,141 @@ def evaluate(
     documents: Iterable[Document],
     *,
     device: torch.device,
+    base: bool = True,
     baseline: PathModel | None = None,
+    rerouting: Rerouting | None = None,
+    directory: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> EvaluationReport:
     """Route the documents and score each with its path, one path in memory at a time.
 
-    `baseline` is a dense model of the run's shape to score on the same tokens. `progress` is told
-    what is being done. The token windows of all documents are held in memory, two bytes a token.
+    `base` is whether to score the base model too, `baseline` a dense model of the run's shape to
+    score on the same tokens. With `rerouting` every path scores every document. `progress` is told
+    what is being done. Windows and scores lie in `directory`, where a later call finds the scores
+    of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
 
     Raises CorpusError if no document has a token to score, or if no path with documents can be
     assembled while some are missing (then also what to do). Called by `dipaco-eval`.
     """
-    progress("routing the documents")
-    groups, short = route_documents(source, documents, device)
-    if not groups:
-        raise CorpusError(
-            f"none of the {short} documents is longer than the {source.plan.routing.prefix_tokens} "
-            f"tokens that routing sees, so there is nothing to score; give longer documents"
+    with tempfile.TemporaryDirectory(prefix="dipaco-eval-") as temporary:
+        progress("routing the documents")
+        router = source.document_router(device)
+        windows = collect_windows(
+            router, tokenised(router, documents), source.plan, Path(temporary)
         )
-    used = sorted({path for path, _ in groups})
-    missing = tuple(path for path in used if source.missing_modules(path))
-    if missing == tuple(used):
-        assemble_path(source, used[0])
-    scored = {key: group for key, group in groups.items() if key[0] not in missing}
-    own = _score_paths(source, scored, device, progress)
-    progress("scoring the base model")
-    base = _score_model(source.base_model(device), scored, source.plan)
-    dense: dict[GroupKey, Score] = {}
-    if baseline is not None:
-        progress("scoring the baseline")
-        dense = _score_model(baseline.to(device), scored, source.plan)
-    return EvaluationReport(
-        run_id=source.plan.run_id,
-        groups={
-            key: Evaluated(group.documents, own[key], base[key], dense.get(key))
-            for key, group in scored.items()
-        },
-        missing_paths=missing,
-        unscored_documents=sum(g.documents for key, g in groups.items() if key[0] in missing),
-        short_documents=short,
-    )
+        del router
+        if not len(windows):
+            raise CorpusError(
+                f"none of the {windows.short_documents} documents is longer than the "
+                f"{windows.prefix_tokens} tokens that routing sees, so there is nothing to score; "
+                f"give longer documents"
+            )
+        reroute = None
+        if rerouting is None:
+            own, missing = _score_paths(source, windows, device, progress)
+        else:
+            scores = token_scores(
+                source,
+                windows,
+                directory=directory or Path(temporary),
+                device=device,
+                progress=progress,
+            )
+            own = np.zeros(len(windows))
+            for path in scores.paths:
+                chosen = windows.paths == path
+                own[chosen] = document_sums(scores, path)[chosen]
+            missing = tuple(sorted(set(windows.paths.tolist()) - set(scores.paths)))
+            progress("choosing paths anew")
+            reroute = reroute_report(scores, rerouting.rerouter.to(device), rerouting.windows)
+        chosen = ~np.isin(windows.paths, missing)
+        if not chosen.any():
+            assemble_path(source, missing[0])
+        references: dict[str, np.ndarray] = {}
+        if base:
+            progress("scoring the base model")
+            references["base"] = document_nll(source.base_model(device), windows, chosen)
+        if baseline is not None:
+            progress("scoring the baseline")
+            references["baseline"] = document_nll(baseline.to(device), windows, chosen)
+        return EvaluationReport(
+            run_id=source.plan.run_id,
+            groups=_groups(windows, chosen, own, references),
+            missing_paths=missing,
+            unscored_documents=int((~chosen).sum()),
+            short_documents=windows.short_documents,
+            best_paths=tuple(
+                path
+                for path in np.unique(windows.paths[chosen]).tolist()
+                if source.best_round(path) is not None
+            ),
+            reroute=reroute,
+        )
 
 
-def route_documents(
-    source: StateSource, documents: Iterable[Document], device: torch.device
-) -> tuple[dict[GroupKey, _Group], int]:
-    """Return the scoring windows of the documents by path and label, and how many have none."""
-    router = source.document_router(device)
-    length, prefix_tokens = source.plan.model.sequence_length, source.plan.routing.prefix_tokens
-    dtype = token_dtype(source.plan.model.vocabulary_size)
-    groups: dict[GroupKey, _Group] = {}
-    short = 0
-    for chunk in _chunks(documents, _DOCUMENTS_AT_ONCE):
-        tokens = [router.tokenizer.document_tokens(document.text) for document in chunk]
-        paths = router.route_tokens(tokens)
-        for document, row, path in zip(chunk, tokens, paths, strict=True):
-            windows = scoring_windows(row, length, prefix_tokens)
-            if not len(windows):
-                short += 1
-                continue
-            group = groups.setdefault((int(path), document.label), _Group())
-            group.documents += 1
-            group.windows.append(windows.astype(dtype))
-    ordered = sorted(groups, key=lambda key: (key[0], key[1] is not None, key[1] or ""))
-    return {key: groups[key] for key in ordered}, short
+def _score_paths(
+    source: StateSource,
+    windows: DocumentWindows,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the score of each document by its path, fp64 [N], and the paths without a state."""
+    own = np.zeros(len(windows))
+    model: PathModel | None = None
+    missing: list[int] = []
+    for path in np.unique(windows.paths).tolist():
+        if source.missing_modules(path):
+            missing.append(path)
+        else:
+            progress(f"scoring path {path}")
+            model = assemble_path(source, path, model=model, device=device)
+            own += document_nll(model, windows, windows.paths == path)
+        source.forget(path)
+    return own, tuple(missing)
+
+
+def document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray) -> np.ndarray:
+    """Return the summed negative log-likelihood of each document, fp64 [N]; 0 for those that are
+    not in `chosen`, bool [N]."""
+    rows = windows.rows_of_documents(chosen)
+    row_documents = windows.row_documents
+    totals = np.zeros(len(windows))
+    for batch, losses in scored_rows(model, windows, rows):
+        positions = np.arange(1, losses.shape[1] + 1)[None, :]
+        # Behind a row's end the loss is 0: padding is never a target.
+        scored = np.where(positions >= windows.prefix_tokens, losses, 0.0)
+        np.add.at(totals, row_documents[batch], scored.sum(axis=1, dtype=np.float64))
+    return totals
+
+
+def _groups(
+    windows: DocumentWindows,
+    chosen: np.ndarray,
+    own: np.ndarray,
+    references: Mapping[str, np.ndarray],
+) -> dict[GroupKey, Evaluated]:
+    """Add up the documents of each path and label, ordered by path, then by label."""
+    names = windows.label_names
+    # Labels in alphabetical order, no label first.
+    ranks = np.empty(len(names) + 1, dtype=np.int64)
+    ranks[[*sorted(range(len(names)), key=names.__getitem__), -1]] = [*range(1, len(names) + 1), 0]
+    by_rank = (None, *sorted(names))
+    keys = windows.paths * len(ranks) + ranks[windows.label_numbers]
+    groups: dict[GroupKey, Evaluated] = {}
+    for key in np.unique(keys[chosen]).tolist():
+        members = keys == key
+        tokens = int(windows.document_tokens[members].sum())
+
+        def score(nll: np.ndarray, members: np.ndarray = members, tokens: int = tokens) -> Score:
+            return Score(float(nll[members].sum()), tokens)
+
+        groups[key // len(ranks), by_rank[key % len(ranks)]] = Evaluated(
+            documents=int(members.sum()),
+            score=score(own),
+            base=score(references["base"]) if "base" in references else None,
+            baseline=score(references["baseline"]) if "baseline" in references else None,
+        )
+    return groups
 
 
 def load_baseline(file: Path, plan: RunPlan) -> PathModel:
@@ -217,36 +302,3 @@ def load_baseline(file: Path, plan: RunPlan) -> PathModel:
             f"--baseline {file} is not a model of this run's shape: {lines[0]}"
         ) from None
     return model.eval()
-
-
-def _score_paths(
-    source: StateSource,
-    groups: Mapping[GroupKey, _Group],
-    device: torch.device,
-    progress: Callable[[str], None],
-) -> dict[GroupKey, Score]:
-    scores: dict[GroupKey, Score] = {}
-    model: PathModel | None = None
-    for path in sorted({path for path, _ in groups}):
-        progress(f"scoring path {path}")
-        model = assemble_path(source, path, model=model, device=device)
-        own = {key: group for key, group in groups.items() if key[0] == path}
-        scores |= _score_model(model, own, source.plan)
-        source.forget(path)
-    return scores
-
-
-def _score_model(
-    model: PathModel, groups: Mapping[GroupKey, _Group], plan: RunPlan
-) -> dict[GroupKey, Score]:
-    prefix_tokens = plan.routing.prefix_tokens
-    return {
-        key: Score(*score_sequences(model, group.rows(), prefix_tokens))
-        for key, group in groups.items()
-    }
-
-
-def _chunks(documents: Iterable[Document], size: int) -> Iterator[list[Document]]:
-    iterator = iter(documents)
-    while chunk := list(islice(iterator, size)):
-        yield chunk

@@ -2,12 +2,12 @@
 
 dipaco-eval --initial-peers ADDR --data 'held-out/*.jsonl.gz' --label-field domain
 dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --baseline dense.safetensors
+dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 16,64,128
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import sys
 from collections.abc import Sequence
@@ -15,16 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dipaco.dht.logs import configure_logging
-from dipaco.modules.errors import ConfigurationError, CorpusError, run_command
+from dipaco.modules.errors import run_command
 
-from .options import add_source_arguments, open_source_of, prepare_process
+from .options import (
+    add_corpus_arguments,
+    add_rerouter_argument,
+    add_source_arguments,
+    check_labels,
+    corpus_of,
+    open_source_of,
+    parse_windows,
+    prepare_process,
+    rerouter_of,
+)
 
 if TYPE_CHECKING:
-    from dipaco.routing.corpus import CorpusConfig
     from rich.console import Console
     from rich.table import Table
 
     from .evaluate import Evaluated, EvaluationReport
+    from .reroute_report import RerouteReport
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,19 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Route documents to paths and report the perplexity of each path on its own.",
     )
     add_source_arguments(parser)
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="documents: jsonl, parquet or txt files or patterns, also compressed",
-    )
-    parser.add_argument(
-        "--text-field", default="text", metavar="F", help="field of the text (default: text)"
-    )
-    parser.add_argument(
-        "--label-field", metavar="F", help="report by this field too, such as domain"
-    )
+    add_corpus_arguments(parser, required=True)
     parser.add_argument(
         "--limit-documents", type=int, metavar="N", help="score only the first N documents"
     )
@@ -63,6 +61,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE.safetensors",
         help="a dense model of the run's shape to score on the same tokens",
     )
+    parser.add_argument(
+        "--no-base", action="store_true", help="do not score the model that the run began with"
+    )
+    parser.add_argument(
+        "--reroute",
+        metavar="W[,W...]",
+        help="also choose the path anew every W tokens; every path scores every document",
+    )
+    add_rerouter_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -73,19 +80,25 @@ def run(options: argparse.Namespace) -> int:
     from dipaco.routing.corpus import iterate_documents
     from rich.console import Console
 
-    from .evaluate import evaluate, load_baseline
+    from .evaluate import Rerouting, evaluate, load_baseline
 
     device = prepare_process(options)
-    corpus = _corpus(options)
+    windows = parse_windows(options.reroute, "--reroute")
+    corpus = corpus_of(options)
     notes = Console(stderr=True, highlight=False)
     quiet = options.json or not notes.is_terminal
     with open_source_of(options) as source:
+        check_labels(options, source.plan)
         baseline = load_baseline(options.baseline, source.plan) if options.baseline else None
+        rerouting = Rerouting(rerouter_of(options, source), windows) if windows else None
         report = evaluate(
             source,
             iterate_documents(corpus, "train"),
             device=device,
+            base=not options.no_base,
             baseline=baseline,
+            rerouting=rerouting,
+            directory=options.cache_dir / "scores" if options.cache_dir else None,
             progress=(lambda line: None) if quiet else notes.print,
         )
     if options.json:
@@ -95,31 +108,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _corpus(options: argparse.Namespace) -> CorpusConfig:
-    """Return the documents to score. Raises ConfigurationError and CorpusError."""
-    from dipaco.modules.config import parse_config
-    from dipaco.routing.corpus import CorpusConfig
-
-    if options.limit_documents is not None and options.limit_documents < 1:
-        raise ConfigurationError(f"--limit-documents {options.limit_documents} must be at least 1")
-    for pattern in options.data:
-        if not Path(pattern).is_file() and not glob.glob(pattern, recursive=True):
-            raise CorpusError(f"--data '{pattern}' matches no file; check its name")
-    values = {
-        "train": options.data,
-        "text_field": options.text_field,
-        "label_field": options.label_field,
-        "train_limit": options.limit_documents,
-    }
-    return parse_config(CorpusConfig, values, "--data")
-
-
 def show(report: EvaluationReport, console: Console) -> None:
     """Print a report for people."""
     overall = report.overall
     console.print(_table("path", {str(p): part for p, part in report.paths().items()}, overall))
     if report.labels():
         console.print(_table("label", report.labels(), overall))
+    if report.reroute is not None:
+        console.print(_reroute_table(report.reroute))
+    best, scored = len(report.best_paths), len(report.paths())
+    console.print(
+        f"states: the best so far by held-out loss of {best} paths, the newest of {scored - best}"
+    )
     if report.missing_paths:
         console.print(
             f"not scored: {report.unscored_documents} documents of paths "
@@ -132,17 +132,41 @@ def show(report: EvaluationReport, console: Console) -> None:
 def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     from rich.table import Table
 
-    headings = [what, "perplexity", "base model", "documents", "tokens"]
+    headings = [what, "perplexity", "documents", "tokens"]
     if overall.baseline is not None:
-        headings.insert(3, "baseline")
+        headings.insert(2, "baseline")
+    if overall.base is not None:
+        headings.insert(2, "base model")
     table = Table(*headings)
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
             table.add_section()
-        cells = [name, _perplexity(part.score.perplexity), _perplexity(part.base.perplexity)]
-        if part.baseline is not None:
-            cells.append(_perplexity(part.baseline.perplexity))
-        table.add_row(*cells, str(part.documents), str(part.score.tokens))
+        scores = (part.score, part.base, part.baseline)
+        cells = [_perplexity(score.perplexity) for score in scores if score is not None]
+        table.add_row(name, *cells, str(part.documents), str(part.score.tokens))
+    return table
+
+
+def _reroute_table(report: RerouteReport) -> Table:
+    from rich.table import Table
+
+    table = Table("path chosen", "perplexity", "best path by hindsight", "switches", "decisions")
+    table.add_row(
+        "once a document",
+        _perplexity(report.routed.perplexity),
+        _perplexity(report.best_per_document.perplexity),
+    )
+    for window in report.windows:
+        table.add_row(
+            f"every {window.window} tokens",
+            _perplexity(window.score.perplexity),
+            _perplexity(window.best.perplexity),
+            f"{100 * window.switches:.1f} %",
+            str(window.decisions),
+        )
+    table.add_section()
+    for path, score in report.single_paths.items():
+        table.add_row(f"always {path}", _perplexity(score.perplexity))
     return table
 
 

@@ -1,11 +1,12 @@
 """Generating text: the prompt is routed once, and only its path runs.
 
-Routing once a prompt is the paper's setting; the key-value cache stays valid that way (section 6).
+The key-value cache stays valid that way; with rerouting every W tokens (`generate_reroute`) it is
+computed anew whenever the path changes (section 6).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +51,17 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 @torch.no_grad()
-def generate_tokens(model: PathModel, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+def generate_tokens(
+    model: PathModel,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    reroute: Callable[[Sequence[int]], bool] | None = None,
+) -> Iterator[int]:
     """Yield the tokens that `model` puts behind `prompt`, until the document ends.
 
     The context is at most the run's sequence length: when it is full, generation goes on from its
-    newer half. Called by `dipaco-generate`.
+    newer half. `reroute` is asked before every token, with the context, and answers whether it has
+    put another path into `model`: then the cache is computed anew. Called by `dipaco-generate`.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(model.parameters()).device
@@ -64,6 +71,8 @@ def generate_tokens(model: PathModel, prompt: Sequence[int], sampling: Sampling)
     for _ in range(sampling.max_tokens):
         if cache.length + len(unseen) > longest:
             context = context[-(longest // 2) :]
+            cache, unseen = model.new_cache(), context
+        if reroute is not None and reroute(context):
             cache, unseen = model.new_cache(), context
         logits = model(torch.tensor([unseen], device=device), cache)[0, -1]
         token = choose_token(logits.float().cpu(), sampling, generator)

@@ -11,9 +11,16 @@ import sys
 from collections.abc import Sequence
 
 from dipaco.dht.logs import configure_logging
-from dipaco.modules.errors import run_command
+from dipaco.modules.errors import ConfigurationError, run_command
 
-from .options import add_source_arguments, open_source_of, prepare_process
+from .options import (
+    GREATEST_WINDOW,
+    add_rerouter_argument,
+    add_source_arguments,
+    open_source_of,
+    prepare_process,
+    rerouter_of,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +68,19 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the same seed chooses the same tokens (default 0)",
     )
-    parser.add_argument("--path", type=int, metavar="P", help="use this path, whatever the prompt")
+    parser.add_argument(
+        "--path",
+        type=int,
+        metavar="P",
+        help="use this path, whatever the prompt (with --reroute: instead of the router's choice)",
+    )
+    parser.add_argument(
+        "--reroute",
+        type=int,
+        metavar="W",
+        help="choose the path anew every W tokens and say so on standard error",
+    )
+    add_rerouter_argument(parser)
     return parser
 
 
@@ -82,23 +101,46 @@ def run(options: argparse.Namespace) -> int:
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from .assemble import assemble_path
     from .generate import Sampling, generate_tokens, prompt_tokens, stream_text
+    from .generate_reroute import PathChooser
 
+    _check_reroute(options)
     device = prepare_process(options)
     sampling = Sampling(options.temperature, options.top_k, options.seed, options.max_tokens)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with open_source_of(options) as source:
+        rerouter = rerouter_of(options, source).to(device) if options.reroute else None
         router = source.document_router(device)
-        tokens = prompt_tokens(router.tokenizer, prompt)
+        tokenizer = router.tokenizer
+        tokens = prompt_tokens(tokenizer, prompt)
         path = int(router.route_tokens([tokens])[0]) if options.path is None else options.path
+        del router
+        chooser = None
+        if rerouter is not None:
+            chooser = PathChooser(source, rerouter, path, tokens, options.reroute, _say)
+            path = chooser.path
         model = assemble_path(source, path, device=device)
         modules = ", ".join(source.grid.modules_of_path(path))
-    print(f"path {path} ({modules})", file=sys.stderr, flush=True)
-    print(prompt, end="", flush=True)
-    generated = generate_tokens(model, tokens, sampling)
-    for piece in stream_text(router.tokenizer, generated):
-        print(piece, end="", flush=True)
+        best = source.best_round(path)
+        states = "newest states" if best is None else f"best states, of round {best}"
+        _say(f"path {path} ({modules}; {states})")
+        print(prompt, end="", flush=True)
+        reroute = chooser.of(model) if chooser else None
+        for piece in stream_text(tokenizer, generate_tokens(model, tokens, sampling, reroute)):
+            print(piece, end="", flush=True)
     print(flush=True)
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _check_reroute(options: argparse.Namespace) -> None:
+    window = options.reroute
+    if window is not None and not 1 <= window <= GREATEST_WINDOW:
+        raise ConfigurationError(
+            f"--reroute {window} must be 1 to {GREATEST_WINDOW} tokens, such as --reroute 64"
+        )
 
 
 if __name__ == "__main__":

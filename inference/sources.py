@@ -1,26 +1,35 @@
 """Where the inference tools get a run from: a directory on disk, or a live swarm.
 
-Both give the same things: the plan, the router, the base model, and the newest good state of each
-module. A module without a state is *missing*; only when asked is the genesis taken in its place.
+Both give the same things: the plan, the router, the base model, the best states so far of each
+path (early stopping), and the newest good state of each module. A module without a state is
+*missing*; only when asked is the genesis taken in its place.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from dipaco.modules.best_path import BestPath, read_best_path_summary
 from dipaco.modules.errors import ConfigurationError, IntegrityError, NetworkError
-from dipaco.modules.state import ModuleState
+from dipaco.modules.score import Score
+from dipaco.modules.state import ModuleState, PathProgress, read_state_summary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.plan import RunPlan
+from dipaco.routing.plan import RunPlan, ShardIndex
 from dipaco.routing.run_directory import RunDirectory
 from typing_extensions import Self
+
+from .best_states import BestStates
+from .document_windows import TokenDocument, shard_documents
 
 if TYPE_CHECKING:
     from dipaco.peer.client import ReadOnlyClient
@@ -28,15 +37,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class SourceSettings:
+    """What is taken from a source."""
+
+    allow_genesis: bool = False
+    """Where a module has no state, take what the run began with."""
+    current: bool = False
+    """Take the newest states of every path, also where it has better ones."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where best states are checked."""
+
+
+@dataclass(frozen=True)
+class SourceProgress:
+    """How far a path is, as far as it is known; the held-out loss is that of the states in use."""
+
+    tokens: int | None = None
+    last_round: int | None = None
+    score: Score = field(default_factory=Score)
+
+
 class StateSource(ABC):
     """A run to read from. A context manager; closing it twice is harmless."""
 
-    def __init__(self, run: RunDirectory, plan: RunPlan, *, allow_genesis: bool = False) -> None:
+    def __init__(self, run: RunDirectory, plan: RunPlan, settings: SourceSettings) -> None:
         self._run = run
-        self._allow_genesis = allow_genesis
+        self._allow_genesis = settings.allow_genesis
         self._states: dict[str, ModuleState | None] = {}
         self.plan = plan
         self.grid = run.grid(plan)
+        self._bests = run.best_paths(self.grid)
+        self._best_states: BestStates | None = None
+        if not settings.current:
+            self._best_states = BestStates(
+                plan, self._bests, self._best_candidates, self._held_out, settings.device
+            )
+
+    @abstractmethod
+    def _best_candidates(self, path: int) -> Iterator[BestPath]:
+        """Yield the best states of a path that may be tried, the likeliest first."""
+
+    @abstractmethod
+    def _held_out(self, path: int) -> np.ndarray | None:
+        """Return the held-out rows of a path; None when they are not at hand."""
 
     @abstractmethod
     def _committed_state(self, module: str) -> ModuleState | None:
@@ -64,8 +108,18 @@ class StateSource(ABC):
             self._states[module] = state
         return self._states[module]
 
+    def best_round(self, path: int) -> int | None:
+        """Return the round of the best states that are used for a path; None for the newest."""
+        return self._best_states.round_of(path) if self._best_states is not None else None
+
+    def best_path(self, path: int) -> BestPath | None:
+        """Return the best states of a path (DiPaCo section 2.7), or None to use the newest."""
+        return self._best_states.load(path) if self._best_states is not None else None
+
     def missing_modules(self, path: int) -> tuple[str, ...]:
-        """Return the modules of a path of which there is no state."""
+        """Return the modules that keep a path from being put together, having no state."""
+        if self.best_round(path) is not None:
+            return ()
         return tuple(m for m in self.grid.modules_of_path(path) if self.state(m) is None)
 
     def document_router(self, device: torch.device) -> DocumentRouter:
@@ -81,6 +135,31 @@ class StateSource(ABC):
         self._require_blob(self.plan.blobs.base)
         return self._run.base_model(self.plan).to(device)
 
+    def training_documents(self, count: int, seed: int) -> Iterator[TokenDocument]:
+        """Return up to `count` training documents drawn from the shards, which are fetched."""
+        self._require_blob(self.plan.blobs.shards)
+        for shard in self._run.shard_index(self.plan).paths:
+            self._require_blob(shard.train_sha256)
+        return shard_documents(self._run, self.plan, count, seed)
+
+    def blob(self, sha256: str) -> bytes:
+        """Return the content of a blob of the run, fetched if need be. Raises IntegrityError."""
+        self._require_blob(sha256)
+        return self._run.blobs.read(sha256)
+
+    def shard_index(self) -> ShardIndex:
+        """Return how large each path's shard is."""
+        self._require_blob(self.plan.blobs.shards)
+        return self._run.shard_index(self.plan)
+
+    @abstractmethod
+    def progress(self, path: int) -> SourceProgress:
+        """Return how far a path is, as the source shows it without fetching any state."""
+
+    def _best_score(self, path: int) -> Score:
+        file = self._bests.file(path)
+        return read_best_path_summary(file).score if file.is_file() else Score()
+
     def forget(self, path: int) -> None:
         """Drop the private state of a path from memory: no other path needs it."""
         if self.grid.has_private:
@@ -92,9 +171,13 @@ class StateSource(ABC):
 
     def _genesis_state(self, module: str) -> ModuleState:
         plan = self.plan
-        self._require_blob(plan.blobs.base)
-        if plan.blobs.genesis is not None:
+        if plan.blobs.genesis is None:
+            self._require_blob(plan.blobs.base)
+        else:
             self._require_blob(plan.blobs.genesis)
+            digests = self._run.genesis_index(plan)
+            if digests is not None:
+                self._require_blob(digests[module])
         return self._run.genesis_state(plan, module)
 
     def __enter__(self) -> Self:
@@ -112,15 +195,52 @@ class StateSource(ABC):
 class DiskSource(StateSource):
     """A run directory: a peer's cache, the output of a simulation, or a prepared run."""
 
-    def __init__(self, directory: Path, *, allow_genesis: bool = False) -> None:
+    def __init__(self, directory: Path, settings: SourceSettings | None = None) -> None:
         run = RunDirectory(directory)
-        super().__init__(run, run.plan(), allow_genesis=allow_genesis)
+        super().__init__(run, run.plan(), settings or SourceSettings())
+
+    def _best_candidates(self, path: int) -> Iterator[BestPath]:
+        best = self._bests.load(path)
+        if best is not None:
+            yield best
+
+    def _held_out(self, path: int) -> np.ndarray | None:
+        blobs = self._run.blobs
+        if not blobs.has(self.plan.blobs.shards):
+            return None
+        shard = self._run.shard_index(self.plan).paths[path]
+        if not blobs.has(shard.validation_sha256):
+            return None
+        return self._run.validation_tokens(self.plan, path)
 
     def _committed_state(self, module: str) -> ModuleState | None:
         return self._run.states.load_latest(module, self.grid.layout(module))
 
     def _require_blob(self, sha256: str) -> None:
         self._run.blobs.require(sha256)
+
+    def progress(self, path: int) -> SourceProgress:
+        """Return what the headers of the states say; only best states note their held-out loss."""
+        entries = [
+            entry
+            for module in self.grid.modules_of_path(path)
+            if (entry := self._module_progress.get(module, {}).get(path)) is not None
+        ]
+        score = self._best_score(path) if self.best_round(path) is not None else Score()
+        if not entries:
+            return SourceProgress(score=score)
+        latest = max(entries, key=lambda entry: (entry.last_round, entry.tokens))
+        return SourceProgress(latest.tokens, latest.last_round, score)
+
+    @cached_property
+    def _module_progress(self) -> dict[str, Mapping[int, PathProgress]]:
+        """The progress that the newest state of each module counts."""
+        newest: dict[str, Mapping[int, PathProgress]] = {}
+        for stored in self._run.states.list():
+            file = self._run.states.find(stored.digest)
+            if stored.module not in newest and file is not None:
+                newest[stored.module] = read_state_summary(file).progress
+        return newest
 
     @property
     def advice(self) -> str:
@@ -134,11 +254,26 @@ class DiskSource(StateSource):
 class SwarmSource(StateSource):
     """A live swarm, through a client that fetches and never publishes. Takes over the client."""
 
-    def __init__(self, client: ReadOnlyClient, *, allow_genesis: bool = False) -> None:
+    def __init__(self, client: ReadOnlyClient, settings: SourceSettings | None = None) -> None:
         self._client = client
-        super().__init__(
-            RunDirectory(client.directory_path), client.plan, allow_genesis=allow_genesis
-        )
+        run = RunDirectory(client.directory_path)
+        super().__init__(run, client.plan, settings or SourceSettings())
+        self._bests.load_from_disk()
+
+    def _best_candidates(self, path: int) -> Iterator[BestPath]:
+        for notice in self._client.view().bests.get(path, ()):
+            held = self._bests.get(path)
+            try:
+                kept = self._bests.load(path) if held and held.sha256 == notice.sha256 else None
+                yield kept or self._client.fetch_best_path(path, notice.sha256)
+            except (NetworkError, IntegrityError) as error:
+                logger.info("best states %s: %s", notice.sha256[:12], error)
+
+    def _held_out(self, path: int) -> np.ndarray | None:
+        self._require_blob(self.plan.blobs.shards)
+        shard = self._run.shard_index(self.plan).paths[path]
+        self._require_blob(shard.validation_sha256)
+        return self._run.validation_tokens(self.plan, path)
 
     def _committed_state(self, module: str) -> ModuleState | None:
         try:
@@ -151,6 +286,16 @@ class SwarmSource(StateSource):
         file = self._client.fetch_blob(sha256)
         if not self._run.blobs.has(sha256):
             self._run.blobs.add_file(file)
+
+    def progress(self, path: int) -> SourceProgress:
+        """Return what the path's latest trainer published."""
+        service = self._client.view().progress.get(path)
+        best = self._best_score(path) if self.best_round(path) is not None else None
+        if service is None:
+            return SourceProgress(score=best or Score())
+        score = best or Score(service.validation_nll, service.validation_tokens)
+        # Who only holds best states publishes a path without knowing its tokens.
+        return SourceProgress(service.tokens or None, service.last_round, score)
 
     @property
     def advice(self) -> str:
@@ -171,7 +316,7 @@ def open_source(
     initial_peers: Sequence[str] = (),
     run: str | None = None,
     cache_directory: Path | None = None,
-    allow_genesis: bool = False,
+    settings: SourceSettings | None = None,
 ) -> StateSource:
     """Open the source that a command line names: `--state-dir` or `--initial-peers`.
 
@@ -182,13 +327,13 @@ def open_source(
             "give either --state-dir DIR (a run on disk) or --initial-peers ADDRESS (a live swarm)"
         )
     if state_directory is not None:
-        return DiskSource(state_directory, allow_genesis=allow_genesis)
+        return DiskSource(state_directory, settings)
     # Imported here: what is on disk can be used without the network layer, and sooner.
     from dipaco.peer.client import ReadOnlyClient
 
     client = ReadOnlyClient(tuple(initial_peers), run=run, cache_directory=cache_directory)
     try:
-        return SwarmSource(client, allow_genesis=allow_genesis)
+        return SwarmSource(client, settings)
     except BaseException:
         client.close()
         raise

@@ -1,0 +1,98 @@
+"""The best states of the paths of a source: found, checked against their claims, remembered.
+
+What a swarm announces as the best states of a path is a claim (see `dipaco.dht.best_paths`), and
+a copy on a peer's disk may never have been checked. So the parameters are scored on the held-out
+rows that early stopping uses before they are taken for what they say they are: one pass over at
+most `validation_sequences` rows for each path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from dipaco.modules.best_path import BestPath, claim_holds
+from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.errors import DipacoError, IntegrityError
+from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.files import sha256_of_file
+from dipaco.modules.score import Score
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.held_out import early_stopping_rows
+from dipaco.routing.plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+
+class BestStates:
+    """Tells which paths have best states that can be used, and gives them.
+
+    :param candidates: gives the best states to try of a path, one after the other
+    :param held_out: gives all held-out rows of a path [N, T], or None where they are not at hand;
+        what cannot be checked is then used as it is
+    :param device: where paths are scored
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        store: BestPathStore,
+        candidates: Callable[[int], Iterable[BestPath]],
+        held_out: Callable[[int], np.ndarray | None],
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._candidates = candidates
+        self._held_out = held_out
+        self._device = device
+        self._model: PathModel | None = None
+        self._rounds: dict[int, int | None] = {}
+
+    def round_of(self, path: int) -> int | None:
+        """Return the round of a path's best states, or None when there are none to be used.
+
+        Found, and checked, when it is first asked for.
+        """
+        if path not in self._rounds:
+            self._rounds[path] = self._find(path)
+        return self._rounds[path]
+
+    def load(self, path: int) -> BestPath | None:
+        """Return the best states of a path; None when there are none to be used."""
+        return self._store.load(path) if self.round_of(path) is not None else None
+
+    def _find(self, path: int) -> int | None:
+        try:
+            for best in self._candidates(path):
+                try:
+                    self._check(best)
+                except IntegrityError as error:
+                    logger.warning("best states of path %d not used: %s", path, error)
+                    continue
+                file = self._store.file(path)
+                if not (file.is_file() and sha256_of_file(file) == best.sha256):
+                    self._store.hold(best)
+                return best.round_index
+        except DipacoError as error:
+            logger.warning("best states of path %d not used: %s", path, error)
+        return None
+
+    def _check(self, best: BestPath) -> None:
+        """Raise IntegrityError unless the held-out loss is what the states claim."""
+        rows = self._held_out(best.path)
+        if rows is None:
+            logger.debug("best states of path %d are not checked: no held-out rows", best.path)
+            return
+        if self._model is None:
+            self._model = PathModel(self._plan.model).to(self._device).eval()
+        best.load_into(self._model)
+        chosen = early_stopping_rows(rows, self._plan.rounds)
+        found = Score(*score_sequences(self._model, chosen, self._plan.routing.prefix_tokens))
+        if not claim_holds(best.score, found):
+            raise IntegrityError(
+                f"they claim a held-out loss of {best.score.loss} over {best.score.tokens} tokens, "
+                f"here it is {found.loss} over {found.tokens}"
+            )

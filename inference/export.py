@@ -1,0 +1,314 @@
+"""Writing a path as a folder that `transformers` loads: an ordinary small Llama.
+
+A folder appears whole or not at all, and notes in `dipaco.json` what it was made of, so an export
+that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import safetensors
+import safetensors.torch
+import torch
+from dipaco.modules.config import (
+    BEGIN_TOKEN,
+    END_TOKEN,
+    PAD_TOKEN,
+    UNKNOWN_TOKEN,
+    ModelConfig,
+)
+from dipaco.modules.errors import ConfigurationError, StorageError
+from dipaco.modules.files import storage_errors
+from dipaco.modules.llama import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    llama_config,
+)
+from dipaco.modules.transformer import PathModel
+
+from .assemble import assemble_path, path_states
+from .export_tokenizer import tokenizer_config, tokenizer_json
+from .sources import StateSource
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+PROVENANCE_FILE = "dipaco.json"
+PROVENANCE_FORMAT = "dipaco-export/1"
+
+Readme = Callable[[int], str]
+
+
+class Exporter:
+    """Writes paths of one source, all alike, one in memory at a time.
+
+    `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
+    module that several paths have are stored there once and hard-linked into their folders.
+    `exact_tokenizer` off leaves `tokenizer.json` out, for a tokenizer that cannot be written so.
+    Raises ConfigurationError if it is on and the run's tokenizer cannot be written with its ids.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        dtype: torch.dtype,
+        *,
+        share_in: Path | None = None,
+        exact_tokenizer: bool = True,
+    ) -> None:
+        self.source = source
+        self.dtype = dtype
+        self._share_in = share_in
+        self._linked: set[str] = set()
+        self._model: PathModel | None = None
+        tokenizer = source.blob(source.plan.blobs.tokenizer)
+        self._files = checkpoint_files(source.plan.model, tokenizer, dtype, exact_tokenizer)
+
+    def write_path(self, path: int, directory: Path, readme: Readme | None = None) -> bool:
+        """Write a path to `directory`; False if the same export of it lies there already.
+
+        An older export of the same path is replaced. Raises ConfigurationError if there is
+        anything else in the folder, and what `assemble_path` raises.
+        """
+        provenance = self._provenance(path)
+        if read_provenance(directory) == provenance:
+            return False
+        check_replaceable(directory, {key: provenance[key] for key in ("format", "run", "path")})
+        with whole_directory(directory) as staging:
+            if self._share_in is not None and self.source.best_round(path) is None:
+                self._link_modules(path, staging)
+            else:
+                self._model = assemble_path(self.source, path, model=self._model)
+                save_parameters(dict(self._model.named_parameters()), staging, self.dtype)
+            self._write_files(staging, provenance, readme(path) if readme else None)
+        self.source.forget(path)
+        return True
+
+    def write_base(self, directory: Path, readme: str | None = None) -> bool:
+        """Write the base model, whose features the router sees, always in fp32."""
+        plan = self.source.plan
+        provenance = {
+            "format": PROVENANCE_FORMAT,
+            "run": plan.run_id,
+            "base": plan.blobs.base,
+            "dtype": "float32",
+        }
+        if read_provenance(directory) == provenance:
+            return False
+        check_replaceable(directory, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
+        model = self.source.base_model(torch.device("cpu"))
+        with whole_directory(directory) as staging:
+            save_parameters(dict(model.named_parameters()), staging, torch.float32)
+            self._write_files(staging, provenance, readme)
+            write_json(staging / CONFIG_FILE, llama_config(plan.model, torch.float32))
+        return True
+
+    def remove_unused_modules(self) -> None:
+        """Remove shared files that no path written by this object has: of older states."""
+        if self._share_in is not None and self._share_in.is_dir():
+            with storage_errors(self._share_in):
+                for file in self._share_in.glob("*.safetensors"):
+                    if file.name not in self._linked:
+                        file.unlink()
+
+    def _provenance(self, path: int) -> dict[str, Any]:
+        """Return what a folder of this path is made of."""
+        best = self.source.best_path(path) if 0 <= path < self.source.grid.path_count else None
+        if best is not None:
+            made_of: dict[str, Any] = {"best_round": best.round_index, "states": dict(best.digests)}
+        else:
+            states = path_states(self.source, path)
+            made_of = {"states": {module: state.digest for module, state in states.items()}}
+        return {
+            "format": PROVENANCE_FORMAT,
+            "run": self.source.plan.run_id,
+            "name": self.source.plan.name,
+            "path": path,
+            "dtype": _name(self.dtype),
+            **made_of,
+        }
+
+    def _link_modules(self, path: int, directory: Path) -> None:
+        """Write the path's modules as shards of a checkpoint, each stored once for all paths."""
+        states = path_states(self.source, path)
+        weight_map: dict[str, str] = {}
+        for index, (module, state) in enumerate(states.items()):
+            shard = f"model-{index + 1:05d}-of-{len(states):05d}.safetensors"
+            self._link(module, state.digest, state.layout.views(state.parameters), directory, shard)
+            weight_map |= dict.fromkeys(state.layout.names, shard)
+        total = self.dtype.itemsize * sum(state.layout.size for state in states.values())
+        index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(directory / INDEX_FILE, index_content)
+
+    def _link(
+        self,
+        module: str,
+        digest: str,
+        parameters: Mapping[str, torch.Tensor],
+        directory: Path,
+        shard: str,
+    ) -> None:
+        assert self._share_in is not None
+        if len(self.source.grid.paths_of_module(module)) == 1:
+            save_parameters(parameters, directory, self.dtype, shard)
+            return
+        stored = self._share_in / f"{module}-{digest[:16]}-{_name(self.dtype)}.safetensors"
+        with storage_errors(self._share_in):
+            self._share_in.mkdir(parents=True, exist_ok=True)
+            if not stored.is_file():
+                partial = f".{stored.name}.tmp"
+                save_parameters(parameters, self._share_in, self.dtype, partial)
+                os.replace(self._share_in / partial, stored)
+            self._linked.add(stored.name)
+            try:
+                os.link(stored, directory / shard)
+            except OSError:
+                # A file system without hard links: the folder is right all the same, only larger.
+                shutil.copyfile(stored, directory / shard)
+
+    def _write_files(
+        self, directory: Path, provenance: Mapping[str, Any], readme: str | None
+    ) -> None:
+        for name, content in self._files.items():
+            (directory / name).write_bytes(content)
+        if readme is not None:
+            (directory / "README.md").write_text(readme, encoding="utf-8")
+        write_json(directory / PROVENANCE_FILE, provenance)
+
+
+def checkpoint_files(
+    model: ModelConfig, tokenizer: bytes, dtype: torch.dtype, exact_tokenizer: bool = True
+) -> dict[str, bytes]:
+    """Return the small files of a checkpoint, by name: configuration and tokenizer.
+
+    Raises ConfigurationError as `tokenizer_json` does, unless `exact_tokenizer` is off.
+    """
+    generation = {
+        "bos_token_id": BEGIN_TOKEN,
+        "eos_token_id": END_TOKEN,
+        "pad_token_id": PAD_TOKEN,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 50,
+        # As in dipaco-generate: pieces that are never part of a text are never chosen.
+        "suppress_tokens": [UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN],
+    }
+    files = {
+        CONFIG_FILE: json_bytes(llama_config(model, dtype)),
+        "generation_config.json": json_bytes(generation),
+        TOKENIZER_FILE: tokenizer,
+    }
+    if exact_tokenizer:
+        settings = tokenizer_config(tokenizer, model.sequence_length)
+        files["tokenizer.json"] = json_bytes(tokenizer_json(tokenizer))
+        files["tokenizer_config.json"] = json_bytes(settings)
+    return files
+
+
+def save_parameters(
+    parameters: Mapping[str, torch.Tensor],
+    directory: Path,
+    dtype: torch.dtype,
+    name: str = WEIGHTS_FILE,
+) -> None:
+    """Write parameters as a safetensors file: the same parameters give the same bytes.
+
+    Raises ConfigurationError if a parameter is too large for `dtype`, StorageError if the disk is
+    full.
+    """
+    stored = {}
+    for key, parameter in parameters.items():
+        # Always a copy: parameters of a module are views of one tensor.
+        converted = parameter.detach().to("cpu", dtype, copy=True).contiguous()
+        if not bool(torch.isfinite(converted).all()):
+            raise ConfigurationError(
+                f"'{key}' has numbers that {_name(dtype)} cannot hold; export with --dtype bfloat16"
+            )
+        stored[key] = converted
+    with storage_errors(directory):
+        try:
+            safetensors.torch.save_file(stored, directory / name, metadata={"format": "pt"})
+            # Some versions of safetensors write for the owner alone.
+            (directory / name).chmod(directory.stat().st_mode & 0o666)
+        except safetensors.SafetensorError as error:
+            raise StorageError(
+                f"cannot write {directory / name}: {error}; free space, or give another --out"
+            ) from None
+
+
+def read_provenance(directory: Path) -> dict[str, Any] | None:
+    """Return what a folder says it was made of; None if it is no export."""
+    try:
+        found = json.loads((directory / PROVENANCE_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def check_replaceable(directory: Path, expected: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError unless `directory` is missing, empty, or an export of the same."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ConfigurationError(f"--out {directory} is a file; give the name of a new folder")
+    if not any(directory.iterdir()):
+        return
+    found = read_provenance(directory)
+    if found is None:
+        raise ConfigurationError(
+            f"--out {directory} is not empty, and is no export of ours; give a new folder"
+        )
+    for key, value in expected.items():
+        if found.get(key) != value:
+            raise ConfigurationError(
+                f"--out {directory} holds an export of {key} {found.get(key)!r}, not {value!r}; "
+                f"give a new folder"
+            )
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """Give a folder to fill that becomes `directory` when the body ends well, and vanishes if not.
+
+    What was there before is replaced.
+    """
+    parent = directory.absolute().parent
+    staging, previous = (parent / f".{directory.name}.{suffix}" for suffix in ("new", "old"))
+    with storage_errors(parent):
+        for left_over in (staging, previous):
+            shutil.rmtree(left_over, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            if directory.exists():
+                os.replace(directory, previous)
+            os.replace(staging, directory)
+            shutil.rmtree(previous, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON for people and programs."""
+    file.write_bytes(json_bytes(content))
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return JSON as it is written into exports: the same content has the same bytes."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,237 @@
+"""Exporting a whole run: every path, what routes to them, and a model card.
+
+README.md           the model card, with the figures
+plan.json           the plan of the run, as its operator signed it
+paths/00000 ...     every path, a folder for transformers
+modules/            parameters that several paths have in common (hard links, newest states)
+router/             router.safetensors, base/, routing.json, how to route
+rerouter.safetensors   if there is one
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from dipaco.modules.errors import StorageError
+from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.modules.grid import Grid
+from dipaco.routing.plan import ShardIndex
+from dipaco.routing.router import Router
+from dipaco.routing.routers import load_router
+
+from .export import (
+    PROVENANCE_FILE,
+    PROVENANCE_FORMAT,
+    Exporter,
+    check_replaceable,
+    json_bytes,
+    read_provenance,
+)
+from .export_card import CardNotes, gather_figures, model_card, path_readme
+from .sources import StateSource
+
+# Of the disk, this much is left free: whoever fills it to the last byte harms others.
+_SPARE_BYTES = 2**26
+REROUTER_FILE = "rerouter.safetensors"
+
+
+def export_all(
+    source: StateSource,
+    out: Path,
+    dtype: torch.dtype,
+    *,
+    notes: CardNotes,
+    evaluation: dict[str, Any] | None = None,
+    rerouter: bytes | None = None,
+    share_modules: bool = False,
+    exact_tokenizer: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write every path of a run, its router and a model card to the folder `out`.
+
+    `share_modules` is whether the newest states are exported, in which paths have modules in
+    common: these are then stored once. What an earlier call wrote of the same states is kept.
+
+    Raises StorageError if the disk is too small, before anything is written, and what
+    `assemble_path` raises if a module has no state. Called by `dipaco-export --all`.
+    """
+    plan, grid = source.plan, source.grid
+    check_replaceable(out, {"format": PROVENANCE_FORMAT, "run": plan.run_id, "paths": "all"})
+    check_space(source, out, dtype, share_modules, say)
+    with storage_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    marker = {"format": PROVENANCE_FORMAT, "run": plan.run_id, "name": plan.name, "paths": "all"}
+    atomic_write(out / PROVENANCE_FILE, json_bytes(marker))
+    share_in = out / "modules" if share_modules else None
+    exporter = Exporter(source, dtype, share_in=share_in, exact_tokenizer=exact_tokenizer)
+    for path in range(grid.path_count):
+        folder = path_folder(out, path)
+        is_new = exporter.write_path(path, folder, lambda path: path_readme(source, path, notes))
+        say(f"path {path} of {grid.path_count}: {'written' if is_new else 'was there already'}")
+    exporter.remove_unused_modules()
+    _write_router(source, out / "router", exporter)
+    if rerouter is not None:
+        atomic_write(out / REROUTER_FILE, rerouter)
+    atomic_write(out / "plan.json", json_bytes(plan.model_dump(mode="json")))
+    figures = gather_figures(source, evaluation)
+    name = str(dtype).removeprefix("torch.")
+    atomic_write(out / "README.md", model_card(source, figures, notes, name).encode())
+
+
+def path_folder(out: Path, path: int) -> Path:
+    """Return where a path lies in an export of all."""
+    return out / "paths" / f"{path:05d}"
+
+
+def export_bytes(grid: Grid, dtype: torch.dtype, *, shared: bool, paths: int | None = None) -> int:
+    """Return about how many bytes an export of `paths` paths (all) takes, with the base model."""
+    counts = grid.parameter_counts()
+    count = grid.path_count if paths is None else paths
+    stored = counts["shared"] + counts["private"] * count if shared else counts["path"] * count
+    return dtype.itemsize * stored + 4 * counts["path"]
+
+
+def check_space(
+    source: StateSource,
+    out: Path,
+    dtype: torch.dtype,
+    share_modules: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Say how large the export will be. Raises StorageError if the disk is too small for it."""
+    grid = source.grid
+    name = str(dtype).removeprefix("torch.")
+    there = 0
+    for path in range(grid.path_count):
+        found = read_provenance(path_folder(out, path)) or {}
+        there += (found.get("run"), found.get("dtype")) == (source.plan.run_id, name)
+    # Best states are a path's own in all its modules; how many paths have them is seen too late.
+    bests = share_modules and any(
+        source.best_round(path) is not None for path in range(grid.path_count)
+    )
+    shared = share_modules and not bests
+    needed = export_bytes(grid, dtype, shared=shared, paths=grid.path_count - there)
+    free = _free_bytes(out)
+    each = dtype.itemsize * grid.parameter_counts()["path"]
+    say(
+        f"{grid.path_count} paths of {_size(each)} as {name}"
+        f"{', shared modules stored once' if shared else ''}"
+        f"{f', {there} of them there already' if there else ''}: {_size(needed)} to write, "
+        f"{_size(free)} free in {out}"
+    )
+    if needed + _SPARE_BYTES > free:
+        raise StorageError(
+            f"disk too small: the export needs {_size(needed)}, and {out} has {_size(free)} free; "
+            f"give another --out, --dtype bfloat16 for half of it, --current to store modules that "
+            f"paths share once, or --path P for one path"
+        )
+
+
+def _free_bytes(directory: Path) -> int:
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    with storage_errors(existing):
+        return shutil.disk_usage(existing).free
+
+
+def _write_router(source: StateSource, directory: Path, exporter: Exporter) -> None:
+    """Write what finds the path of a text, with figures on how evenly it did so."""
+    data = source.blob(source.plan.blobs.router)
+    router = load_router(data)
+    exporter.write_base(directory / "base")
+    atomic_write(directory / "router.safetensors", data)
+    atomic_write(directory / "routing.json", json_bytes(routing_figures(source.shard_index())))
+    readme = router_readme(router, source.plan.routing.prefix_tokens)
+    atomic_write(directory / "README.md", readme.encode())
+
+
+def routing_figures(index: ShardIndex) -> dict[str, Any]:
+    """Return how large the shards are that the router made: in training and held-out sequences."""
+    total = sum(shard.train_sequences for shard in index.paths)
+    shares = [shard.train_sequences / max(1, total) for shard in index.paths]
+    return {
+        "sequence_length": index.sequence_length,
+        "train_sequences": total,
+        "largest_over_mean": max(shares) * len(shares),
+        "smallest_over_mean": min(shares) * len(shares),
+        "paths": [
+            {
+                "path": shard.path,
+                "train_documents": shard.train_documents,
+                "train_sequences": shard.train_sequences,
+                "share": share,
+                "validation_sequences": shard.validation_sequences,
+            }
+            for shard, share in zip(index.paths, shares, strict=True)
+        ],
+    }
+
+
+def router_readme(router: Router, prefix_tokens: int) -> str:
+    """Return how to find the path of a text with the files beside it."""
+    needs_features = router.needs_features
+    setup = [
+        'tokenizer = AutoTokenizer.from_pretrained("router/base")',
+        'router = load_router(Path("router/router.safetensors").read_bytes())',
+    ]
+    known = ["tokens=[tokens]"]
+    body = [f"    tokens = tokenizer(text).input_ids[:{prefix_tokens}]"]
+    if needs_features:
+        setup += [
+            'base = AutoModel.from_pretrained("router/base").eval()',
+            "base.norm = torch.nn.Identity()  # what counts is the last block, before its norm",
+        ]
+        body += [
+            "    with torch.no_grad():",
+            "        hidden = base(torch.tensor([tokens])).last_hidden_state",
+            "    features = hidden.mean(dim=1).numpy()",
+        ]
+        known.insert(0, "features=features")
+    if router.needs_labels:
+        known.append("labels=[label]")
+    argument = "text, label" if router.needs_labels else "text"
+    sees = "the mean of the base model's last hidden states over" if needs_features else "only"
+    return "\n".join(
+        [
+            f"# Routing: a router of kind `{router.kind}`, {router.path_count} paths",
+            "",
+            f"A document goes to one path, for good, by its first {prefix_tokens} tokens (its "
+            f"beginning `<s>` among them). This kind of router sees {sees} these tokens"
+            f"{' and the label of the document' if router.needs_labels else ''}. From the folder "
+            f"above this one, with `dipaco` installed (for the router file alone):",
+            "",
+            "```python",
+            "from pathlib import Path",
+            "",
+            *(["import torch"] if needs_features else []),
+            "from dipaco.routing.routers import Prefixes, load_router",
+            f"from transformers import {'AutoModel, ' if needs_features else ''}AutoTokenizer",
+            "",
+            *setup,
+            "",
+            "",
+            f"def path_of({argument}):",
+            *body,
+            f"    return int(router.route(Prefixes({', '.join(known)}))[0])",
+            "",
+            "",
+            *([] if router.needs_labels else ["print(f\"paths/{path_of('The city lies'):05d}\")"]),
+            "```",
+            "",
+            "Compute in fp32, as here: everybody who routes must come to the same path. "
+            "`routing.json` says how many training documents and sequences each path got.",
+            "",
+        ]
+    )
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"

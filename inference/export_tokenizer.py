@@ -1,0 +1,189 @@
+"""A run's SentencePiece tokenizer as the tokenizer files that `transformers` reads.
+
+The plain conversion of `transformers` changes ids: it adds a space in front, parses `<s>` where a
+text has it, and takes U+2581 for a space. Here a space stays a space, so U+2581 is spelled in bytes
+as in `dipaco.routing.tokenizer`, and every text has the same ids in both. Both algorithms, BPE and
+unigram, can be written; what a foreign model may do besides is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.errors import ConfigurationError
+from sentencepiece import sentencepiece_model_pb2
+
+_SPACE_MARK = "\u2581"
+# Its classes are made at import, where no type checker sees them.
+sentencepiece_format: Any = sentencepiece_model_pb2
+_Piece = sentencepiece_format.ModelProto.SentencePiece
+_Trainer = sentencepiece_format.TrainerSpec
+# Lower than the known characters of a name sum to, and small enough not to cost precision:
+# tokenizers looks for all pieces in a text, also for those that SentencePiece never takes there.
+_NEVER_CHOSEN = -1000.0
+
+
+def tokenizer_json(model: bytes) -> dict[str, Any]:
+    """Return the content of `tokenizer.json` for a SentencePiece model.
+
+    `model` is the blob `tokenizer` of a run. Raises ConfigurationError for a model with settings
+    that cannot be written exactly. Called by export.
+    """
+    proto = sentencepiece_format.ModelProto.FromString(model)
+    _check_settings(proto)
+    pieces = [piece.piece.replace(_SPACE_MARK, " ") for piece in proto.pieces]
+    kind = proto.trainer_spec.model_type
+    body = _bpe(proto, pieces) if kind == _Trainer.BPE else _unigram(proto, pieces)
+    begin = {"SpecialToken": {"id": pieces[BEGIN_TOKEN], "type_id": 0}}
+    sequences = [{"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB")]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [*_added_tokens(proto, pieces)],
+        "normalizer": None,
+        "pre_tokenizer": None if kind == _Trainer.BPE else _split_unknown(proto, pieces),
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, sequences[0]],
+            "pair": [begin, sequences[0], sequences[1]],
+            "special_tokens": {
+                pieces[BEGIN_TOKEN]: {
+                    "id": pieces[BEGIN_TOKEN],
+                    "ids": [BEGIN_TOKEN],
+                    "tokens": [pieces[BEGIN_TOKEN]],
+                }
+            },
+        },
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": body,
+    }
+
+
+def tokenizer_config(model: bytes, sequence_length: int) -> dict[str, Any]:
+    """Return the content of `tokenizer_config.json`, which goes with `tokenizer_json`."""
+    proto = sentencepiece_format.ModelProto.FromString(model)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": sequence_length,
+        "unk_token": proto.pieces[UNKNOWN_TOKEN].piece,
+        "bos_token": proto.pieces[BEGIN_TOKEN].piece,
+        "eos_token": proto.pieces[END_TOKEN].piece,
+        "pad_token": proto.pieces[PAD_TOKEN].piece,
+        # A text may contain "</s>", as HTML does; only SentencePiece's rule keeps it a text.
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        # What the model takes; version 4 of transformers would add more.
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+
+
+def _check_settings(proto: Any) -> None:
+    """Refuse what a SentencePiece model can do and the files written here cannot."""
+    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
+    reasons = {
+        f"its normalisation is '{normalizer.name}', not 'identity'": bool(
+            normalizer.precompiled_charsmap
+        ),
+        "it puts a space in front of a text (add_dummy_prefix)": normalizer.add_dummy_prefix,
+        "it removes white space (remove_extra_whitespaces)": normalizer.remove_extra_whitespaces,
+        "it does not write a space as U+2581": not normalizer.escape_whitespaces,
+        "it treats white space as a suffix": trainer.treat_whitespace_as_suffix,
+        "it is neither BPE nor unigram": trainer.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM),
+        "it has unused pieces": any(piece.type == _Piece.UNUSED for piece in proto.pieces),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigurationError(
+                f"the tokenizer cannot be written for transformers with the same ids: {reason}; "
+                f"--tokenizer sentencepiece writes tokenizer.model alone"
+            )
+
+
+def _added_tokens(proto: Any, pieces: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the special pieces, and the user-defined ones that need to be cut out of a text."""
+    for index, piece in enumerate(proto.pieces):
+        special = piece.type in (_Piece.CONTROL, _Piece.UNKNOWN)
+        if special or (piece.type == _Piece.USER_DEFINED and not _stands_alone(index, pieces)):
+            yield {
+                "id": index,
+                "content": pieces[index],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": special,
+            }
+
+
+def _stands_alone(index: int, pieces: list[str]) -> bool:
+    """Return whether a piece is one character that no other piece has, so nothing can take it."""
+    piece = pieces[index]
+    return len(piece) == 1 and sum(piece in other for other in pieces) == 1
+
+
+def _text_pieces(proto: Any, pieces: list[str]) -> dict[str, int]:
+    """Return the pieces that a text is made of, with their ids."""
+    kinds = (_Piece.NORMAL, _Piece.USER_DEFINED)
+    return {pieces[i]: i for i, piece in enumerate(proto.pieces) if piece.type in kinds}
+
+
+def _bpe(proto: Any, pieces: list[str]) -> dict[str, Any]:
+    """Return the BPE model: SentencePiece's rule (the best scored result first) as merges."""
+    known = _text_pieces(proto, pieces)
+    merges: list[tuple[float, int, int, str, str]] = []
+    for text, index in known.items():
+        if proto.pieces[index].type == _Piece.USER_DEFINED:
+            continue
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in known and right in known:
+                # SentencePiece takes the leftmost of equal ones. In a run of one character the odd
+                # piece is the last, so the longer piece on the left comes first.
+                score = proto.pieces[index].score
+                merges.append((-score, index, -cut, left, right))
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": pieces[UNKNOWN_TOKEN],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": True,
+        "ignore_merges": False,
+        "vocab": {piece: index for index, piece in enumerate(pieces)},
+        # Pairs, not joined strings: the pieces contain spaces.
+        "merges": [[left, right] for *_, left, right in sorted(merges)],
+    }
+
+
+def _split_unknown(proto: Any, pieces: list[str]) -> dict[str, Any] | None:
+    """Cut out the characters of names such as `<s>` and `<0x41>` that no text piece has.
+
+    Else such a name in a text would be likelier than the unknown character in it.
+    """
+    known = _text_pieces(proto, pieces)
+    names = "".join(piece for piece in pieces if piece not in known)
+    unknown = sorted(set(names) - set("".join(known)))
+    if not unknown:
+        return None
+    pattern = "|".join(re.escape(character) for character in unknown)
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def _unigram(proto: Any, pieces: list[str]) -> dict[str, Any]:
+    """Return the unigram model: pieces with their log-probabilities."""
+    known = _text_pieces(proto, pieces)
+    scored = [
+        [text, float(proto.pieces[i].score) if known.get(text) == i else _NEVER_CHOSEN]
+        for i, text in enumerate(pieces)
+    ]
+    return {"type": "Unigram", "unk_id": UNKNOWN_TOKEN, "vocab": scored, "byte_fallback": True}

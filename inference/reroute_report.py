@@ -1,0 +1,100 @@
+"""What rerouting every W tokens gives, beside not rerouting and what hindsight would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from dipaco.modules.score import Score
+
+from .rerouter import Rerouter
+from .rerouting import (
+    best_document_score,
+    best_window_score,
+    decisions,
+    rerouted_score,
+    routed_score,
+    single_path_scores,
+    switches,
+)
+from .token_scores import TokenScores
+
+
+@dataclass(frozen=True)
+class RerouteWindow:
+    """Rerouting every `window` tokens."""
+
+    window: int
+    head: int
+    """The look-ahead window that decided."""
+    score: Score
+    switches: float
+    """Which part of the decisions left the path of the tokens before."""
+    decisions: int
+    best: Score
+    """With the best path of each window by hindsight: a bound."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values."""
+        return {
+            "window": self.window,
+            "head": self.head,
+            "perplexity": self.score.perplexity,
+            "switches": self.switches,
+            "decisions": self.decisions,
+            "best_path_per_window_perplexity": self.best.perplexity,
+        }
+
+
+@dataclass(frozen=True)
+class RerouteReport:
+    """All of it is computed from the same scores of the same tokens."""
+
+    routed: Score
+    """Every document by the path that the run's router sends it to."""
+    best_per_document: Score
+    """Every document by its best path by hindsight: a bound."""
+    single_paths: Mapping[int, Score]
+    """All documents by one path."""
+    windows: tuple[RerouteWindow, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values: `reroute` in what `dipaco-eval --json` prints."""
+        return {
+            "routed_perplexity": self.routed.perplexity,
+            "best_path_per_document_perplexity": self.best_per_document.perplexity,
+            "paths": [
+                {"path": path, "perplexity": score.perplexity}
+                for path, score in self.single_paths.items()
+            ],
+            "windows": [window.as_dict() for window in self.windows],
+        }
+
+
+def reroute_report(
+    scores: TokenScores, rerouter: Rerouter, windows: Sequence[int]
+) -> RerouteReport:
+    """Reroute every W tokens for each W of `windows`, in one pass of the rerouter.
+
+    Paths without scores are never chosen. Called by evaluation and `benchmarks/paper_table.py`.
+    """
+    allowed = np.isin(np.arange(rerouter.path_count), scores.paths)
+    choices = rerouter.choose(scores.documents, windows, allowed)
+    return RerouteReport(
+        routed=routed_score(scores),
+        best_per_document=best_document_score(scores),
+        single_paths=single_path_scores(scores),
+        windows=tuple(
+            RerouteWindow(
+                window=window,
+                head=rerouter.policy(window).head,
+                score=rerouted_score(scores, choices[window], window),
+                switches=switches(scores, choices[window], window),
+                decisions=int(scores.kept[decisions(scores.documents, window).documents].sum()),
+                best=best_window_score(scores, window),
+            )
+            for window in windows
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Perplexities of choosing a path every W tokens, from scores by all paths (section 2.4.3).
+
+The first `prefix_tokens` tokens of a document belong to the run's router and are not scored. From
+there on a decision is made at every W-th token; for W as long as the document there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from dipaco.modules.score import Score
+
+from .document_windows import DocumentWindows
+from .token_scores import TokenScores
+
+STAY: float = math.inf
+"""The bonus for staying with which no path is ever left."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """When paths are chosen, D times in all; documents follow each other."""
+
+    starts: np.ndarray
+    """int64 [D]: number of the first token that a choice is for."""
+    documents: np.ndarray
+    """int64 [D]"""
+    ordinals: np.ndarray
+    """int64 [D]: how many decisions a document had before."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def decisions(documents: DocumentWindows, window: int) -> Decisions:
+    """Return the decisions of rerouting every `window` tokens. Raises ValueError below 1."""
+    if window < 1:
+        raise ValueError(f"a window of {window} tokens is no window")
+    counts = -(-documents.document_tokens // window)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    ordinals = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+    return Decisions(
+        starts=np.repeat(documents.token_starts[:-1], counts) + ordinals * window,
+        documents=np.repeat(np.arange(len(documents)), counts),
+        ordinals=ordinals,
+    )
+
+
+def choose_paths(
+    logits: np.ndarray,
+    made: Decisions,
+    routed: np.ndarray,
+    stay_bonus: float,
+    allowed: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the path of each decision, int64 [D]: the greatest logit, with a bonus for staying.
+
+    `logits` is [D, paths]; `routed` int64 [N] is where each document begins. A path is left only
+    for one whose logit is greater by more than `stay_bonus`, so `STAY` never leaves the routed
+    path, and a larger bonus switches less. `allowed`, bool [paths], leaves out paths.
+    """
+    current = np.array(routed, dtype=np.int64)
+    chosen = np.empty(len(made), dtype=np.int64)
+    if allowed is not None:
+        logits = np.where(allowed, logits, -np.inf)
+    order = np.argsort(made.ordinals, kind="stable")
+    bounds = np.searchsorted(made.ordinals[order], np.arange(made.ordinals.max(initial=-1) + 2))
+    for start, stop in pairwise(bounds.tolist()):
+        step = order[start:stop]
+        documents = made.documents[step]
+        best = logits[step].argmax(axis=1)
+        gain = logits[step, best] - logits[step, current[documents]]
+        leave = gain > stay_bonus
+        current[documents[leave]] = best[leave]
+        chosen[step] = current[documents]
+    return chosen
+
+
+def window_sums(scores: TokenScores, path: int, window: int) -> np.ndarray:
+    """Return a path's summed negative log-likelihood from each decision to the next, fp64 [D]."""
+    return _sums(scores.nll[path], decisions(scores.documents, window).starts)
+
+
+def document_sums(scores: TokenScores, path: int) -> np.ndarray:
+    """Return a path's summed negative log-likelihood of each document, fp64 [N]."""
+    return _sums(scores.nll[path], scores.documents.token_starts[:-1])
+
+
+def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(values, starts, dtype=np.float64) if len(starts) else np.zeros(0)
+
+
+def rerouted_score(scores: TokenScores, choices: np.ndarray, window: int) -> Score:
+    """Return the score of following `choices`, int64 [D], of `decisions(documents, window)`.
+
+    As everywhere here, over the documents of `scores.kept`. Raises ValueError if there are more or
+    fewer choices than decisions, or a path without scores. Called by evaluation and by
+    `benchmarks/paper_table.py`.
+    """
+    made = decisions(scores.documents, window)
+    if len(choices) != len(made):
+        raise ValueError(f"{len(choices)} choices for {len(made)} decisions of {window} tokens")
+    kept = scores.kept[made.documents]
+    used = np.unique(choices[kept]).tolist()
+    unknown = sorted(set(used) - set(scores.paths))
+    if unknown:
+        raise ValueError(f"path {unknown[0]} was chosen but not scored")
+    parts = [window_sums(scores, path, window)[kept & (choices == path)] for path in used]
+    return _score(scores, [float(part.sum()) for part in parts])
+
+
+def switches(scores: TokenScores, choices: np.ndarray, window: int) -> float:
+    """Return which part of the decisions changed the path; the first may leave the routed one."""
+    made = decisions(scores.documents, window)
+    kept = scores.kept[made.documents]
+    if not kept.any():
+        return 0.0
+    previous = np.concatenate([[0], choices[:-1]])
+    first = made.ordinals == 0
+    previous[first] = scores.documents.paths[made.documents[first]]
+    return float((choices != previous)[kept].mean())
+
+
+def routed_score(scores: TokenScores) -> Score:
+    """Return the score of routing each document once, by the run's router."""
+    routed = scores.documents.paths
+    return _score(
+        scores, [float(document_sums(scores, p)[routed == p].sum()) for p in scores.paths]
+    )
+
+
+def single_path_scores(scores: TokenScores) -> dict[int, Score]:
+    """Return the score of each path on all documents."""
+    kept = scores.kept
+    return {
+        path: _score(scores, [float(document_sums(scores, path)[kept].sum())])
+        for path in scores.paths
+    }
+
+
+def best_document_score(scores: TokenScores) -> Score:
+    """Return the score of the best path of each document, known by hindsight: a bound."""
+    return _least(scores, scores.documents.token_starts[:-1], scores.kept)
+
+
+def best_window_score(scores: TokenScores, window: int) -> Score:
+    """Return the score of the best path of each window, known by hindsight: a bound."""
+    made = decisions(scores.documents, window)
+    return _least(scores, made.starts, scores.kept[made.documents])
+
+
+def _least(scores: TokenScores, starts: np.ndarray, kept: np.ndarray) -> Score:
+    """Add up the least sums of any path, one path in memory at a time."""
+    least = np.full(len(starts), np.inf)
+    for path in scores.paths:
+        np.minimum(least, _sums(scores.nll[path], starts), out=least)
+    return _score(scores, [float(least[kept].sum())])
+
+
+def _score(scores: TokenScores, sums: Sequence[float]) -> Score:
+    return Score(math.fsum(sums), int(scores.documents.document_tokens[scores.kept].sum()))

@@ -1,0 +1,198 @@
+"""What every path gives to every token: the one pass that all perplexities are computed from.
+
+Routed, rerouted and single-path perplexities, and the bounds by hindsight, are sums of the same
+numbers, so they are comparable to the last token (DiPaCo section 7.2.2: the array S_ijp).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from dipaco.modules.device import autocast_for, is_out_of_memory, release_memory
+from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.files import storage_errors
+from dipaco.modules.transformer import PathModel, token_losses
+
+from .assemble import assemble_path
+from .document_windows import DocumentWindows
+from .sources import StateSource
+
+logger = logging.getLogger(__name__)
+
+# Logits that are held at once: half a gigabyte on a GPU, where large batches pay.
+_LOGITS_ON_CPU, _LOGITS_ON_GPU = 2**23, 2**27
+_MOST_ROWS = 256
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """The negative log-likelihood in nats of every scored token by every path."""
+
+    documents: DocumentWindows
+    nll: Mapping[int, np.ndarray]
+    """Path to fp32 [tokens], a memory map, for the paths that could be assembled."""
+
+    @property
+    def paths(self) -> tuple[int, ...]:
+        """The scored paths, in order."""
+        return tuple(sorted(self.nll))
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Documents that are reported, bool [N]: those whose routed path is scored."""
+        return np.isin(self.documents.paths, self.paths)
+
+    def array(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return fp32 [stop - start, paths] in memory, columns in the order of `paths`."""
+        return np.stack([self.nll[path][start:stop] for path in self.paths], axis=1)
+
+
+def token_scores(
+    source: StateSource,
+    documents: DocumentWindows,
+    *,
+    directory: Path,
+    device: torch.device,
+    paths: Sequence[int] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TokenScores:
+    """Score all documents with each of `paths` (default: all with a state), one in memory at once.
+
+    A path's scores are a file of 4 bytes a token in `directory`, named by a hash of the documents
+    and of the path's parameters: a later call with the same directory reuses what is there, so an
+    interrupted one goes on with the path that it stopped at. Every token has as much context as
+    the windows give it, whichever path scores it.
+
+    Raises as `assemble_path` does for one of `paths` without a state, StorageError when the disk is
+    full, IntegrityError for a score that is no number. Called by `dipaco-eval`, `dipaco-reroute`
+    and `benchmarks/paper_table.py`.
+    """
+    found: dict[int, np.ndarray] = {}
+    model: PathModel | None = None
+    for path in range(source.grid.path_count) if paths is None else paths:
+        if paths is None and source.missing_modules(path):
+            source.forget(path)
+            continue
+        progress(f"scoring all documents with path {path}")
+        model = assemble_path(source, path, model=model, device=device)
+        found[path] = _path_scores(model, documents, directory)
+        source.forget(path)
+    return TokenScores(documents, found)
+
+
+def _path_scores(model: PathModel, documents: DocumentWindows, directory: Path) -> np.ndarray:
+    """Return the scores of one model, fp32 [tokens], from their file if it is there."""
+    name = hashlib.sha256(
+        f"{documents.sha256} {documents.prefix_tokens} {parameters_sha256(model)}".encode()
+    ).hexdigest()
+    file = directory / f"scores-{name[:32]}.f32"
+    shape = (documents.tokens,)
+    with storage_errors(directory):
+        if not (file.is_file() and file.stat().st_size == 4 * documents.tokens):
+            directory.mkdir(parents=True, exist_ok=True)
+            unfinished = file.with_suffix(".tmp")
+            scores = np.memmap(unfinished, np.float32, "w+", shape=shape)
+            score_tokens(model, documents, scores)
+            scores.flush()
+            del scores
+            os.replace(unfinished, file)
+        return np.memmap(file, np.float32, "r", shape=shape)
+
+
+def parameters_sha256(model: PathModel) -> str:
+    """Return the SHA-256 of all parameters of a model, by name and in fp32."""
+    hasher = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        hasher.update(name.encode())
+        values = parameter.detach().to("cpu", torch.float32).contiguous()
+        hasher.update(values.view(-1).numpy().data)
+    return hasher.hexdigest()
+
+
+def score_tokens(model: PathModel, documents: DocumentWindows, scores: np.ndarray) -> None:
+    """Fill `scores`, fp32 [tokens], with the negative log-likelihood of every scored token."""
+    for rows, losses in scored_rows(model, documents, np.arange(len(documents.rows))):
+        for row, values in zip(rows.tolist(), losses, strict=True):
+            start, stop = documents.prefix_tokens, int(documents.row_tokens[row])
+            first = int(documents.row_starts[row])
+            scores[first : first + stop - start] = values[start - 1 : stop - 1]
+
+
+def scored_rows(
+    model: PathModel, documents: DocumentWindows, rows: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield batches of the given rows: their numbers [B] and target losses, fp32 [B, L - 1].
+
+    Rows of like length go together, cut to the longest: what is padded costs time. Loss t of a row
+    is that of its token t + 1. Raises IntegrityError for one that is no number.
+    """
+    vocabulary = model.config.vocabulary_size
+    for batch in length_batches(documents.row_tokens, rows, vocabulary, _device(model)):
+        tokens = row_tensor(documents, batch)
+        losses = batch_losses(model, tokens).numpy()
+        if not np.isfinite(losses).all():
+            raise IntegrityError(
+                "a path gives a token no finite likelihood; its states are damaged or its "
+                "training diverged"
+            )
+        yield batch, losses
+
+
+def length_batches(
+    row_tokens: np.ndarray, rows: np.ndarray, width: int, device: torch.device
+) -> Iterator[np.ndarray]:
+    """Divide rows, int64, into batches of like length that need a bounded memory.
+
+    `width` is how many numbers a token needs at the end of the model.
+    """
+    budget = (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ON_GPU) // max(width, 1)
+    ordered = rows[np.argsort(-row_tokens[rows], kind="stable")]
+    start = 0
+    while start < len(ordered):
+        longest = max(int(row_tokens[ordered[start]]), 1)
+        stop = start + min(max(budget // longest, 1), _MOST_ROWS)
+        yield ordered[start:stop]
+        start = stop
+
+
+def row_tensor(documents: DocumentWindows, rows: np.ndarray) -> torch.Tensor:
+    """Return rows as int64 [B, L] on the CPU, cut to the longest of them."""
+    longest = int(documents.row_tokens[rows].max())
+    ordered = np.sort(rows)  # the file is read forward
+    places = np.searchsorted(ordered, rows)
+    return torch.from_numpy(documents.rows[ordered, :longest].astype(np.int64)[places])
+
+
+@torch.no_grad()
+def batch_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the loss in nats of each target of `tokens` [B, T], fp32 [B, T - 1] on the CPU.
+
+    A batch that does not fit in memory is halved until it does. Raises ConfigurationError when not
+    even one row fits.
+    """
+    device = _device(model)
+    try:
+        moved = tokens.to(device)
+        with autocast_for(device):
+            return token_losses(model(moved), moved).float().cpu()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory(device)
+    if len(tokens) == 1:
+        raise ConfigurationError(
+            f"one sequence of {tokens.shape[1]} tokens does not fit in the memory of {device}; "
+            f"close other programs that use it, or try --device cpu"
+        )
+    return torch.cat([batch_losses(model, half) for half in tokens.chunk(2)])
+
+
+def _device(model: PathModel) -> torch.device:
+    return next(model.parameters()).device
