@@ -1,12 +1,11 @@
 """Checkpoints of a simulation: a resumed one goes on bit for bit as if it had never stopped.
 
-    checkpoint/round-00000012/
-        swarm.json          run, next round, peers, steps per round, optimizer
-        anchors/L0.E0       module states, in the format of `dipaco.modules.state`
-        worker-00000.pt     local parameters, AdamW state and counters of one worker
+    checkpoint/round-00000012/      of a simulation in memory, written every few rounds
+    checkpoint/live/                of a simulation on disk, which works there
 
-A checkpoint is written beside the last one and takes its place by a rename, so there is always a
-complete one, whenever the process is killed.
+Both have the form of `LiveDirectory`, so a simulation may go on in memory that was on disk, and
+the other way round. A checkpoint is written beside the last one and takes its place by a rename,
+so there is always a complete one, whenever the process is killed.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.files import atomic_file, atomic_write, storage_errors, sync_directory
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, write_state
 from dipaco.routing.run_directory import RunDirectory
 
+from .keeping import Luggage
+from .live_directory import LiveDirectory
 from .reference import ReferenceSwarm
+from .worker_files import read_luggage, read_notes, worker_file, write_worker
 
-CHECKPOINT_FORMAT = "dipaco-simulation/1"
+_LIVE, _PARTIAL = "live", ".partial"
 
 
 class CheckpointDirectory:
@@ -35,41 +35,56 @@ class CheckpointDirectory:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    @property
+    def live(self) -> Path:
+        """Where a simulation that keeps its workers on disk works."""
+        return self.directory / _LIVE
+
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None."""
-        found = sorted(path for path in self.directory.glob("round-*") if path.suffix != ".partial")
-        return found[-1] if found else None
+        """Return the newest complete checkpoint, or None. Raises IntegrityError."""
+        found = {
+            path: int(LiveDirectory(path).settings()["next_round"])
+            for path in (*self._snapshots(), self.live)
+            if LiveDirectory(path).exists
+        }
+        return max(found, key=lambda path: found[path]) if found else None
 
     def save(self, swarm: ReferenceSwarm) -> Path:
         """Write a checkpoint and remove the older ones. Raises StorageError on a full disk."""
         final = self.directory / f"round-{swarm.next_round:08d}"
-        partial = final.with_suffix(".partial")
+        partial = final.with_suffix(_PARTIAL)
         with storage_errors(self.directory):
             for old in (partial, final):
                 shutil.rmtree(old, ignore_errors=True)
-            (partial / "anchors").mkdir(parents=True)
-            self._write(swarm, partial)
+            self._write(swarm, LiveDirectory(partial))
             os.replace(partial, final)
             sync_directory(self.directory)
-        for old in self.directory.glob("round-*"):
+        for old in (*self.directory.glob("round-*"), self.live):
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
         return final
 
-    def _write(self, swarm: ReferenceSwarm, directory: Path) -> None:
+    def _write(self, swarm: ReferenceSwarm, target: LiveDirectory) -> None:
         for module, state in swarm.states.items():
-            write_state(state, directory / "anchors" / module)
-        for number, worker in enumerate(swarm.workers):
-            with atomic_file(directory / f"worker-{number:05d}.pt") as file:
-                torch.save(worker.checkpoint(), file)
-        settings = _settings(swarm) | {"next_round": swarm.next_round}
-        atomic_write(directory / "swarm.json", json.dumps(settings, indent=1).encode())
+            write_state(state, target.anchors / module)
+        for worker in swarm.workers:
+            notes, luggage = worker.checkpoint()
+            optimizer = luggage.optimizer
+            assert optimizer is None or isinstance(optimizer, dict)
+            file = worker_file(target.workers, worker.number)
+            write_worker(file, notes, luggage.local, optimizer)
+        target.save(swarm)
 
     def anchors(self, checkpoint: Path, grid: Grid) -> dict[str, ModuleState]:
-        """Return the module states of a checkpoint. Raises IntegrityError for a broken one."""
+        """Return the module states of a checkpoint; one that has none is as the run began it.
+
+        Raises IntegrityError for a broken one.
+        """
+        folder = LiveDirectory(checkpoint).anchors
         return {
-            module: read_state(checkpoint / "anchors" / module, grid.layout(module), module=module)
+            module: read_state(folder / module, grid.layout(module), module=module)
             for module in grid.modules()
+            if (folder / module).exists()
         }
 
     def restore(self, checkpoint: Path, swarm: ReferenceSwarm) -> None:
@@ -78,46 +93,33 @@ class CheckpointDirectory:
         Raises ConfigurationError if the two were not made for the same simulation,
         IntegrityError if a file is broken.
         """
-        settings = self.settings(checkpoint)
-        for name, value in _settings(swarm).items():
-            if settings.get(name) != value:
-                raise ConfigurationError(
-                    f"the simulation in {checkpoint} has {name} {settings.get(name)!r}, this one "
-                    f"{value!r}; give the same arguments, or another --out"
-                )
-        for number, worker in enumerate(swarm.workers):
-            file = checkpoint / f"worker-{number:05d}.pt"
-            try:
-                worker.restore(torch.load(file, map_location="cpu", weights_only=True))
-            except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
-                raise IntegrityError(
-                    f"{file} is broken ({type(error).__name__}); remove {checkpoint} to start "
-                    f"from the saved module states with fresh AdamW states"
-                ) from None
-        swarm.next_round = int(settings["next_round"])
+        folder = LiveDirectory(checkpoint)
+        next_round = folder.check(swarm)
+        if next_round is None:
+            raise IntegrityError(f"{checkpoint} is not a checkpoint of this version; remove it")
+        for worker in swarm.workers:
+            file = worker_file(folder.workers, worker.number)
+            if file.exists():
+                worker.restore(read_notes(file), Luggage(*read_luggage(file)))
+        swarm.next_round = next_round
+        swarm.find_position()
 
-    def settings(self, checkpoint: Path) -> dict[str, Any]:
-        """Return what a checkpoint says of its simulation. Raises IntegrityError."""
-        try:
-            settings = json.loads((checkpoint / "swarm.json").read_bytes())
-            if settings["format"] != CHECKPOINT_FORMAT:
-                raise ValueError
-        except (OSError, ValueError, KeyError, TypeError):
-            raise IntegrityError(
-                f"{checkpoint} is not a checkpoint of this version; remove it"
-            ) from None
-        return dict(settings)
+    def open_live(self) -> Path:
+        """Return the folder for a simulation that keeps its workers on disk.
 
+        The newest checkpoint becomes that folder, if it is one of a simulation in memory.
+        """
+        latest = self.latest()
+        if latest is not None and latest != self.live:
+            with storage_errors(self.directory):
+                shutil.rmtree(self.live, ignore_errors=True)
+                os.replace(latest, self.live)
+        for old in self.directory.glob("round-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        return self.live
 
-def _settings(swarm: ReferenceSwarm) -> dict[str, Any]:
-    """Return what must be the same when a simulation is resumed."""
-    return {
-        "format": CHECKPOINT_FORMAT,
-        "run": swarm.plan.run_id,
-        "steps_per_round": swarm.steps_per_round,
-        "optimizer": swarm.optimizer,
-        "peers": [[peer.path, peer.replica, peer.peer] for peer in swarm.peers],
-    }
+    def _snapshots(self) -> list[Path]:
+        return [path for path in self.directory.glob("round-*") if path.suffix != _PARTIAL]
 
 
 def link_run(run: RunDirectory, output: Path) -> RunDirectory:

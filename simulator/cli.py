@@ -3,6 +3,7 @@
 dipaco-simulate my-run --rounds 20
 dipaco-simulate my-run --rounds 20 --out my-run-simulated --dense-steps 2000
 dipaco-simulate my-run --rounds 20 --out my-run-simulated --resume
+dipaco-simulate my-256-paths --rounds 20 --out my-256-paths-simulated --keep disk
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on from what an earlier call left in --out"
+    )
+    parser.add_argument(
+        "--keep",
+        choices=("memory", "device", "disk"),
+        default="memory",
+        help="where the paths are that wait for their turn: in memory (default), on the device of "
+        "the model, or on disk in --out, for hundreds of them; there a simulation that was killed "
+        "goes on within a round",
     )
     parser.add_argument(
         "--dense-steps",

@@ -34,13 +34,16 @@ class RoundPrinter:
             f"round {report.round_index}" if losses else "before",
             f"train loss {sum(losses) / len(losses):.4f}" if losses else "",
             _perplexity(report.validation.perplexity),
+            _best(report),
             f"{report.seconds:.1f} s",
         ]
         self._console.print("   ".join(part for part in parts if part))
 
     def summary(self, report: RoundReport) -> None:
         """Print the paths and the modules as they are after the last round."""
-        paths = Table("path", "steps", "train loss", "validation loss", "tokens scored")
+        paths = Table(
+            "path", "steps", "train loss", "validation loss", "tokens scored", "best", "in round"
+        )
         for path in report.paths:
             paths.add_row(
                 str(path.path),
@@ -48,6 +51,8 @@ class RoundPrinter:
                 _loss(path.train_loss),
                 _loss(path.validation.loss),
                 str(path.validation.tokens),
+                _loss(path.best.validation.loss if path.best else None),
+                str(path.best.round_index) if path.best else "-",
             )
         modules = Table("module", "version", "digest")
         for module, digest in report.digests.items():
@@ -75,6 +80,13 @@ class RoundPrinter:
 
 def _perplexity(value: float | None) -> str:
     return "" if value is None else f"validation perplexity {value:.2f}"
+
+
+def _best(report: RoundReport) -> str:
+    if not any(path.best for path in report.paths):
+        return ""
+    perplexity = report.best_validation.perplexity
+    return "" if perplexity is None else f"with best states {perplexity:.2f}"
 
 
 def _loss(value: float | None) -> str:

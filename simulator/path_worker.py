@@ -1,9 +1,10 @@
 """One simulated peer: a path's local parameters, AdamW state and what of its work is not merged.
 
 All workers may share one `Workbench`, a model with its inner loop. A worker that is not on the
-bench is *parked*: its local parameters lie in flat CPU tensors and its AdamW state is kept aside.
-Parameters are copied bit for bit in both directions, so a shared bench computes exactly what a
-bench per worker computes; `tests/test_simulator.py` holds it to that.
+bench is *parked*: local parameters and AdamW state lie on a `WorkerShelf`, the anchors among the
+states of the simulation. Numbers are copied bit for bit in both directions, so a shared bench and
+any shelf compute exactly what a bench per worker computes; `tests/test_simulator.py` holds it to
+that.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import Grid
-from dipaco.modules.inner import InnerLoop
+from dipaco.modules.inner import InnerLoop, KeptOptimizer
 from dipaco.modules.outer import Contribution, outer_gradient
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.plan import RunPlan
+
+from .keeping import KeptStates, Luggage, WorkerShelf
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class SimulatedPeer:
 
 
 class Workbench:
-    """A model and its inner loop, used by one worker at a time."""
+    """A model and its inner loop, used by one worker at a time; compiled on CUDA, as in peers."""
 
     def __init__(
         self,
@@ -57,46 +60,66 @@ class Workbench:
             device,
             optimizer=optimizer,
             micro_batch_size=micro_batch_size,
+            compile_model=device.type == "cuda",
         )
         self.occupant: PathWorker | None = None
 
 
 class PathWorker:
-    """Trains one path as `dipaco.peer.trainer` does. Called by `ReferenceSwarm` alone."""
+    """Trains one path as `dipaco.peer.trainer` does. Called by `ReferenceSwarm` alone.
+
+    `number` is its place on the shelf, `states` the anchors, which the swarm keeps. A worker of
+    which the shelf has notes goes on from them.
+    """
 
     def __init__(
         self,
+        number: int,
         peer: SimulatedPeer,
         grid: Grid,
         bench: Workbench,
         stream: BatchStream,
-        states: Mapping[str, ModuleState],
+        states: KeptStates,
+        shelf: WorkerShelf,
     ) -> None:
+        self.number = number
         self.peer = peer
         self.modules = grid.modules_of_path(peer.path)
-        self.anchors = {module: states[module] for module in self.modules}
         self.unmerged_tokens = dict.fromkeys(self.modules, 0)
+        self.round_index = -1
+        self.round_losses: list[float] = []
+        """Of the inner steps of round `round_index` so far, nats a token."""
         self._grid = grid
         self._bench = bench
         self._stream = stream
-        self._parked: dict[str, torch.Tensor] = {
-            module: state.parameters for module, state in self.anchors.items()
-        }
-        self._optimizer_state: dict[str, Any] | None = None
-        self.path_step = max(self._counted_steps(state) for state in self.anchors.values())
+        self._states = states
+        self._shelf = shelf
+        summaries = {module: states.summary(module) for module in self.modules}
+        self._versions = {module: summary.version for module, summary in summaries.items()}
+        self.path_step = max(map(self._counted_steps, summaries.values()))
+        notes = shelf.notes(number)
+        if notes is not None:
+            self._take_up(notes)
 
-    def train(self, steps: int) -> list[float]:
-        """Do `steps` inner steps and return the mean loss of each in nats a token."""
-        if steps:
-            self._take_bench()
-        losses = []
+    def begin_round(self, round_index: int) -> None:
+        """Forget the losses of the round before; a round that was begun already goes on."""
+        if self.round_index != round_index:
+            self.round_index = round_index
+            self.round_losses = []
+
+    def train(self, steps: int) -> None:
+        """Do `steps` inner steps and note their losses."""
+        if steps <= 0:
+            return
+        self._take_bench()
         for _ in range(steps):
             batch = self._stream.batch(self.path_step, self.peer.replica)
-            losses.append(self._bench.inner.step(batch, self.path_step))
+            self.round_losses.append(self._bench.inner.step(batch, self.path_step))
             self.path_step += 1
             for module in self.modules:
                 self.unmerged_tokens[module] += self._stream.tokens_per_batch
-        return losses
+        if self._shelf.writes_through:
+            self._put_on_shelf()
 
     def contribution(self, module: str) -> Contribution:
         """Return this worker's row in the table of an outer step."""
@@ -104,45 +127,76 @@ class PathWorker:
 
     def outer_gradient(self, module: str) -> torch.Tensor:
         """Return anchor minus local of a module, flat fp32 on the CPU."""
-        return outer_gradient(self.anchors[module].parameters, self._local(module))
+        anchor = self._states[module].parameters
+        if self._bench.occupant is self:
+            local = gather_module(self._bench.model, self._grid, module)
+        elif self.unmerged_tokens[module]:
+            kept = self._shelf.local(self.number, module)
+            if kept is None:
+                raise IntegrityError(f"the local {module} of path {self.peer.path} is lost")
+            local = kept.to("cpu")
+        else:
+            local = anchor
+        return outer_gradient(anchor, local)
 
-    def commit(self, module: str, state: ModuleState) -> None:
-        """Make `state`, which contains all of this worker's steps, anchor and local."""
-        self.anchors[module] = state
+    def commit(self, module: str) -> None:
+        """Go on from the newest state of a module, which contains all of this worker's steps."""
+        summary = self._states.summary(module)
+        self._versions[module] = summary.version
         self.unmerged_tokens[module] = 0
         if self._bench.occupant is self:
-            scatter_module(self._bench.model, self._grid, module, state.parameters)
+            parameters = self._states[module].parameters
+            scatter_module(self._bench.model, self._grid, module, parameters)
         else:
-            self._parked[module] = state.parameters
+            self._shelf.forget_local(self.number, module)
         # Replicas advance the schedule of their path together.
-        self.path_step = max(self.path_step, self._counted_steps(state))
+        self.path_step = max(self.path_step, self._counted_steps(summary))
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Return everything but the anchors, as plain values and tensors for `torch.save`."""
+    def checkpoint(self) -> tuple[dict[str, Any], Luggage]:
+        """Return the counters, and local parameters and AdamW state on the CPU."""
         self.park()
-        return {
-            "path_step": self.path_step,
-            "unmerged_tokens": dict(self.unmerged_tokens),
-            "local": dict(self._parked),
-            "optimizer": self._optimizer_state,
+        luggage = self._shelf.take(self.number)
+        self._shelf.put(self.number, self._notes(), luggage)
+        optimizer = luggage.optimizer
+        if isinstance(optimizer, KeptOptimizer):
+            inner = self._bench.inner
+            present = inner.exchange_optimizer(optimizer)
+            optimizer = inner.state_dict()
+            inner.exchange_optimizer(present)
+        local = {module: flat.to("cpu") for module, flat in luggage.local.items()}
+        return self._notes(), Luggage(local, optimizer)
+
+    def restore(self, notes: Mapping[str, Any], luggage: Luggage) -> None:
+        """Take up a `checkpoint`; the anchors are those of the states."""
+        self.park()
+        self._take_up(notes)
+        luggage.local = {
+            module: flat.to(self._shelf.device)
+            for module, flat in luggage.local.items()
+            if self.unmerged_tokens[module]
         }
-
-    def restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take up a `checkpoint`; the anchors are those given at construction."""
-        self.park()
-        self.path_step = int(checkpoint["path_step"])
-        self.unmerged_tokens = {m: int(checkpoint["unmerged_tokens"][m]) for m in self.modules}
-        self._parked = {module: checkpoint["local"][module] for module in self.modules}
-        self._optimizer_state = checkpoint["optimizer"]
+        self._shelf.put(self.number, self._notes(), luggage)
 
     def park(self) -> None:
         """Leave the bench, if this worker is on it."""
         if self._bench.occupant is not self:
             return
-        for module in self.modules:
-            self._parked[module] = gather_module(self._bench.model, self._grid, module)
-        self._optimizer_state = self._bench.inner.state_dict()
+        if not self._shelf.writes_through:
+            self._put_on_shelf()
         self._bench.occupant = None
+
+    def _put_on_shelf(self) -> None:
+        """Put aside what is on the bench. A module without new steps is its anchor, bit for bit."""
+        bench, shelf = self._bench, self._shelf
+        local = {
+            module: gather_module(bench.model, self._grid, module, shelf.device)
+            for module in self.modules
+            if self.unmerged_tokens[module]
+        }
+        if shelf.keeps_optimizers:
+            shelf.put(self.number, self._notes(), Luggage(local, bench.inner.exchange_optimizer()))
+        else:
+            shelf.put(self.number, self._notes(), Luggage(local, bench.inner.state_dict()))
 
     def _take_bench(self) -> None:
         """Put this worker's parameters and AdamW state on the bench."""
@@ -151,21 +205,43 @@ class PathWorker:
             return
         if bench.occupant is not None:
             bench.occupant.park()
-        for module, flat in self._parked.items():
+        luggage = self._shelf.take(self.number)
+        for module in self.modules:
+            # What was put aside before the last outer step of a module is part of its anchor.
+            flat = luggage.local.get(module) if self.unmerged_tokens[module] else None
+            if flat is None:
+                flat = self._states[module].parameters
             scatter_module(bench.model, self._grid, module, flat)
-        if self._optimizer_state is None:
+        if luggage.optimizer is None:
             bench.inner.reset()
-        elif not bench.inner.load_state_dict(self._optimizer_state):
+        elif isinstance(luggage.optimizer, KeptOptimizer):
+            bench.inner.exchange_optimizer(luggage.optimizer)
+        elif not bench.inner.load_state_dict(luggage.optimizer):
             raise IntegrityError(f"the AdamW state of path {self.peer.path} does not fit this run")
         bench.occupant = self
-        self._parked, self._optimizer_state = {}, None
 
-    def _local(self, module: str) -> torch.Tensor:
-        if self._bench.occupant is self:
-            return gather_module(self._bench.model, self._grid, module)
-        return self._parked[module]
+    def _notes(self) -> dict[str, Any]:
+        return {
+            "path_step": self.path_step,
+            "round": self.round_index,
+            "losses": list(self.round_losses),
+            "versions": dict(self._versions),
+            "unmerged_tokens": dict(self.unmerged_tokens),
+        }
 
-    def _counted_steps(self, state: ModuleState) -> int:
+    def _take_up(self, notes: Mapping[str, Any]) -> None:
+        """Go on from notes: what was not merged then is now, if the module has a newer state."""
+        self.round_index = int(notes["round"])
+        self.round_losses = [float(loss) for loss in notes["losses"]]
+        summaries = {module: self._states.summary(module) for module in self.modules}
+        for module, summary in summaries.items():
+            same = int(notes["versions"][module]) == summary.version
+            self.unmerged_tokens[module] = int(notes["unmerged_tokens"][module]) if same else 0
+        self._versions = {module: summary.version for module, summary in summaries.items()}
+        counted = max(map(self._counted_steps, summaries.values()))
+        self.path_step = max(int(notes["path_step"]), counted)
+
+    def _counted_steps(self, state: StateSummary) -> int:
         """Return how many inner steps of this worker's path a state has counted."""
         progress = state.progress.get(self.peer.path)
         return progress.tokens // self._stream.tokens_per_batch if progress else 0

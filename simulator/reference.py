@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,20 @@ from dipaco.modules.score import Score
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
+from dipaco.routing.held_out import reported_rows
 from dipaco.routing.run_directory import RunDirectory
-from dipaco.routing.token_files import even_sample
 
+from .best_paths import BestPaths, BestReport
+from .keeping import (
+    KEEP_CHOICES,
+    DiskShelf,
+    DiskStates,
+    KeptStates,
+    MemoryShelf,
+    MemoryStates,
+    WorkerShelf,
+)
+from .live_directory import LiveDirectory
 from .path_worker import PathWorker, SimulatedPeer, Workbench
 
 logger = logging.getLogger(__name__)
@@ -54,6 +66,8 @@ class PathReport:
     """Mean over the round's inner steps, nats a token."""
     validation: Score
     """Its committed states on its held-out sequences."""
+    best: BestReport | None = None
+    """Its best states so far; None without early stopping."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,13 @@ class RoundReport:
         """All paths together, every token counting alike."""
         return Score.total(path.validation for path in self.paths)
 
+    @property
+    def best_validation(self) -> Score:
+        """All paths together, each with its best states so far, or its present ones without."""
+        return Score.total(
+            path.best.validation if path.best else path.validation for path in self.paths
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values: a line of `dipaco-simulate --json`."""
         return {
@@ -84,12 +105,17 @@ class RoundReport:
                     "train_loss": path.train_loss,
                     "validation_loss": path.validation.loss,
                     "validation_tokens": path.validation.tokens,
+                    "best": path.best.as_dict() if path.best else None,
                 }
                 for path in self.paths
             ],
             "validation": {
                 "perplexity": self.validation.perplexity,
                 "tokens": self.validation.tokens,
+            },
+            "best_validation": {
+                "perplexity": self.best_validation.perplexity,
+                "tokens": self.best_validation.tokens,
             },
             "seconds": round(self.seconds, 3),
         }
@@ -111,7 +137,12 @@ class ReferenceSwarm:
     :param dedicated_models: a model per worker in place of one that all take turns on; the same
         bits, more memory, no copying
     :param validation_sequences: held-out sequences to score per path after each round, at most;
-        None is all of them and 0 none
+        None is all of them and 0 none, which also leaves early stopping out
+    :param best_directory: keep the paths' best states there, in memory without it
+    :param keep: where workers and states are while nobody uses them: `KEEP_CHOICES`
+    :param directory: for "disk": the folder, `live_directory` of `checkpoint`. A simulation that
+        is in it already, even one killed within a round, goes on; `first_round` and `states` are
+        then those of the folder
 
     Raises ConfigurationError for peers that cannot be, or if no number of inner steps is given.
     """
@@ -131,6 +162,9 @@ class ReferenceSwarm:
         codec: WireCodec | None = None,
         dedicated_models: bool = False,
         validation_sequences: int | None = None,
+        best_directory: Path | None = None,
+        keep: str = "memory",
+        directory: Path | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -144,21 +178,54 @@ class ReferenceSwarm:
         self.peers = _checked_peers(peers, self.grid.path_count)
         self._codec = codec or WireCodec(self.plan.averaging.codec)
         self._validation_sequences = validation_sequences
+        self.best = BestPaths(
+            run, self.plan, self.grid, sequences=validation_sequences, directory=best_directory
+        )
         shards = run.shard_index(self.plan).paths
         self._shard_sequences = (
             {shard.path: shard.train_sequences for shard in shards}
             if self.plan.outer.shard_weights
             else None
         )
-        given = states or {}
-        self.states: dict[str, ModuleState] = {
-            module: given.get(module) or run.genesis_state(self.plan, module)
-            for module in self.grid.modules()
-        }
-        self._workers = self._make_workers(micro_batch_size, dedicated_models)
+        self._committed: set[str] = set()
+        self._live = self._open_live(keep, directory, dedicated_models)
+        self.states: KeptStates = self._open_states(states or {})
+        self._workers = self._make_workers(micro_batch_size, dedicated_models, keep)
+        if self._live is not None:
+            if self._live.exists:
+                self.find_position()
+            else:
+                self._live.save(self)
+
+    def _open_live(
+        self, keep: str, directory: Path | None, dedicated_models: bool
+    ) -> LiveDirectory | None:
+        if keep not in KEEP_CHOICES:
+            raise ConfigurationError(f"keep '{keep}' is unknown; give {', '.join(KEEP_CHOICES)}")
+        if keep != "disk":
+            return None
+        if directory is None or dedicated_models:
+            raise ConfigurationError("to keep workers on disk a simulation needs a directory")
+        live = LiveDirectory(directory)
+        found = live.check(self)
+        if found is not None:
+            self.next_round = found
+        return live
+
+    def _open_states(self, given: Mapping[str, ModuleState]) -> KeptStates:
+        base = None
+        if self.plan.blobs.genesis is None:
+            base = self.run.base_parameters(self.plan)
+
+        def genesis(module: str) -> ModuleState:
+            return self.run.genesis_state(self.plan, module, base)
+
+        if self._live is not None:
+            return DiskStates(self._live.anchors, self.grid, given, genesis)
+        return MemoryStates(self.grid, given, genesis)
 
     def _make_workers(
-        self, micro_batch_size: int | None, dedicated_models: bool
+        self, micro_batch_size: int | None, dedicated_models: bool, keep: str
     ) -> tuple[PathWorker, ...]:
         def bench() -> Workbench:
             return Workbench(
@@ -168,6 +235,12 @@ class ReferenceSwarm:
                 micro_batch_size=micro_batch_size,
             )
 
+        shelf: WorkerShelf
+        if self._live is not None:
+            shelf = DiskShelf(self._live.workers)
+        else:
+            parking = self.device if keep == "device" else torch.device("cpu")
+            shelf = MemoryShelf(parking, keeps_optimizers=parking.type == self.device.type)
         shared = None if dedicated_models else bench()
         streams = {
             path: BatchStream(
@@ -179,9 +252,40 @@ class ReferenceSwarm:
             for path in {peer.path for peer in self.peers}
         }
         return tuple(
-            PathWorker(peer, self.grid, shared or bench(), streams[peer.path], self.states)
-            for peer in self.peers
+            PathWorker(
+                number,
+                peer,
+                self.grid,
+                shared or bench(),
+                streams[peer.path],
+                self.states,
+                shelf,
+            )
+            for number, peer in enumerate(self.peers)
         )
+
+    def find_position(self) -> None:
+        """See which modules took their outer step in the round that was begun; after a restart.
+
+        A level's boundary has passed when somebody has trained beyond it; if nobody has, a module
+        whose state names the round was stepped, and the others are still to be.
+        """
+        done = max(
+            (len(w.round_losses) for w in self._workers if w.round_index == self.next_round),
+            default=0,
+        )
+        self._committed.clear()
+        for module in self.states:
+            boundary = self.grid.steps_before(self.grid.level_of(module), self.steps_per_round)
+            progress = self.states.summary(module).progress.values()
+            stepped = any(entry.last_round >= self.next_round for entry in progress)
+            if done > boundary or stepped:
+                self._committed.add(module)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether workers and states are on disk at any instant, so that nothing is to be saved."""
+        return self._live is not None
 
     def rounds(self, count: int) -> Iterator[RoundReport]:
         """Run `count` rounds and yield the report of each."""
@@ -202,18 +306,22 @@ class ReferenceSwarm:
                 "--steps-per-round 100"
             )
         started = time.monotonic()
-        losses: list[list[float]] = [[] for _ in self._workers]
-        done = 0
+        for worker in self._workers:
+            worker.begin_round(self.next_round)
         for level in self._levels_in_time_order():
-            target = self.grid.steps_before(level, self.steps_per_round)
-            self._train(target - done, losses)
-            done = target
+            self._train(self.grid.steps_before(level, self.steps_per_round))
             for module in self.grid.modules():
-                if self.grid.level_of(module) == level:
+                if self.grid.level_of(module) == level and module not in self._committed:
                     self._commit(module)
-        self._train(self.steps_per_round - done, losses)
+                    self._committed.add(module)
+        self._train(self.steps_per_round)
+        losses = [worker.round_losses for worker in self._workers]
         report = self._report(self.next_round, losses, started)
         self.next_round += 1
+        self._committed.clear()
+        if self._live is not None:
+            self.best.commit()
+            self._live.save(self)
         return report
 
     def report(self) -> RoundReport:
@@ -227,12 +335,10 @@ class ReferenceSwarm:
             sorted(names, key=lambda name: (self.grid.level_offset(name), names.index(name)))
         )
 
-    def _train(self, steps: int, losses: list[list[float]]) -> None:
-        """Let every worker do `steps` inner steps."""
-        if steps <= 0:
-            return
-        for worker, own_losses in zip(self._workers, losses, strict=True):
-            own_losses.extend(worker.train(steps))
+    def _train(self, target: int) -> None:
+        """Let every worker do the round's inner steps up to `target`."""
+        for worker in self._workers:
+            worker.train(target - len(worker.round_losses))
 
     def _commit(self, module: str) -> None:
         """Average the outer gradients of a module and take one Nesterov step.
@@ -248,14 +354,15 @@ class ReferenceSwarm:
         if not contributors:
             return
         table = canonical_table(worker.contribution(module) for worker in contributors.values())
-        gradients = [contributors[row.peer].outer_gradient(module) for row in table]
+        # One at a time: of hundreds of paths they would not fit in memory together.
+        gradients = (contributors[row.peer].outer_gradient(module) for row in table)
         weights = contribution_weights(table, self._shard_sequences)
         average = average_contributions(gradients, weights, self._codec)
         state = outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
-        self.states[module] = state
+        self.states.put(state)
         for worker in self._workers:
             if module in worker.modules:
-                worker.commit(module, state)
+                worker.commit(module)
 
     def _report(
         self, round_index: int, losses: Sequence[Sequence[float]], started: float
@@ -268,29 +375,38 @@ class ReferenceSwarm:
                 if worker.peer.path == path
             ]
             every = [loss for _, own_losses in own for loss in own_losses]
+            validation, best = self._validate(path, round_index, trained=bool(every))
             paths[path] = PathReport(
                 path=path,
                 step=max(worker.path_step for worker, _ in own),
                 train_loss=sum(every) / len(every) if every else None,
-                validation=self._validate(path),
+                validation=validation,
+                best=best,
             )
         return RoundReport(
             round_index=round_index,
-            digests={module: state.digest for module, state in self.states.items()},
-            versions={module: state.version for module, state in self.states.items()},
+            digests={module: self.states.digest(module) for module in self.states},
+            versions={module: self.states.summary(module).version for module in self.states},
             paths=tuple(paths.values()),
             seconds=time.monotonic() - started,
         )
 
-    def _validate(self, path: int) -> Score:
-        """Score the committed states of a path on its held-out sequences."""
+    def _validate(
+        self, path: int, round_index: int, *, trained: bool
+    ) -> tuple[Score, BestReport | None]:
+        """Score the committed states of a path on its held-out sequences; keep the best."""
         if self._validation_sequences == 0:
-            return Score()
+            return Score(), None
         states = {module: self.states[module] for module in self.grid.modules_of_path(path)}
         load_path(self._scoring_model, self.grid, path, states)
-        rows = even_sample(self.run.validation_tokens(self.plan, path), self._validation_sequences)
+        held_out = self.run.validation_tokens(self.plan, path)
+        rows = reported_rows(held_out, self.plan.rounds, self._validation_sequences)
         prefix_tokens = self.plan.routing.prefix_tokens
-        return Score(*score_sequences(self._scoring_model, rows, prefix_tokens))
+        score = Score(*score_sequences(self._scoring_model, rows, prefix_tokens))
+        best = self.best.consider(
+            path, round_index, self._scoring_model, states, score, trained=trained
+        )
+        return score, best
 
     @cached_property
     def _scoring_model(self) -> PathModel:

@@ -11,6 +11,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from dipaco.modules.allocator import keep_freed_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     _check(options)
+    keep_freed_memory()
     source = RunDirectory(options.run_directory)
     source.plan()
     output = link_run(source, options.out) if options.out else None
@@ -56,17 +58,17 @@ def open_swarm(
     states: dict[str, ModuleState] = {}
     checkpoints = CheckpointDirectory(output.path / "checkpoint") if output else None
     checkpoint = checkpoints.latest() if checkpoints and options.resume else None
+    on_disk = options.keep == "disk"
     plan = source.plan()
-    if options.resume and output is not None:
+    if options.resume and output is not None and checkpoint is None:
         grid = source.grid(plan)
-        if checkpoints and checkpoint:
-            states = checkpoints.anchors(checkpoint, grid)
-        else:
-            found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
-            states = {module: state for module, state in found.items() if state is not None}
-            logger.warning(
-                "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
-            )
+        found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
+        states = {module: state for module, state in found.items() if state is not None}
+        logger.warning(
+            "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
+        )
+    elif checkpoints and checkpoint and not on_disk:
+        states = checkpoints.anchors(checkpoint, source.grid(plan))
     swarm = ReferenceSwarm(
         source,
         peers=parse_paths(options.paths),
@@ -77,15 +79,20 @@ def open_swarm(
         device=_device(options.device),
         optimizer=options.optimizer,
         validation_sequences=options.validation_sequences,
+        best_directory=output.path / "best" if output else None,
+        keep=options.keep,
+        directory=checkpoints.open_live() if checkpoints and on_disk else None,
     )
-    if checkpoints and checkpoint:
+    if checkpoints and checkpoint and not on_disk:
         checkpoints.restore(checkpoint, swarm)
     return swarm
 
 
 def save(swarm: ReferenceSwarm, output: RunDirectory) -> None:
     """Write a checkpoint, and the module states where the inference tools look for them."""
-    CheckpointDirectory(output.path / "checkpoint").save(swarm)
+    swarm.best.commit()
+    if not swarm.is_on_disk:
+        CheckpointDirectory(output.path / "checkpoint").save(swarm)
     for state in swarm.states.values():
         output.states.save(state)
 
@@ -110,6 +117,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value} must not be negative")
     if options.threads is not None and options.threads < 1:
         raise ConfigurationError(f"--threads {options.threads} must be at least 1")
+    if options.keep == "disk" and options.out is None:
+        raise ConfigurationError("--keep disk needs an --out DIR to keep the paths in")
     if options.resume and options.out is None:
         raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
     if options.out is None:

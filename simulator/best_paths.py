@@ -1,0 +1,164 @@
+"""Early stopping in a simulation: the best states of every path, as the peers keep them.
+
+They are chosen after the same rounds and by the same held-out rows as in a swarm, so a swarm of
+fixed-steps peers keeps the same ones. With a directory they lie in `P00003.safetensors`; one found
+since the last checkpoint waits in `P00003.pending`, because a simulation that was killed trains
+the rounds behind its checkpoint again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dipaco.modules.best_path import BestPath, best_path_of, read_best_path, write_best_path
+from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.files import storage_errors, sync_directory
+from dipaco.modules.grid import Grid
+from dipaco.modules.score import Score
+from dipaco.modules.state import ModuleState
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.held_out import are_shared, early_stopping_rows, reported_rows
+from dipaco.routing.plan import RunPlan
+from dipaco.routing.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class BestReport:
+    """The best states of a path so far."""
+
+    round_index: int
+    chosen: Score
+    """On the held-out rows that choose."""
+    validation: Score
+    """On the rows that are reported for the current states too."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values: part of a line of `dipaco-simulate --json`."""
+        return {
+            "round": self.round_index,
+            "chosen_loss": self.chosen.loss,
+            "validation_loss": self.validation.loss,
+        }
+
+
+class BestPaths:
+    """Keeps the best states of every path: in `directory`, or in memory without one.
+
+    `sequences` are the held-out rows reported for a path, at most; None is all of them.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        plan: RunPlan,
+        grid: Grid,
+        *,
+        sequences: int | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self._run = run
+        self._plan = plan
+        self._grid = grid
+        self._sequences = sequences
+        self._directory = directory
+        self._in_memory: dict[int, BestPath] = {}
+        self._reports: dict[int, BestReport] = {}
+        self._earlier: dict[int, tuple[int, Score]] = {}
+        if directory is not None and directory.is_dir():
+            for pending in directory.glob("*.pending"):
+                pending.unlink(missing_ok=True)
+            self._earlier = {
+                held.path: (held.round_index, held.score)
+                for held in BestPathStore(directory, grid).load_from_disk()
+            }
+
+    def consider(
+        self,
+        path: int,
+        round_index: int,
+        model: PathModel,
+        states: Mapping[str, ModuleState],
+        validation: Score,
+        *,
+        trained: bool = True,
+    ) -> BestReport | None:
+        """Compare the committed states of a path after a round with its best so far.
+
+        `model` holds these states and is free afterwards, `validation` is their score on the
+        reported rows. Without `trained` they are only reported, as before the first round.
+        Returns what is the best now; None while there is none, or without early stopping.
+        """
+        rounds = self._plan.rounds
+        if not rounds.early_stopping:
+            return None
+        if trained and (round_index + 1) % rounds.validation_every_rounds == 0:
+            chosen = self._chosen_score(path, model, validation)
+            best = self._best_score(path)
+            if chosen.loss is not None and (
+                best is None or best.loss is None or chosen.loss < best.loss
+            ):
+                self._keep(best_path_of(self._grid, path, round_index, chosen, states))
+                self._reports[path] = BestReport(round_index, chosen, validation)
+        if path not in self._reports and path in self._earlier:
+            self._reports[path] = self._report_earlier(path, model)
+        return self._reports.get(path)
+
+    def load(self, path: int) -> BestPath | None:
+        """Return the best states of a path so far; None when there are none."""
+        if self._directory is None:
+            return self._in_memory.get(path)
+        pending = self._pending(path)
+        if pending.is_file():
+            return read_best_path(pending, self._grid, path=path)
+        return BestPathStore(self._directory, self._grid).load(path)
+
+    def commit(self) -> None:
+        """Let what was found since the last call stay; called before a checkpoint is written."""
+        if self._directory is None or not self._directory.is_dir():
+            return
+        with storage_errors(self._directory):
+            for pending in sorted(self._directory.glob("*.pending")):
+                os.replace(pending, pending.with_suffix(".safetensors"))
+        sync_directory(self._directory)
+
+    def _best_score(self, path: int) -> Score | None:
+        if path in self._reports:
+            return self._reports[path].chosen
+        return self._earlier[path][1] if path in self._earlier else None
+
+    def _chosen_score(self, path: int, model: PathModel, validation: Score) -> Score:
+        """Score the rows that choose, unless they are the reported ones."""
+        rounds = self._plan.rounds
+        rows = self._run.validation_tokens(self._plan, path)
+        chosen = early_stopping_rows(rows, rounds)
+        if are_shared(rounds) and len(chosen) == len(reported_rows(rows, rounds, self._sequences)):
+            return validation
+        return Score(*score_sequences(model, chosen, self._plan.routing.prefix_tokens))
+
+    def _report_earlier(self, path: int, model: PathModel) -> BestReport:
+        """Score the best states that an earlier life of the simulation kept."""
+        round_index, chosen = self._earlier[path]
+        best = self.load(path)
+        assert best is not None
+        best.load_into(model)
+        rows = self._run.validation_tokens(self._plan, path)
+        reported = reported_rows(rows, self._plan.rounds, self._sequences)
+        prefix_tokens = self._plan.routing.prefix_tokens
+        return BestReport(
+            round_index, chosen, Score(*score_sequences(model, reported, prefix_tokens))
+        )
+
+    def _keep(self, best: BestPath) -> None:
+        if self._directory is None:
+            self._in_memory[best.path] = best
+        else:
+            write_best_path(best, self._pending(best.path))
+
+    def _pending(self, path: int) -> Path:
+        assert self._directory is not None
+        return BestPathStore(self._directory, self._grid).file(path).with_suffix(".pending")
