@@ -11,73 +11,15 @@ needs. `error` is the greatest distance from the true average, which fp16 on the
 
 from __future__ import annotations
 
-import json
-import queue
 import statistics
-import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from common import HERE, Report, build_parser, one_thread, ratio
+from common import HERE, Report, build_parser, ratio
+from host_process import HostProcess
 
 KINDS = {"exact": "exact averager", "stock": "Hivemind's averager"}
-
-
-class Host:
-    """One peer's process, `averaging_host.py`."""
-
-    def __init__(self, number: int, initial_peers: Sequence[str], flags: Sequence[str]) -> None:
-        self.number = number
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, str(HERE / "averaging_host.py"), f"--number={number}", *flags),
-                *("--initial-peers", *initial_peers),
-            ],
-            env=one_thread(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._errors: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._read_errors, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line)
-
-    def _read_errors(self) -> None:
-        for line in self._process.stderr or ():
-            self._errors.append(line)
-
-    def tell(self, **command: Any) -> None:
-        """Send a command."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Return the next answer."""
-        try:
-            found: dict[str, Any] = json.loads(self._lines.get(timeout=timeout_s))
-        except queue.Empty:
-            tail = "".join(self._errors[-20:])
-            raise RuntimeError(f"peer {self.number} does not answer:\n{tail}") from None
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
 
 
 def main() -> int:
@@ -90,12 +32,12 @@ def main() -> int:
     columns = ("", "reduce s", "call s", "digests", "failed calls", "error")
     report = Report("exact averager beside Hivemind's", columns)
     flags = [f"--peers={chosen.peers}", f"--size={chosen.size}", f"--codec={chosen.codec}"]
-    hosts: list[Host] = []
+    hosts: list[HostProcess] = []
     rounds: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in KINDS}
     try:
         addresses: list[str] = []
         for number in range(chosen.peers):
-            hosts.append(Host(number, addresses, flags))
+            hosts.append(HostProcess(HERE / "averaging_host.py", number, addresses, flags))
             # The others start together, once there is somebody to join.
             addresses = addresses or hosts[0].answer()["addresses"]
         for host in hosts[1:]:

@@ -6,35 +6,25 @@ Started by `averaging.py`. It prints its addresses, then one line of JSON for ea
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
 from typing import Any
 
+import common  # noqa: F401  It makes the helpers of the tests importable.
 import torch
-from dipaco.dht.process_guard import GuardedDHT
 from dipaco.modules.outer import Contribution
 from dipaco.peer.averager import ExactAverager
 from dipaco.peer.group_key import averager_prefix, group_bits
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Float16Compression, NoCompression
+from host_process import ANCHOR, digest, loopback_dht, outer_gradient
 
-ANCHOR = hashlib.sha256(b"anchor").hexdigest()
 PART_BYTES = 2**19
 MATCHMAKING_S = 4.0
 TIMEOUT_S = 60.0
 STOCK_CODECS = {"float16": Float16Compression, "none": NoCompression}
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-
-
-def gradient(number: int, round_index: int, size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * round_index + number)
-    return torch.randn(size, generator=generator) * 1e-3
 
 
 def exact(averager: ExactAverager, flat: torch.Tensor, command: dict[str, Any]) -> dict[str, Any]:
@@ -83,15 +73,7 @@ def main() -> None:
     parser.add_argument("--initial-peers", nargs="*", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dht = GuardedDHT(
-        initial_peers=options.initial_peers,
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        start=True,
-        startup_timeout=60,
-        use_relay=False,
-        auto_nat=False,
-        nat_port_map=False,
-    )
+    dht = loopback_dht(options.initial_peers)
     ours = ExactAverager(
         dht,
         prefix=averager_prefix("benchmark", "L0"),
@@ -118,7 +100,7 @@ def main() -> None:
     print(json.dumps({"addresses": addresses}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
-        flat = gradient(options.number, command["round"], options.size)
+        flat = outer_gradient(options.number, command["round"], options.size)
         started = time.monotonic()
         try:
             if command["kind"] == "exact":
@@ -130,7 +112,8 @@ def main() -> None:
             continue
         answer["seconds"] = time.monotonic() - started
         expected = sum(
-            gradient(number, command["round"], options.size) for number in range(options.peers)
+            outer_gradient(number, command["round"], options.size)
+            for number in range(options.peers)
         )
         average = answer.pop("average")
         answer["digest"] = digest(average)

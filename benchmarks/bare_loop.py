@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from common import build_parser
+from dipaco.modules.allocator import keep_freed_memory
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_directory import RunDirectory
@@ -37,6 +38,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     chosen = options()
+    keep_freed_memory()
     torch.set_num_threads(chosen.threads)
     device = torch.device(chosen.device)
     run = RunDirectory(chosen.run)

@@ -6,7 +6,6 @@ the tokenizer and the router in the run are real files of the right form.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.plan import (
-    PathShard,
     RoutingPlan,
     RunBlobs,
     RunPlan,
@@ -32,9 +30,13 @@ from dipaco.routing.plan import (
 )
 from dipaco.routing.routers import KMeansRouter
 from dipaco.routing.run_directory import RunDirectory
-from dipaco.routing.token_files import token_dtype
-from dipaco.routing.tokenizer import train_tokenizer
-from tiny_run import TINY_VOCABULARY, sign_tiny_run, tiny_documents
+from tiny_run import (
+    TINY_VOCABULARY,
+    sign_tiny_run,
+    tiny_parameters,
+    tiny_shard,
+    tiny_tokenizer_bytes,
+)
 
 FIRST_ORDINARY_TOKEN = 4
 
@@ -72,11 +74,9 @@ def make_synthetic_run(
         averaging=AveragingConfig(codec=codec),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=4),
         blobs=RunBlobs(
-            tokenizer=run.blobs.add_bytes(_tokenizer_bytes(directory)),
+            tokenizer=run.blobs.add_bytes(tiny_tokenizer_bytes(TINY_VOCABULARY)),
             router=run.blobs.add_bytes(KMeansRouter.fit(features, path_count).to_bytes()),
-            base=run.blobs.add_bytes(
-                safetensors.torch.save({n: p.detach() for n, p in base.named_parameters()})
-            ),
+            base=run.blobs.add_bytes(safetensors.torch.save(tiny_parameters(base))),
             shards=run.blobs.add_bytes(
                 _shards(run, model, path_count, train_sequences, validation_sequences, random)
             ),
@@ -96,30 +96,15 @@ def _shards(
 ) -> bytes:
     """Write the token files and return the shard index."""
 
-    def rows(count: int) -> str:
+    def rows(count: int) -> np.ndarray:
         shape = (count, model.sequence_length)
-        tokens = random.integers(FIRST_ORDINARY_TOKEN, model.vocabulary_size, size=shape)
-        return run.blobs.add_bytes(tokens.astype(token_dtype(model.vocabulary_size)).tobytes())
+        return random.integers(FIRST_ORDINARY_TOKEN, model.vocabulary_size, size=shape)
 
     shards = tuple(
-        PathShard(
-            path=path,
-            train_sha256=rows(train_sequences),
-            train_sequences=train_sequences,
-            train_documents=train_sequences,
-            validation_sha256=rows(validation_sequences),
-            validation_sequences=validation_sequences,
+        tiny_shard(
+            run, model, path, rows(train_sequences), rows(validation_sequences), train_sequences
         )
         for path in range(path_count)
     )
     index = ShardIndex(sequence_length=model.sequence_length, paths=shards)
     return canonical_json(index.model_dump(mode="json"))
-
-
-@functools.lru_cache(maxsize=1)
-def _tokenizer_bytes(directory: Path) -> bytes:
-    output = directory / "tokenizer.model"
-    train_tokenizer(
-        tiny_documents(8, 6, seed=0), TINY_VOCABULARY, output, character_limit=100_000, seed=0
-    )
-    return output.read_bytes()

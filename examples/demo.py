@@ -27,7 +27,6 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-JOIN_S = 40.0
 PROMPTS = (
     "def __init__(self, reactor):\n",
     "Ein Antrag nach Absatz 1 ist schriftlich",
@@ -40,14 +39,16 @@ class Scale:
     """How long the demo takes."""
 
     base_steps: int
+    join_s: float
+    """From the end of preparation to round 0, for the first peers to join."""
     round_s: float
     rounds: int
     scored_documents: int
     """Of the validation corpus, for every model compared."""
 
 
-FULL = Scale(base_steps=150, round_s=20.0, rounds=15, scored_documents=1000)
-QUICK = Scale(base_steps=40, round_s=10.0, rounds=6, scored_documents=30)
+FULL = Scale(base_steps=150, join_s=40.0, round_s=20.0, rounds=15, scored_documents=1000)
+QUICK = Scale(base_steps=40, join_s=25.0, round_s=10.0, rounds=6, scored_documents=30)
 
 
 @dataclass
@@ -86,6 +87,7 @@ class Demo:
         self.scale = scale
         self.console = console
         self.processes: list[Process] = []
+        self.asked: list[subprocess.Popen[bytes]] = []
         self.validation: list[tuple[float, int, float]] = []
         self.digests: dict[str, str] = {}
         self.started_s = time.time()
@@ -104,34 +106,41 @@ class Demo:
         if finished.returncode:
             raise SystemExit(finished.returncode)
 
-    def json_command(self, name: str, *arguments: str) -> dict[str, Any]:
-        """Run one of our commands and return the JSON it prints last."""
-        self.console.print(f"[bold]$ {name} {' '.join(arguments)}[/bold]", soft_wrap=True)
-        finished = subprocess.run(
+    def ask(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start one of our commands whose output is wanted; others may be asked meanwhile."""
+        shown = " ".join(argument.replace("\n", "\\n") for argument in arguments)
+        self.console.print(f"$ {name} {shown}", style="bold", markup=False, soft_wrap=True)
+        asked = subprocess.Popen(
             [str(BIN / name), *arguments], env=self.environment, stdout=subprocess.PIPE
         )
-        text = finished.stdout.decode()
+        self.asked.append(asked)
+        return asked
+
+    def json_of(self, asked: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """Wait for a command and return the JSON it prints last."""
+        text = asked.communicate()[0].decode()
         if not text.strip():
-            raise SystemExit(finished.returncode or 1)
+            raise SystemExit(asked.returncode or 1)
         try:
             value: dict[str, Any] = json.loads(text)
         except ValueError:
             value = json.loads(text.strip().splitlines()[-1])
         return value
 
-    def sample(self, address: str, prompt: str) -> str:
+    def ask_sample(self, address: str, prompt: str) -> subprocess.Popen[bytes]:
         """Let the swarm continue `prompt`."""
-        command = [str(BIN / "dipaco-generate"), "--initial-peers", address]
-        command += ["--max-tokens", "48", "--seed", "1", prompt]
-        finished = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE)
-        return finished.stdout.decode()
+        return self.ask(
+            "dipaco-generate", "--initial-peers", address, "--max-tokens", "48", "--seed", "1",
+            prompt,
+        )  # fmt: skip
 
     def start(self, name: str, program: str, *arguments: str) -> Process:
         """Start a command in the background, with its output in a file."""
         log = self.directory / f"{name}.jsonl"
         output = (self.directory / f"{name}.out").open("wb")
         popen = subprocess.Popen(
-            [str(BIN / program), *arguments, "--log-json", str(log)],
+            # What trains gives way to the commands of whoever watches it.
+            ["nice", "-n", "5", str(BIN / program), *arguments, "--log-json", str(log)],
             env=self.environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -166,6 +175,10 @@ class Demo:
 
     def end_all(self) -> None:
         """Stop every process by its id; none outlives the demo."""
+        for asked in self.asked:
+            if asked.poll() is None:
+                asked.kill()
+                asked.wait()
         for process in self.processes:
             if process.popen.poll() is None:
                 process.popen.send_signal(signal.SIGINT)
@@ -250,10 +263,9 @@ def prepare(demo: Demo) -> None:
         lines.append(line)
     run_toml = demo.directory / "RUN.toml"
     run_toml.write_text("\n".join(lines) + "\n")
-    demo.command("dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_directory))
     demo.command(
         "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_directory),
-        "--start-in-s", str(JOIN_S),
+        "--start-in-s", str(demo.scale.join_s),
     )  # fmt: skip
 
 
@@ -323,23 +335,28 @@ def report(demo: Demo, survivor: Process) -> None:
     data = str(HERE / "tiny" / "data" / "validation.jsonl.gz")
     limit = str(demo.scale.scored_documents)
     steps = path_steps(demo)
-    demo.json_command("dipaco-status", "--initial-peers", address, "--json")
-    swarm_files = demo.directory / "reader"
-    swarm = demo.json_command(
+    # All at once, while the peers are there to serve what they need.
+    status = demo.ask("dipaco-status", "--initial-peers", address, "--json")
+    evaluation = demo.ask(
         "dipaco-eval", "--initial-peers", address, "--data", data, "--label-field", "domain",
-        "--limit-documents", limit, "--cache-dir", str(swarm_files), "--json",
+        "--limit-documents", limit, "--cache-dir", str(demo.directory / "reader"), "--json",
     )  # fmt: skip
-    samples = [demo.sample(address, prompt) for prompt in PROMPTS]
+    asked = [demo.ask_sample(address, prompt) for prompt in PROMPTS]
+    demo.json_of(status)
+    swarm = demo.json_of(evaluation)
+    samples = [sample.communicate()[0].decode() for sample in asked]
     demo.end_all()
     dense_directory = demo.directory / "dense"
     demo.command(
         "dipaco-simulate", str(demo.run_directory), "--rounds", "0", "--dense-steps", str(steps),
         "--out", str(dense_directory), "--validation-sequences", "0",
     )  # fmt: skip
-    dense = demo.json_command(
-        "dipaco-eval", "--state-dir", str(dense_directory), "--allow-genesis", "--data", data,
-        "--limit-documents", limit, "--json",
-        "--baseline", str(dense_directory / "dense.safetensors"),
+    dense = demo.json_of(
+        demo.ask(
+            "dipaco-eval", "--state-dir", str(dense_directory), "--allow-genesis", "--data", data,
+            "--limit-documents", limit, "--json",
+            "--baseline", str(dense_directory / "dense.safetensors"),
+        )
     )  # fmt: skip
     scores = {
         "genesis": swarm["base_perplexity"],
