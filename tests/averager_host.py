@@ -6,7 +6,6 @@ Run by `tests/test_averager_processes.py`. It prints its addresses, then one lin
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -17,14 +16,12 @@ import time
 from typing import Any
 
 import torch
-from dipaco.dht.process_guard import GuardedDHT
 from dipaco.modules.outer import Contribution
 from dipaco.peer.averager import AveragingFailed, ExactAverager
 from dipaco.peer.group_key import averager_prefix, group_bits
 from dipaco.peer.part_codec import PartCodec
 from hivemind.proto import runtime_pb2
-
-ANCHOR = hashlib.sha256(b"anchor").hexdigest()
+from host_process import ANCHOR, digest, loopback_dht, outer_gradient
 
 
 class DeadlyCodec(PartCodec):
@@ -40,11 +37,6 @@ class DeadlyCodec(PartCodec):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
         return super().decode(message, elements)
-
-
-def outer_gradient(number: int, round_index: int, size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * round_index + number)
-    return torch.randn(size, generator=generator) * 1e-3
 
 
 def average(averager: ExactAverager, number: int, command: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +61,7 @@ def average(averager: ExactAverager, number: int, command: dict[str, Any]) -> di
             expected_peers=command.get("expected"),
         )
         answer = {
-            "digest": hashlib.sha256(outcome.average.numpy().tobytes()).hexdigest(),
+            "digest": digest(outcome.average),
             "table": [(row.path, row.peer, row.tokens) for row in outcome.table],
             "reduce_s": outcome.reduce_s,
         }
@@ -99,15 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.randn(100_000).sum()  # A host that has used its threads before it forks.
     handler = signal.getsignal(signal.SIGINT)
-    dht = GuardedDHT(
-        initial_peers=arguments.initial_peers,
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        start=True,
-        startup_timeout=60,
-        use_relay=False,
-        auto_nat=False,
-        nat_port_map=False,
-    )
+    dht = loopback_dht(arguments.initial_peers)
     signal.signal(signal.SIGINT, handler)
     averager = ExactAverager(
         dht,

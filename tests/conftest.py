@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exchange_nodes import Nodes
 
 # Before PyTorch is imported, here and in every command that a test starts: results depend on the
 # number of threads, and the tests share two cores with the swarms that they start.
@@ -27,3 +32,21 @@ def fresh_futures() -> None:
     module = sys.modules.get("hivemind.utils.mpfuture")
     if module is not None:
         module.MPFuture.reset_backend()
+
+
+@pytest.fixture(scope="module")
+def joined_nodes() -> Iterator[Nodes]:
+    """Give a module two joined DHT nodes."""
+    from exchange_nodes import Nodes  # it imports Hivemind, which few tests need
+
+    joined = Nodes()
+    yield joined
+    joined.client_dht.shutdown()
+    joined.server_dht.shutdown()
+
+
+@pytest.fixture
+def nodes(joined_nodes: Nodes) -> Iterator[Nodes]:
+    """Give a test the module's two nodes, and stop the exchanges that it started."""
+    yield joined_nodes
+    joined_nodes.stop_exchanges()

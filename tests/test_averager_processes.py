@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from averager_host import outer_gradient
 from dipaco.modules.outer import (
     Contribution,
     WireCodec,
@@ -24,6 +17,7 @@ from dipaco.modules.outer import (
     canonical_table,
     contribution_weights,
 )
+from host_process import HostProcess, digest, outer_gradient
 
 pytestmark = pytest.mark.swarm
 
@@ -31,56 +25,14 @@ SIZE = 400_000
 HOST_SCRIPT = Path(__file__).with_name("averager_host.py")
 
 
-class Host:
-    """One peer's process."""
+class Host(HostProcess):
+    """One peer's process, once it has said who it is."""
 
     def __init__(self, number: int, initial_peers: list[str], *flags: str) -> None:
-        self.number = number
-        command = [sys.executable, str(HOST_SCRIPT), f"--number={number}"]
-        self.process = subprocess.Popen(
-            [*command, f"--size={SIZE}", *flags, "--initial-peers", *initial_peers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        self.errors: list[str] = []
-        threading.Thread(target=self._read_output, daemon=True).start()
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        hello = self.answer(90)
+        super().__init__(HOST_SCRIPT, number, initial_peers, [f"--size={SIZE}", *flags])
+        hello = self.answer()
         self.addresses, self.peer_id = hello["addresses"], hello["peer_id"]
         self.children = hello["processes"]
-
-    def _read_output(self) -> None:
-        for line in self.process.stdout or ():
-            self._lines.put(line)
-
-    def _read_errors(self) -> None:
-        for line in self.process.stderr or ():
-            self.errors.append(line)
-
-    def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self, timeout_s: float = 45) -> dict[str, Any]:
-        try:
-            return json.loads(self._lines.get(timeout=timeout_s))
-        except queue.Empty:
-            raise AssertionError(f"peer {self.number}: {''.join(self.errors)}") from None
-
-    def close(self) -> None:
-        if self.process.poll() is None and self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
 
 
 @pytest.fixture
@@ -111,7 +63,7 @@ def reference(hosts: list[Host], round_index: int, codec: str) -> str:
     )
     ordered = [outer_gradient(rows[row.peer], round_index, SIZE) for row in table]
     average = average_contributions(ordered, contribution_weights(table, None), WireCodec(codec))
-    return hashlib.sha256(average.numpy().tobytes()).hexdigest()
+    return digest(average)
 
 
 @pytest.mark.parametrize("codec", ["float16", "blockwise8bit"])

@@ -15,10 +15,13 @@ NAMES = (
     "averaging",
     "bare_loop",
     "boundary_to_commit",
+    "export_agreement",
     "gpu_path",
     "idle_memory",
+    "large_corpus",
     "lone_peer",
     "start_time",
+    "three_phases",
 )
 
 sys.path.insert(0, str(FOLDER))

@@ -26,6 +26,8 @@ COMMANDS = {
     "dipaco-status": "dipaco.dht.status_cli",
     "dipaco-eval": "dipaco.inference.evaluate_cli",
     "dipaco-generate": "dipaco.inference.generate_cli",
+    "dipaco-export": "dipaco.inference.export_cli",
+    "dipaco-reroute": "dipaco.inference.reroute_cli",
     "dipaco-simulate": "dipaco.simulator.cli",
 }
 CACHE_HOME = "/var/cache/volunteer"
@@ -100,7 +102,9 @@ def test_every_command_is_installed_and_frozen() -> None:
     [
         *([name] for name in COMMANDS),
         ["dipaco-bootstrap", "prepare"],
+        ["dipaco-bootstrap", "plan"],
         ["dipaco-bootstrap", "serve"],
+        ["dipaco-reroute", "fit"],
     ],
     ids=" ".join,
 )

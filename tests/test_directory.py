@@ -236,8 +236,8 @@ def test_a_successor_of_the_same_operator_is_chosen(
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     stranger = load_or_create_operator_key(tmp_path / "stranger.pem")
     old = make_plan(name="old", seed=2)
-    new = make_plan(name="new", seed=3, successor_of=old.run_id)
-    usurper = make_plan(name="usurper", seed=4, successor_of=old.run_id)
+    new = make_plan(name="new", seed=3, start_s=2000.0, successor_of=old.run_id)
+    usurper = make_plan(name="usurper", seed=4, start_s=2000.0, successor_of=old.run_id)
 
     class Listing(Directory):
         def list_manifests(self) -> list[Any]:

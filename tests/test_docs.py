@@ -15,7 +15,9 @@ from dipaco.bootstrap.run_config import RunConfig
 from dipaco.dht import records
 from dipaco.dht.status_cli import build_parser as status_parser
 from dipaco.inference.evaluate_cli import build_parser as evaluate_parser
+from dipaco.inference.export_cli import build_parser as export_parser
 from dipaco.inference.generate_cli import build_parser as generate_parser
+from dipaco.inference.reroute_cli import build_parser as reroute_parser
 from dipaco.modules import errors
 from dipaco.modules.config import OuterConfig
 from dipaco.modules.grid import ModuleLayout
@@ -117,11 +119,13 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "dipaco-status": status_parser(),
         "dipaco-eval": evaluate_parser(),
         "dipaco-generate": generate_parser(),
+        "dipaco-export": export_parser(),
         "dipaco-simulate": simulate_parser(),
     }
-    for action in bootstrap_parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found |= {f"dipaco-bootstrap {name}": p for name, p in action.choices.items()}
+    for command, parser in (("bootstrap", bootstrap_parser()), ("reroute", reroute_parser())):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {f"dipaco-{command} {name}": p for name, p in action.choices.items()}
     return found
 
 
@@ -144,7 +148,9 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
         if not re.match(r"dipaco-[a-z]+ ", line):
             continue
         words = shlex.split(line.partition(" #")[0])
-        name = " ".join(words[:2]) if words[0] == "dipaco-bootstrap" else words[0]
+        name = (
+            " ".join(words[:2]) if words[0] in ("dipaco-bootstrap", "dipaco-reroute") else words[0]
+        )
         assert name in known, f"{line!r}: no such command"
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         assert flags <= options_of(known[name]), f"{line!r}: {flags - options_of(known[name])}"

@@ -3,13 +3,13 @@
 Where each item of the list "one clear line and a documented exit code, and changes nothing" is
 held:
 
-    unreachable address         here; test_exchange (why, of each address)
+    unreachable address         here; test_diagnosis (why, of each address)
     several runs, no --run      here
     malformed multiaddr         here
     wrong run id                here
     manifest, bad signature     here (serve); test_manifest, test_directory (from the DHT)
-    blob with a wrong hash      here; test_exchange, test_transfer, test_blobs
-    truncated state transfer    test_exchange, test_transfer, test_state
+    blob with a wrong hash      here; test_exchange_transfer, test_transfer, test_blobs
+    truncated state transfer    test_exchange_transfer, test_transfer, test_state
     clock 30 s off              here, with a clock 2 s off beside it; test_clock
     port in use                 here
     disk full                   here, on a small tmpfs; test_store

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from dipaco.inference import evaluate_cli
+from dipaco.inference import evaluate_cli, reroute_cli, token_scores
 from dipaco.inference.assemble import assemble_path
-from dipaco.inference.evaluate import evaluate, load_baseline, route_documents
-from dipaco.inference.sources import DiskSource, SwarmSource, open_source
+from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
+from dipaco.inference.rerouter import REROUTER_FILE, load_rerouter
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, open_source
 from dipaco.modules.compose import gather_module
 from dipaco.modules.errors import (
     ConfigurationError,
@@ -52,11 +56,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]
 
 @pytest.fixture
 def damaged(trained: tuple[Path, list[dict]], tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the trained run without the states of some modules."""
+    """A copy of the trained run without the states of some modules, and without best states."""
 
     def make(*modules: str) -> Path:
         copy = tmp_path / "copy"
-        shutil.copytree(trained[0], copy)
+        shutil.copytree(trained[0], copy, ignore=shutil.ignore_patterns("best"))
         for module in modules:
             shutil.rmtree(copy / "states" / module)
         return copy
@@ -126,11 +130,12 @@ def test_short_documents_are_counted_but_not_scored(trained: tuple[Path, list[di
 def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., Path]) -> None:
     source = DiskSource(damaged("P2"))
     report = evaluate(source, held_out(), device=CPU)
-    groups, _ = route_documents(source, held_out(), CPU)
+    paths = source.document_router(CPU).route_texts([document.text for document in held_out()])
     assert report.missing_paths == (2,)
-    assert report.unscored_documents == sum(g.documents for k, g in groups.items() if k[0] == 2)
+    assert report.unscored_documents == int((paths == 2).sum())
     assert report.unscored_documents + report.overall.documents == 16
     assert 2 not in report.paths()
+    assert report.overall.base is not None
     assert report.overall.base.tokens == report.overall.score.tokens
 
 
@@ -140,7 +145,7 @@ def test_a_path_without_a_state_can_be_taken_from_the_genesis(
     directory = damaged("P2")
     with pytest.raises(StorageError, match=r"no state of its module P2.*--allow-genesis"):
         assemble_path(DiskSource(directory), 2)
-    source = DiskSource(directory, allow_genesis=True)
+    source = DiskSource(directory, SourceSettings(allow_genesis=True))
     assert evaluate(source, held_out(), device=CPU).missing_paths == ()
     model = assemble_path(source, 2)
     genesis = RunDirectory(directory).genesis_state(source.plan, "P2")
@@ -167,6 +172,111 @@ def test_assembled_paths_hold_the_states_of_their_modules(
         assemble_path(source, 4)
 
 
+@pytest.fixture(scope="module")
+def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rerouter fitted to documents of two languages each, with the command."""
+    directory = tmp_path_factory.mktemp("rerouter")
+    data = write_jsonl(directory / "mixed.jsonl", mixed_documents(20, HELD_OUT_SEED + 1))
+    arguments = ["fit", "--state-dir", str(trained[0]), "--data", str(data), "--json"]
+    options = ["--windows", "4,16", "--steps", "40", "--learning-rate", "0.01", "--threads", "1"]
+    out = directory / REROUTER_FILE
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
+        assert reroute_cli.main([*arguments, *options, "--out", str(out)]) == 0
+    said = json.loads(lines[0])
+    assert said["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert said["documents"] == 40
+    return out
+
+
+def mixed_documents(count: int, seed: int) -> list[Document]:
+    """Documents that go on in another language after a third."""
+    texts = tiny_documents(4, count, seed)
+    firsts, seconds = texts[: 2 * count], texts[2 * count :]
+    return [
+        Document(first[: len(first) // 3] + second[: 2 * len(second) // 3])
+        for first, second in zip(firsts, seconds, strict=True)
+    ]
+
+
+def test_rerouting_helps_where_documents_change(
+    trained: tuple[Path, list[dict]], rerouter: Path, tmp_path: Path
+) -> None:
+    source = DiskSource(trained[0])
+    loaded = load_rerouter(rerouter.read_bytes(), source.plan)
+    documents = mixed_documents(4, HELD_OUT_SEED)
+    rerouting = Rerouting(loaded, [4, 16, 10_000])
+    report = evaluate(
+        source, documents, device=CPU, base=False, rerouting=rerouting, directory=tmp_path
+    )
+    plain = evaluate(source, documents, device=CPU, base=False)
+    assert report.overall.base is None
+    assert report.overall.score.nll == pytest.approx(plain.overall.score.nll, rel=1e-6)
+    reroute = report.as_dict()["reroute"]
+    assert reroute["routed_perplexity"] == pytest.approx(report.overall.score.perplexity)
+    every_4, every_16, never = reroute["windows"]
+    assert every_4["perplexity"] < 0.9 * reroute["routed_perplexity"]
+    assert every_16["perplexity"] < 0.9 * reroute["routed_perplexity"]
+    for window in (every_4, every_16, never):
+        assert window["best_path_per_window_perplexity"] <= window["perplexity"] * (1 + 1e-9)
+    assert never["decisions"] == len(documents)
+    assert never["best_path_per_window_perplexity"] == pytest.approx(
+        reroute["best_path_per_document_perplexity"]
+    )
+    assert len(list(tmp_path.glob("scores-*.f32"))) == 4
+
+
+def test_interrupted_scoring_goes_on_with_the_path_that_it_stopped_at(
+    trained: tuple[Path, list[dict]],
+    rerouter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = DiskSource(trained[0])
+    rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [16])
+    scored: list[int] = []
+    score = token_scores.score_tokens
+
+    def interrupted(*arguments: Any) -> None:
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        scored.append(1)
+        score(*arguments)
+
+    def run() -> dict[str, Any]:
+        return evaluate(
+            source, held_out(2), device=CPU, rerouting=rerouting, directory=tmp_path
+        ).as_dict()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_scores, "score_tokens", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    counting: list[int] = []
+    monkeypatch.setattr(
+        token_scores, "score_tokens", lambda *given: (counting.append(1), score(*given))
+    )
+    report = run()
+    assert len(counting) == 2
+    assert run() == report
+    assert len(counting) == 2
+    assert report["reroute"]["routed_perplexity"] == pytest.approx(report["perplexity"])
+
+
+def test_rerouting_leaves_out_paths_without_a_state(
+    damaged: Callable[..., Path], rerouter: Path
+) -> None:
+    source = DiskSource(damaged("P2"))
+    rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [4])
+    report = evaluate(source, held_out(), device=CPU, rerouting=rerouting)
+    assert report.missing_paths == (2,)
+    assert report.reroute is not None
+    assert set(report.reroute.single_paths) == {0, 1, 3}
+    assert report.reroute.routed.tokens == report.overall.score.tokens
+    assert report == evaluate(source, held_out(), device=CPU, rerouting=rerouting)
+
+
 class FakeClient:
     """What `SwarmSource` needs of `ReadOnlyClient`, from a directory."""
 
@@ -188,6 +298,9 @@ class FakeClient:
         layout = self._served.grid(self.plan).layout(module)
         return self._served.states.load_latest(module, layout)
 
+    def view(self) -> SimpleNamespace:
+        return SimpleNamespace(bests={}, progress={})
+
     def close(self) -> None:
         self.closed = True
 
@@ -201,7 +314,8 @@ def test_a_swarm_gives_the_same_as_a_directory(
     assert client.closed
     assert sorted(set(client.fetched)) == sorted(source.grid.modules())
     assert len([m for m in client.fetched if m.startswith("L")]) == 4
-    assert report == evaluate(DiskSource(trained[0]), held_out(), device=CPU)
+    newest = DiskSource(trained[0], SourceSettings(current=True))
+    assert report == evaluate(newest, held_out(), device=CPU)
 
 
 def test_what_a_swarm_does_not_serve_is_missing(
@@ -252,6 +366,63 @@ def test_the_command_prints_one_json_object(
     assert "language 1" not in text
 
 
+def test_the_command_reroutes(
+    trained: tuple[Path, list[dict]],
+    rerouter: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write_jsonl(tmp_path / "held-out.jsonl", mixed_documents(1, 3))
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base"]
+    reroute = ["--reroute", "16,4", "--rerouter", str(rerouter)]
+    assert evaluate_cli.main([*arguments, *reroute, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "base_perplexity" not in report
+    assert [window["window"] for window in report["reroute"]["windows"]] == [4, 16]
+    assert evaluate_cli.main([*arguments, *reroute]) == 0
+    text = capsys.readouterr().out
+    for word in ("every 16 tokens", "once a document", "always 3", "hindsight"):
+        assert word in " ".join(text.split())
+    assert "base model" not in text
+
+
+def test_a_rerouter_is_fitted_to_the_shards(
+    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fit", "--state-dir", str(trained[0]), "--documents", "24", "--steps", "2"]
+    files = [tmp_path / name for name in ("first", "second")]
+    for file in files:
+        assert reroute_cli.main([*arguments, "--windows", "8", "--out", str(file)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "every 8 tokens" in text
+        assert "of 24 documents" in text
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--documents", "0"], ConfigurationError.exit_code, "--documents 0"),
+        (["--windows", "16,x"], ConfigurationError.exit_code, "'x' is no number"),
+        (["--steps", "0"], ConfigurationError.exit_code, "steps"),
+        (["--blocks", "9"], ConfigurationError.exit_code, "9 blocks"),
+        (["--documents", "3"], CorpusError.exit_code, "3 documents"),
+    ],
+)
+def test_impossible_fits_are_refused(
+    trained: tuple[Path, list[dict]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    command = ["fit", "--state-dir", str(trained[0]), "--documents", "20", "--json", *arguments]
+    assert reroute_cli.main([*command, "--out", str(tmp_path / "out")]) == code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("extra", "code", "words"),
     [
@@ -260,6 +431,9 @@ def test_the_command_prints_one_json_object(
         (["--data", "nowhere/*.jsonl"], CorpusError.exit_code, "--data 'nowhere/*.jsonl'"),
         (["--initial-peers", "/ip4/1.2.3.4"], ConfigurationError.exit_code, "--state-dir"),
         (["--threads", "0"], ConfigurationError.exit_code, "--threads 0"),
+        (["--reroute", "16,"], ConfigurationError.exit_code, "--reroute 16,64,128"),
+        (["--reroute", "0"], ConfigurationError.exit_code, "--reroute 16,64,128"),
+        (["--reroute", "16"], StorageError.exit_code, "dipaco-reroute fit"),
     ],
 )
 def test_errors_say_what_to_type(

@@ -22,6 +22,7 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.routing.plan import RunPlan
+from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.shards import PathSummary
 from rich.console import Console
@@ -180,7 +181,7 @@ def test_what_is_done_is_not_done_again(
     run = RunDirectory(folder / "out")
     before = run.plan()
     envelope = run.manifest_path.read_bytes()
-    _forbid(monkeypatch, "train_tokenizer", "pretrain", "write_token_corpora", "prefix_features")
+    _forbid(monkeypatch, "train_tokenizer", "pretrain", "write_token_corpora", "fit_corpus_router")
     assert _prepare(folder / "RUN.toml", run.path) == before
     assert run.manifest_path.read_bytes() == envelope
     later = _prepare(folder / "RUN.toml", run.path, start_in_s=100)
@@ -191,6 +192,55 @@ def test_what_is_done_is_not_done_again(
     assert changed.rounds.duration_s == 99
     assert changed.blobs == before.blobs
     assert changed.run_id != later.run_id
+
+
+@pytest.mark.parametrize(
+    ("keys", "agreement"),
+    [
+        ('kind = "product_kmeans"', None),
+        ('kind = "random"\ntrain_paths = 2', None),
+        ('kind = "label"', 1.0),
+    ],
+)
+def test_other_routers(
+    prepared: tuple[Path, RunDirectory, str], tmp_path: Path, keys: str, agreement: float | None
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    toml = RUN_TOML + keys
+    if agreement:  # three labels make three paths
+        toml = toml.replace("[2, 2]", "[1, 3]")
+    plan = _prepare(_write_run(folder, toml), folder / "out")
+    run = RunDirectory(folder / "out")
+    assert plan.routing.kind == run.router(plan).kind
+    report = RoutingReport.model_validate_json((run.path / "routing.json").read_bytes())
+    shards = run.shard_index(plan).paths
+    assert [path.sequences for path in report.paths] == [shard.train_sequences for shard in shards]
+    copies = plan.routing.train_paths
+    assert report.train_paths == copies
+    assert sum(shard.train_documents for shard in shards) == copies * (240 - _held_out(run))
+    assert report.agreement is not None
+    if agreement:
+        assert report.agreement.purity == agreement
+    rows = [json.loads(line) for line in (folder / "train.jsonl").open()]
+    router = run.document_router(plan)
+    paths = router.route_texts([r["text"] for r in rows], [r["domain"] for r in rows])
+    held = np.bincount(paths, minlength=grid_paths(plan))
+    assert held.min() > 0
+    if agreement:
+        assert len({(r["domain"], path) for r, path in zip(rows, paths.tolist(), strict=True)}) == 3
+        with pytest.raises(ConfigurationError, match="--label-field"):
+            router.route_texts(["a text"])
+
+
+def test_a_discriminative_router_needs_a_trained_run(tmp_path: Path) -> None:
+    toml = _write_run(tmp_path, RUN_TOML + 'kind = "discriminative"')
+    with pytest.raises(ConfigurationError, match="--from RUN"):
+        _prepare(toml, tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("*.model"))  # refused before any work
+
+
+def grid_paths(plan: RunPlan) -> int:
+    return int(np.prod(plan.grid.modules_per_level))
 
 
 class _Stopping(Display):
@@ -291,11 +341,16 @@ def test_impossible_combinations(tmp_path: Path) -> None:
     for old, new, message in [
         ("prefix_tokens = 8", "prefix_tokens = 32", "prefix_tokens 32"),
         ("prefix_tokens = 8", 'kind = "oracle"', "known: kmeans"),
+        ("prefix_tokens = 8", "prefix_tokens = 8\ntrain_paths = 5", "more than the 4 paths"),
+        ("prefix_tokens = 8", 'kind = "label"\ntrain_paths = 2', "no second best"),
         ("block_count = 2", "block_count = 1", "level"),
         ('train = "train.jsonl"', "", "give either train"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             load_run_config(_write_run(tmp_path, RUN_TOML.replace(old, new)))
+    unlabelled = RUN_TOML.replace('label_field = "domain"', "") + 'kind = "label"'
+    with pytest.raises(ConfigurationError, match="label_field = "):
+        load_run_config(_write_run(tmp_path, unlabelled))
     (tmp_path / "RUN.toml").write_text('name = "x"')
     with pytest.raises(ConfigurationError, match=r"\[data\] is missing"):
         load_run_config(tmp_path / "RUN.toml")

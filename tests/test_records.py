@@ -17,6 +17,7 @@ from dipaco.dht.records import (
     KINDS,
     MANIFESTS_KEY,
     MAX_ENTRIES,
+    MAX_SCORE_ENTRIES,
     Address,
     BlobRecord,
     ClaimRecord,
@@ -26,6 +27,8 @@ from dipaco.dht.records import (
     ProgressRecord,
     Record,
     RecordError,
+    ScoreEntry,
+    ScoresRecord,
     parse_record,
     parse_subkey,
     record_key,
@@ -154,6 +157,18 @@ def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
             ),
         ),
         ("blobs", "e" * 64, BlobRecord(peer_id=peer_id, sha256="e" * 64, bytes=greatest)),
+        (
+            "scores",
+            "e" * 16,
+            ScoresRecord(
+                peer_id=peer_id,
+                request="e" * 16,
+                entries=tuple(
+                    ScoreEntry(path=2**31 - 1 - n, state="done", sha256="f" * 64, since_s=1e11)
+                    for n in range(MAX_SCORE_ENTRIES)
+                ),
+            ),
+        ),
     ]
 
 

@@ -72,3 +72,25 @@ def test_by_the_clock_the_next_boundary_is_due() -> None:
     position.enter(START_S + 5.0)
     assert position.may_step(START_S + 5.0)
     assert [b.level for b in position.due(START_S + 8.0, 0.0)] == ["L1"]
+
+
+def test_other_work_may_take_the_time_until_the_next_boundary() -> None:
+    position = _position(inner_steps=0)
+    position.enter(START_S + 5.0)
+    assert position.slack_s(START_S + 5.0, step_s=1.0) == 3.0
+    assert position.slack_s(START_S + 9.0, step_s=1.0) < 0
+
+
+def test_fixed_steps_other_work_leaves_time_for_the_steps() -> None:
+    """6 steps a round: 2 before the boundary of L0, 4 before that of L1, all before the last."""
+    position = _position(inner_steps=6)
+    position.enter(START_S)
+    assert position.slack_s(START_S, step_s=1.0) == 4.0 - 2.0
+    for _ in range(2):
+        position.stepped()
+    assert position.slack_s(START_S + 2.0, step_s=1.0) == 2.0
+    for at in (4.0, 8.0, 12.0):
+        for boundary in position.due(START_S + at, 0.0):
+            position.closed(boundary)
+    # Nothing is left of round 0 but 4 steps, and 2 of round 1 come before its first boundary.
+    assert position.slack_s(START_S + 12.0, step_s=0.5) == 4.0 - 6 * 0.5

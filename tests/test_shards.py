@@ -31,6 +31,9 @@ class LetterTokenizer(Tokenizer):
         self.calls += 1
         return [BEGIN_TOKEN, *(ord(letter) for letter in text), END_TOKEN]
 
+    def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        return [self.document_tokens(text) for text in texts]
+
 
 class FirstLetterRouter(DocumentRouter):
     """Routes by the first character, and can die after some chunks."""
@@ -40,12 +43,20 @@ class FirstLetterRouter(DocumentRouter):
         self.chunks = chunks
         self.documents = 0
 
-    def route_tokens(self, documents: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    def nearest_paths(
+        self,
+        documents: Sequence[Sequence[int] | np.ndarray],
+        count: int,
+        labels: Sequence[str | None] | None = None,
+    ) -> np.ndarray:
         self.chunks -= 1
         if self.chunks < 0:
             raise KeyboardInterrupt
         self.documents += len(documents)
-        return np.array([int(document[1]) % PATHS for document in documents], dtype=np.int64)
+        assert labels is not None
+        assert len(labels) == len(documents)
+        best = np.array([int(document[1]) % PATHS for document in documents], dtype=np.int64)
+        return (best[:, None] + np.arange(count)[None, :]) % PATHS
 
 
 def _documents(count: int = 90) -> list[tuple[Document, bool]]:
@@ -150,6 +161,43 @@ def test_shards_hold_each_token_once(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert np.array_equal(held, np.concatenate(windows))
         assert shard.validation_sequences == len(held)
+
+
+def test_overlapping_shards(tmp_path: Path) -> None:
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    blobs = BlobStore(tmp_path / "blobs")
+    plain, _ = _build(tmp_path)
+    builder = ShardBuilder(
+        tmp_path / "two", FirstLetterRouter(), PATHS, LENGTH, VOCABULARY, "two", train_paths=2,
+        chunk_documents=8,
+    )  # fmt: skip
+    builder.build(train, validation)
+    index = builder.finish(blobs)
+    for path in range(PATHS):
+        assert index.paths[path].validation_sha256 == plain.paths[path].validation_sha256
+        mine = [d for d, v in _documents() if not v and (path - ord(d.text[0])) % PATHS < 2]
+        flat = [t for d in mine for t in LetterTokenizer().document_tokens(d.text)]
+        tokens = open_tokens(blobs.path(index.paths[path].train_sha256), LENGTH, VOCABULARY)
+        assert tokens.reshape(-1)[: len(flat)].tolist() == flat
+        assert index.paths[path].train_documents == len(mine)
+        summary = builder.summaries()[path]
+        assert sum(summary.label_tokens.values()) == summary.train_tokens == len(flat)
+
+
+def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    expected, _ = _build(tmp_path)
+    router = FirstLetterRouter()
+    builder = ShardBuilder(
+        tmp_path / "s", router, PATHS, LENGTH, VOCABULARY, "inputs", chunk_tokens=100
+    )
+    seen: list[int] = []
+    builder.build(train, validation, lambda done, total: seen.append(done))
+    for first, last in zip([0, *seen], seen, strict=False):
+        lengths = [*train.lengths(), *validation.lengths()][first:last]
+        assert sum(lengths) <= 100 or len(lengths) == 1
+    assert len(seen) > 20
+    assert builder.finish(BlobStore(tmp_path / "other")) == expected
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 9, 11])

@@ -447,6 +447,7 @@ def test_the_human_output_names_rounds_paths_and_modules(
         (["--threads", "0"], "--threads 0"),
         (["--device", "toaster"], "'toaster'"),
         (["--optimizer", "adamm"], "adamw"),
+        (["--keep", "disk"], "--out"),
     ],
 )
 def test_errors_are_one_line_that_says_what_to_type(

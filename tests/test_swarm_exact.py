@@ -1,4 +1,5 @@
-"""Promises 3 and 5 with real processes: a swarm's digests are the single process's, bit for bit."""
+"""Promises 3 and 5 with real processes: a swarm's digests are the single process's, bit for bit,
+and so are the best states of its paths, which outlive the peers that found them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm import Swarm, command
-from tiny_run import make_tiny_run
+from dipaco.modules.files import sha256_of_file
+from swarm import Member, Swarm, command
+from tiny_run import make_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
 
@@ -40,9 +42,13 @@ def test_four_peers_equal_the_reference(
         codec=codec,
         private_blocks=private_blocks,
         inner_steps=4,
+        # So few documents are soon known by heart: the best states are not the newest.
+        documents_per_path=3 if private_blocks else 40,
+        inner={"learning_rate": 0.05} if private_blocks else None,
         duration_s=6.0,
         start_s=time.time() + JOIN_S,
-        rounds={"matchmaking_s": 0.9},
+        # Everybody keeps everything, the bootstrap node too.
+        rounds={"matchmaking_s": 0.9, "copies": 5},
     )
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
@@ -54,3 +60,47 @@ def test_four_peers_equal_the_reference(
         for round_index in range(ROUNDS):
             found = swarm.digests(round_index)
             assert found == {m: {d} for m, d in expected[round_index].items()}, round_index
+        if private_blocks:
+            check_best_paths(swarm, bootstrap, peers)
+
+
+def check_best_paths(swarm: Swarm, bootstrap: Member, peers: list[Member]) -> None:
+    """The best states are the simulator's, another process keeps them, and evaluation takes them.
+
+    They still are where their finders left: only the bootstrap node is asked.
+    """
+    out = swarm.directory / "simulated"
+    done = command(
+        "dipaco-simulate", str(swarm.run.path), "--rounds", str(ROUNDS), "--json",
+        "--threads", "1", "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    expected = {
+        path["path"]: sha256_of_file(out / "best" / f"P{path['path']:05d}.safetensors")
+        for path in last["paths"]
+    }
+    until_round = {path["path"]: path["best"]["round"] for path in last["paths"]}
+    for path, peer in enumerate(peers):
+        found = [e for e in peer.of("best_path") if e["round"] <= until_round[path]]
+        assert found[-1]["sha256"] == expected[path], f"path {path}"
+        swarm.wait([bootstrap], "kept_best", lambda e, path=path: e["path"] == path, timeout_s=30)
+    for peer in peers:
+        peer.interrupt()
+    for peer in peers:
+        peer.popen.wait(15)
+    data = swarm.directory / "documents.jsonl"
+    texts = tiny_documents(4, 2, seed=3)
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    reports = {}
+    for flag in ("", "--current"):
+        done = command(
+            "dipaco-eval", "--initial-peers", bootstrap.address(), "--data", str(data), "--json",
+            "--no-base", "--threads", "1", *([flag] if flag else []),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        reports[flag] = json.loads(done.stdout)
+    scored = len(reports[""]["paths"])
+    assert reports[""]["states"] == {"best": scored, "current": 0}
+    assert reports["--current"]["states"] == {"best": 0, "current": scored}
+    assert scored == 4

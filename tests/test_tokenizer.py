@@ -61,6 +61,14 @@ def test_documents_and_special_pieces(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
 
 
+def test_many_documents_at_once_and_by_threads(tokenizer: Tokenizer) -> None:
+    texts = [*_texts(), "", "\u2581 a\u2581b", "a\ud800b", "x"]
+    expected = [tokenizer.document_tokens(text) for text in texts]
+    assert tokenizer.tokens_of_documents(texts) == expected
+    assert tokenizer.tokens_of_documents(texts, threads=3) == expected
+    assert tokenizer.tokens_of_documents([]) == []
+
+
 def test_runs_of_spaces_are_cheap(tmp_path: Path) -> None:
     code = [" " * 8 + f"return {number}\n" for number in range(200)]
     tokenizer = train_tokenizer(code, 290, tmp_path / "t", character_limit=100_000)

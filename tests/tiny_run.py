@@ -39,7 +39,7 @@ from dipaco.routing.plan import (
     ShardIndex,
     canonical_json,
 )
-from dipaco.routing.routers import KMeansRouter, Router
+from dipaco.routing.routers import KMeansRouter, Prefixes, Router
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.token_files import token_dtype
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
@@ -82,7 +82,7 @@ def make_tiny_run(
     train = tiny_documents(path_count, documents_per_path, seed)
     held_out = tiny_documents(path_count, validation_documents_per_path, seed + 1_000_003)
 
-    tokenizer_bytes = _tokenizer_bytes(model_config.vocabulary_size)
+    tokenizer_bytes = tiny_tokenizer_bytes(model_config.vocabulary_size)
     tokenizer = Tokenizer(tokenizer_bytes)
     base = PathModel(model_config)
     initialise(base, seed)
@@ -119,7 +119,7 @@ def make_tiny_run(
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tokenizer_bytes),
             router=run.blobs.add_bytes(router.to_bytes()),
-            base=run.blobs.add_bytes(safetensors.torch.save(_parameters(base))),
+            base=run.blobs.add_bytes(safetensors.torch.save(tiny_parameters(base))),
             shards=run.blobs.add_bytes(canonical_json(index.model_dump(mode="json"))),
         ),
     )
@@ -134,6 +134,34 @@ def sign_tiny_run(run: RunDirectory, plan: RunPlan) -> None:
     """
     key = load_or_create_operator_key(run.path / "operator.pem")
     run.manifest_path.write_bytes(sign_manifest(plan, key))
+
+
+def tiny_shard(
+    run: RunDirectory,
+    model: ModelConfig,
+    path: int,
+    rows: np.ndarray,
+    validation: np.ndarray,
+    documents: int,
+) -> PathShard:
+    """Put a path's training rows and scoring windows [N, T] into the blobs and describe them."""
+    dtype = token_dtype(model.vocabulary_size)
+    return PathShard(
+        path=path,
+        train_sha256=run.blobs.add_bytes(rows.astype(dtype).tobytes()),
+        train_sequences=len(rows),
+        train_documents=documents,
+        validation_sha256=run.blobs.add_bytes(validation.astype(dtype).tobytes()),
+        validation_sequences=len(validation),
+    )
+
+
+def tiny_parameters(model: PathModel) -> dict[str, Any]:
+    """Return copies of a model's parameters, fp32 on the CPU, each in its own memory."""
+    return {
+        name: parameter.detach().float().cpu().clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def tiny_documents(languages: int, documents_per_language: int, seed: int) -> list[str]:
@@ -190,7 +218,7 @@ def _document(language: int, random: np.random.Generator) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _tokenizer_bytes(vocabulary_size: int) -> bytes:
+def tiny_tokenizer_bytes(vocabulary_size: int) -> bytes:
     """Train the tokenizer once per process; it is the same for every tiny run of that size."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "tokenizer.model"
@@ -198,14 +226,6 @@ def _tokenizer_bytes(vocabulary_size: int) -> bytes:
             tiny_documents(8, 6, seed=0), vocabulary_size, output, character_limit=100_000, seed=0
         )
         return output.read_bytes()
-
-
-def _parameters(model: PathModel) -> dict[str, Any]:
-    """Return copies of a model's parameters, fp32 on the CPU, each in its own memory."""
-    return {
-        name: parameter.detach().float().cpu().clone()
-        for name, parameter in model.named_parameters()
-    }
 
 
 def _write_shards(
@@ -217,9 +237,9 @@ def _write_shards(
     held_out: Sequence[Sequence[int]],
 ) -> ShardIndex:
     """Route the documents and write each path's token files into the blobs."""
-    length, dtype = model.sequence_length, token_dtype(model.vocabulary_size)
-    train_paths = router.route(prefix_features(base, train, TINY_PREFIX_TOKENS))
-    held_out_paths = router.route(prefix_features(base, held_out, TINY_PREFIX_TOKENS))
+    length = model.sequence_length
+    train_paths = router.route(Prefixes(prefix_features(base, train, TINY_PREFIX_TOKENS)))
+    held_out_paths = router.route(Prefixes(prefix_features(base, held_out, TINY_PREFIX_TOKENS)))
     shards = []
     for path in range(router.path_count):
         own = [document for document, at in zip(train, train_paths, strict=True) if at == path]
@@ -232,14 +252,5 @@ def _write_shards(
             if at == path
         ]
         validation = np.concatenate([np.empty((0, length), dtype=np.int64), *windows])
-        shards.append(
-            PathShard(
-                path=path,
-                train_sha256=run.blobs.add_bytes(rows.astype(dtype).tobytes()),
-                train_sequences=len(rows),
-                train_documents=len(own),
-                validation_sha256=run.blobs.add_bytes(validation.astype(dtype).tobytes()),
-                validation_sequences=len(validation),
-            )
-        )
+        shards.append(tiny_shard(run, model, path, rows, validation, len(own)))
     return ShardIndex(sequence_length=length, paths=tuple(shards))

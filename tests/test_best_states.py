@@ -1,0 +1,173 @@
+"""Which states the inference tools take: the best of a path when they are what they claim."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dipaco.dht.best_paths import BestNotice
+from dipaco.inference.assemble import assemble_path
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource
+from dipaco.modules.best_path import BestPath, best_path_of
+from dipaco.modules.errors import NetworkError, StorageError
+from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.score import Score
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.held_out import early_stopping_rows
+from dipaco.routing.run_directory import RunDirectory
+from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+
+PATH = 1
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_tiny_run(
+        tmp_path_factory.mktemp("prepared"),
+        modules_per_level=(1, 2),
+        documents_per_path=3,
+        private_blocks=(1,),
+    )
+
+
+@pytest.fixture
+def run(prepared: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the run that a test may write to."""
+    return RunDirectory(shutil.copytree(prepared.path, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def best(prepared: RunDirectory) -> BestPath:
+    """The genesis as somebody's best states, with its true score."""
+    run = prepared
+    plan = run.plan()
+    grid = run.grid(plan)
+    base = run.base_parameters(plan)
+    states = {m: run.genesis_state(plan, m, base) for m in grid.modules_of_path(PATH)}
+    model = PathModel(plan.model)
+    unscored = best_path_of(grid, PATH, 3, Score(1.0, 1), states)
+    unscored.load_into(model)
+    rows = early_stopping_rows(run.validation_tokens(plan, PATH), plan.rounds)
+    score = Score(*score_sequences(model, rows, TINY_PREFIX_TOKENS))
+    return best_path_of(grid, PATH, 3, score, states)
+
+
+def lie(best: BestPath) -> BestPath:
+    return replace(best, score=Score(best.score.nll / 2, best.score.tokens))
+
+
+def hold(run: RunDirectory, best: BestPath) -> Path:
+    store = run.best_paths(run.grid(run.plan()))
+    store.hold(best)
+    return store.file(best.path)
+
+
+def test_best_states_are_used_where_they_are_and_nothing_else_is_needed(
+    run: RunDirectory, best: BestPath
+) -> None:
+    hold(run, best)
+    source = DiskSource(run.path)
+    assert source.best_round(PATH) == 3
+    assert source.missing_modules(PATH) == ()
+    model = assemble_path(source, PATH)
+    for name, view in best.layout.views(best.parameters).items():
+        assert torch.equal(model.get_parameter(name).detach(), view)
+    assert source.best_round(0) is None
+    with pytest.raises(StorageError, match="no state of its module"):
+        assemble_path(source, 0)
+
+
+def test_the_newest_states_can_be_asked_for(run: RunDirectory, best: BestPath) -> None:
+    hold(run, best)
+    source = DiskSource(run.path, SourceSettings(current=True))
+    assert source.best_round(PATH) is None
+    assert source.missing_modules(PATH) == ("L0.E0", "L1.E1", "P1")
+
+
+def test_a_false_claim_on_disk_is_not_used(
+    run: RunDirectory, best: BestPath, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = hold(run, lie(best))
+    source = DiskSource(run.path)
+    assert source.best_round(PATH) is None
+    assert "claim a held-out loss" in caplog.text
+    assert source.missing_modules(PATH) != ()
+    file.write_bytes(file.read_bytes()[:-4])
+    damaged = DiskSource(run.path)
+    assert damaged.best_path(PATH) is None
+    assert len([r for r in caplog.records if "not used" in r.message]) == 2
+
+
+def test_what_cannot_be_checked_is_used_as_it_is(run: RunDirectory, best: BestPath) -> None:
+    hold(run, lie(best))
+    plan = run.plan()
+    shard = run.shard_index(plan).paths[PATH]
+    run.blobs.remove(shard.validation_sha256)
+    assert DiskSource(run.path).best_round(PATH) == 3
+
+
+class Swarm:
+    """A client's answers without a swarm."""
+
+    def __init__(self, run: RunDirectory, directory: Path, served: list[BestPath]) -> None:
+        self.plan = run.plan()
+        self.directory_path = directory
+        self.served = {best.sha256: best for best in served}
+        self.notices = [BestNotice(b.sha256, b.score, b.round_index) for b in served]
+        self._run = run
+
+    def view(self) -> Any:
+        return SimpleNamespace(bests={PATH: self.notices})
+
+    def fetch_best_path(self, path: int, sha256: str) -> BestPath:
+        if sha256 not in self.served:
+            raise NetworkError("nobody has it")
+        return self.served[sha256]
+
+    def fetch_blob(self, sha256: str) -> Path:
+        return self._run.blobs.require(sha256)
+
+    def best_state(self, module: str) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cache(run: RunDirectory, tmp_path: Path) -> Path:
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    (directory / "manifest.json").write_bytes(run.manifest_path.read_bytes())
+    return directory
+
+
+def test_a_swarms_false_claims_are_passed_over(
+    run: RunDirectory, best: BestPath, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client: Any = Swarm(run, cache, [lie(best), best])
+    client.notices.insert(0, BestNotice("0" * 64, Score(1.0, 1), 1))
+    source = SwarmSource(client)
+    found = source.best_path(PATH)
+    assert found is not None
+    assert found.sha256 == best.sha256
+    assert caplog.text.count("claim a held-out loss") == 1
+    # A later call with the same folder fetches nothing.
+    client.served.clear()
+    assert SwarmSource(client).best_round(PATH) == 3
+
+
+def test_a_swarm_of_liars_gives_the_newest_states(
+    run: RunDirectory, best: BestPath, cache: Path
+) -> None:
+    client: Any = Swarm(run, cache, [lie(best)])
+    source = SwarmSource(client)
+    assert source.best_round(PATH) is None
+    with pytest.raises(NetworkError, match="no state of its module"):
+        assemble_path(source, PATH)
+    assert not (cache / "best").exists()

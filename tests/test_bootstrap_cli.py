@@ -1,0 +1,55 @@
+"""What the command line of `dipaco-bootstrap` takes for an address, and what for a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dipaco.bootstrap.cli import parse
+
+ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["my-run", "--initial-peers", ADDRESS, ADDRESS],
+        ["--initial-peers", ADDRESS, ADDRESS, "my-run"],
+        ["--initial-peers", ADDRESS, ADDRESS, "--port", "0", "my-run"],
+        ["--initial-peers", ADDRESS, ADDRESS, "--announce-maddrs", ADDRESS, "my-run"],
+        ["--host-maddrs", ADDRESS, "my-run", "--initial-peers", ADDRESS, ADDRESS],
+    ],
+)
+def test_the_directory_may_follow_addresses(words: list[str]) -> None:
+    parsed = parse(["serve", *words])
+    assert parsed.directory == Path("my-run")
+    assert parsed.initial_peers == [ADDRESS, ADDRESS]
+    assert set(parsed.announce_maddrs) | set(parsed.host_maddrs) <= {ADDRESS}
+
+
+def test_a_directory_may_begin_with_a_slash() -> None:
+    parsed = parse(["serve", "--initial-peers", ADDRESS, "/srv/my-run"])
+    assert (parsed.directory, parsed.initial_peers) == (Path("/srv/my-run"), [ADDRESS])
+
+
+def test_a_run_toml_may_follow_addresses() -> None:
+    words = ["prepare", "--out", "new", "--from", "old", "--initial-peers", ADDRESS, "NEW.toml"]
+    parsed = parse(words)
+    assert (parsed.run_toml, parsed.initial_peers) == (Path("NEW.toml"), [ADDRESS])
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["serve"], "DIR"),
+        (["serve", "--initial-peers", ADDRESS], "DIR"),
+        (["prepare", "--out", "new"], "RUN.toml"),
+        (["plan"], "RUN.toml"),
+    ],
+)
+def test_what_is_missing_is_named(
+    words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert f"the following arguments are required: {missing}" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""What the operator's process believes of a swarm that scores for it. The peers are faked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dipaco.bootstrap.gather_scores import SwarmScores
+from dipaco.bootstrap.local_scores import ScoresFolder, local_request, score_paths
+from dipaco.bootstrap.predecessor import Predecessor, open_predecessor
+from dipaco.dht.records import ScoreEntry, ScoresRecord
+from dipaco.dht.score_request import verify_score_request
+from dipaco.modules.errors import IntegrityError, NetworkError
+from dipaco.peer.clock import Clock
+from dipaco.routing.document_scores import DocumentScores, RouterDocuments
+from dipaco.routing.run_directory import RunDirectory
+from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run, tiny_documents
+
+OPERATOR, ALICE, BOB = (f"Qm{name:1>44}" for name in ("operatr", "aLice", "bob"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_tiny_run(tmp_path_factory.mktemp("run"), documents_per_path=8)
+
+
+class Peers:
+    """The network as `SwarmScores` sees it: what is announced, and what a fetch brings."""
+
+    def __init__(self, run: RunDirectory, folder: Path) -> None:
+        self.predecessor: Predecessor = open_predecessor(run.path, allow_genesis=True)
+        plan, grid = self.predecessor.plan, self.predecessor.grid
+        tokenizer = run.tokenizer(plan)
+        self.documents = RouterDocuments.from_documents(
+            [np.array(tokenizer.document_tokens(text)) for text in tiny_documents(4, 5, seed=5)],
+            plan.model.sequence_length,
+            TINY_PREFIX_TOKENS,
+        )
+        self.grid = grid
+        self.announced: dict[str, list[ScoreEntry]] = {ALICE: [], BOB: []}
+        self.served: dict[tuple[str, str], bytes] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.requests: list[bytes] = []
+        self.published: list[str] = []
+        self.clock = Clock()
+        self.said: list[str] = []
+        self.folder = folder
+        own = RunDirectory(folder / "node")
+        self.node: Any = SimpleNamespace(
+            me=OPERATOR,
+            run_id=plan.run_id,
+            plan=plan,
+            grid=grid,
+            clock=self.clock,
+            blobs=own.blobs,
+            directory=SimpleNamespace(
+                publish_blob=self._publish_blob,
+                store_score_request=self._store_request,
+                scores=self._scores,
+            ),
+            exchange=SimpleNamespace(fetch=self._fetch),
+        )
+        self.swarm = self.open()
+
+    def open(self, wait_s: float = 5.0) -> SwarmScores:
+        return SwarmScores(
+            self.node, self.predecessor, self.folder, wait_s=wait_s, say=self.said.append,
+            operator_key=self.predecessor.path / "operator.pem", look_every_s=0.01,
+        )  # fmt: skip
+
+    def scores(self, of_path: int, **changes: Any) -> bytes:
+        values: dict[str, Any] = {
+            "request": self.swarm.request(self.documents),
+            "path": of_path,
+            "states": dict.fromkeys(self.grid.modules_of_path(of_path), "a" * 64),
+            "nll": self.documents.targets * (of_path + 1.0),
+            "tokens": self.documents.targets,
+        }
+        return DocumentScores(**{**values, **changes}).to_bytes()
+
+    def announce(self, peer: str, path: int, data: bytes | None, sha256: str | None = None) -> None:
+        """`data` None: the peer has only begun."""
+        if data is not None:
+            sha256 = sha256 or self.node.blobs.add_bytes(data)
+            self.node.blobs.remove(sha256)
+            self.served[peer, sha256] = data
+        self.announced[peer].append(
+            ScoreEntry(
+                path=path,
+                state="scoring" if data is None else "done",
+                sha256=sha256,
+                since_s=self.clock.now(),
+            )
+        )
+
+    def gather(self, swarm: SwarmScores | None = None) -> ScoresFolder:
+        swarm = swarm or self.swarm
+        folder = ScoresFolder(self.folder / "scores", swarm.request(self.documents), self.documents)
+        swarm.gather(folder, range(4))
+        return folder
+
+    def _publish_blob(self, record: Any, life_s: float) -> bool:
+        self.published.append(record.sha256)
+        return True
+
+    def _store_request(self, envelope: bytes, life_s: float) -> bool:
+        self.requests.append(envelope)
+        return True
+
+    def _scores(self, request_id: str) -> Sequence[ScoresRecord]:
+        return [
+            ScoresRecord(peer_id=peer, request=request_id, entries=tuple(entries))
+            for peer, entries in self.announced.items()
+        ]
+
+    def _fetch(
+        self, sha256: str, holders: Sequence[str], blobs: Any, *, max_bytes: int, timeout_s: float
+    ) -> Path:
+        self.asked.append((holders[0], sha256))
+        data = self.served.get((holders[0], sha256))
+        if data is None:
+            raise NetworkError("it has gone")
+        if len(data) > max_bytes:
+            raise IntegrityError("it is too large")
+        blobs.add_bytes(data)
+        return Path(blobs.path(sha256))
+
+
+@pytest.fixture
+def peers(run: RunDirectory, tmp_path: Path) -> Peers:
+    return Peers(run, tmp_path)
+
+
+def loaded(peers: Peers, folder: ScoresFolder) -> list[int]:
+    return [p for p in range(4) if folder.load(p, peers.grid.modules_of_path(p)) is not None]
+
+
+def test_scores_come_from_whoever_has_them(peers: Peers) -> None:
+    for path, peer in enumerate((ALICE, BOB, ALICE, BOB)):
+        peers.announce(peer, path, peers.scores(path))
+    folder = peers.gather()
+    assert loaded(peers, folder) == [0, 1, 2, 3]
+    assert peers.said[-1] == "scores: have 4, need 4 scores: complete"
+    scores = folder.load(2, peers.grid.modules_of_path(2))
+    assert scores is not None
+    assert np.array_equal(scores.nll, peers.documents.targets * 3.0)
+    signed = verify_score_request(peers.requests[0], run_id=peers.node.run_id)
+    assert signed.operator_fingerprint == peers.predecessor.manifest.operator_fingerprint
+    assert signed.request.documents == len(peers.documents)
+    assert peers.published == [signed.request.documents_sha256]
+    assert peers.node.blobs.read(peers.published[0]) == peers.documents.to_bytes()
+
+
+def test_the_wait_is_bounded_and_says_what_it_waits_for(peers: Peers) -> None:
+    peers.announce(ALICE, 0, peers.scores(0))
+    peers.announce(BOB, 3, None)
+    folder = peers.gather(peers.open(wait_s=0.2))
+    assert loaded(peers, folder) == [0]
+    assert "have 1, need 4 scores; in work: 3;" in peers.said[0]
+    assert peers.said[-1] == (
+        "scores: have 1, need 4 scores after 0 s; paths 1, 2, 3 are scored here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nll": np.zeros(3), "tokens": np.zeros(3, np.int64)}, "are of 3 documents, not 20"),
+        ({"request": "f" * 16}, "answer the request ffff"),
+        ({"path": 2}, "are of path 2, not 1"),
+        ({"states": {"L0.E0": "a" * 64}}, "name the modules of another path"),
+        ({"tokens": np.full(20, 5)}, "are of other documents"),
+    ],
+)
+def test_wrong_scores_are_refused_once_and_others_are_taken(
+    peers: Peers, changes: dict[str, Any], message: str
+) -> None:
+    bad = peers.scores(1, **changes)
+    peers.announce(ALICE, 1, bad)
+    for path in (0, 2, 3):
+        peers.announce(BOB, path, peers.scores(path))
+    folder = peers.gather(peers.open(wait_s=0.2))
+    assert loaded(peers, folder) == [0, 2, 3]
+    refusals = [line for line in peers.said if "are refused" in line]
+    assert len(refusals) == 1
+    assert message in refusals[0]
+    peers.announce(BOB, 1, peers.scores(1))
+    assert loaded(peers, peers.gather(peers.open(wait_s=1.0))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"x" * 2**22])
+def test_bytes_that_are_no_scores_are_refused(peers: Peers, data: bytes) -> None:
+    peers.announce(ALICE, 1, data)
+    assert loaded(peers, peers.gather(peers.open(wait_s=0.1))) == []
+    assert sum("are refused" in line for line in peers.said) == 1
+    assert len(peers.asked) == 1
+
+
+def test_a_holder_that_has_gone_is_asked_again(peers: Peers) -> None:
+    peers.announce(ALICE, 0, peers.scores(0))
+    data = peers.served.copy()
+    peers.served.clear()
+    assert loaded(peers, peers.gather(peers.open(wait_s=0.1))) == []
+    assert any("it has gone" in line for line in peers.said)
+    peers.served.update(data)
+    assert loaded(peers, peers.gather(peers.open(wait_s=0.1))) == [0]
+
+
+def test_a_restart_asks_the_same_request_and_keeps_what_came(peers: Peers) -> None:
+    peers.announce(ALICE, 0, peers.scores(0))
+    peers.gather(peers.open(wait_s=0.1))
+    peers.announced[ALICE].clear()
+    asked = len(peers.asked)
+    again = peers.open(wait_s=0.1)
+    assert loaded(peers, peers.gather(again)) == [0]
+    assert len(peers.asked) == asked
+    assert len(set(peers.requests)) == 1
+    other = RouterDocuments(peers.documents.tokens[1:], TINY_PREFIX_TOKENS)
+    assert again.request(other) != peers.swarm.request(peers.documents)
+
+
+def test_scoring_here_gives_what_a_peer_gives(peers: Peers, tmp_path: Path) -> None:
+    old = peers.predecessor
+    request = local_request(peers.documents, old.plan.run_id)
+    folder = ScoresFolder(tmp_path / "here", request, peers.documents)
+    done: list[tuple[int, int]] = []
+    score_paths(
+        folder, old.grid, old.load, old.digests, (0, 3), torch.device("cpu"),
+        lambda path, rows: done.append((path, rows)),
+    )  # fmt: skip
+    assert done == [(0, 20), (3, 20)]
+    first, last = (folder.load(p, old.grid.modules_of_path(p), old.digests) for p in (0, 3))
+    assert first is not None
+    assert last is not None
+    assert np.array_equal(first.nll, last.nll)  # All paths begin as the base model.
+    changed = {**old.digests, "L0.E0": "b" * 64}
+    assert folder.load(0, old.grid.modules_of_path(0), changed) is None
+    assert folder.load(3, old.grid.modules_of_path(3), changed) is not None

@@ -1,0 +1,172 @@
+"""`dipaco-bootstrap plan`: its figures are what the code that they speak of does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dipaco.bootstrap.cli import main
+from dipaco.bootstrap.plan_display import shown_bytes
+from dipaco.bootstrap.plan_figures import PlanFigures, all_reduce_bytes, plan_figures
+from dipaco.bootstrap.run_config import load_run_config
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import genesis_state, write_state
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.peer.exact_parts import ExactPartContainer
+from dipaco.peer.part_codec import PartCodec, encoded_bytes, part_elements
+from dipaco.routing.plan import RunBlobs
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PAPER = EXAMPLES / "paper" / "RUN.toml"
+CODECS = ("none", "float16", "blockwise8bit")
+
+
+def _paper() -> PlanFigures:
+    return plan_figures(load_run_config(PAPER), 160_000_000_000)
+
+
+def test_the_paper_s_setting() -> None:
+    """The figures that examples/paper/README.md shows beside the paper's."""
+    config, figures = load_run_config(PAPER), _paper()
+    assert (config.data.hub, config.data.hub_config) == ("allenai/c4", "en")
+    assert (config.model.vocabulary_size, config.model.block_count) == (32_000, 12)
+    assert config.model.hidden_size == 896
+    assert config.grid.private_blocks == (0, 5, 6, 11)
+    assert config.rounds.inner_steps == 150
+    assert figures.paths == 256
+    assert figures.path_parameters == 149_804_928
+    assert figures.total_parameters == 256 * 69_049_344 + 16 * (40_377_344 + 40_378_240)
+    assert figures.shared_parameters == 16 * (40_377_344 + 40_378_240)
+    assert [level.paths_per_module for level in figures.levels] == [16, 16, 1]
+    assert [level.holds for level in figures.levels] == [
+        "blocks 1-4", "blocks 7-10, final norm", "blocks 0, 5-6, 11, embedding"
+    ]  # fmt: skip
+    assert figures.tokens_per_round == 150 * 512 * 1024
+    assert figures.shard_bytes == 160_000_000_000 * 2 * 2 // 256
+    # Of a group of 16 everybody sends, and receives, 15/16 of the numbers twice.
+    shared = 40_377_344 + 40_378_240
+    assert figures.outer_gradient_bytes["float16"] == pytest.approx(2 * 2 * shared * 15 / 16, 1e-4)
+    assert figures.outer_gradient_bytes["none"] == 2 * figures.outer_gradient_bytes["float16"]
+    assert figures.private_copy_bytes == pytest.approx(2 * 8 * 69_049_344 / 4, rel=1e-4)
+    assert figures.best_copy_bytes == 2 * 4 * 149_804_928 // 4
+
+
+def test_the_readme_shows_these_figures() -> None:
+    text = (PAPER.parent / "README.md").read_text()
+    figures = _paper()
+    for count in (
+        figures.outer_gradient_bytes["float16"],
+        figures.private_copy_bytes,
+        figures.best_copy_bytes,
+        figures.disk_total_bytes,
+        figures.memory_total_bytes,
+        figures.join_bytes,
+        figures.shard_bytes or 0,
+    ):
+        assert shown_bytes(count) in text
+    assert f"{figures.path_parameters / 1e6:.1f}M" in text
+    assert f"{figures.total_parameters / 1e9:.2f}B" in text
+    assert f"{figures.shared_parameters / 1e9:.2f}B" in text
+    assert f"{figures.manifest_bytes:,}" in text
+    assert f"{figures.round_mbit_per_s:.1f} Mbit/s" in text
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_encodings_have_the_sizes_that_are_counted(codec: str) -> None:
+    coder = PartCodec(codec)
+    for elements in (1, 4095, 4096, 10_000):
+        message = coder.encode(torch.zeros(elements))
+        assert len(message.buffer) == encoded_bytes(codec, elements)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_all_reduce_moves_what_is_counted(codec: str) -> None:
+    """Cut the vector as the all-reduce does, and add up what each member sends."""
+    size, peers, part_bytes = 120_000, 4, 16_384
+
+    async def sent() -> int:
+        container = ExactPartContainer(
+            torch.zeros(size), [size // peers] * peers, PartCodec(codec), part_bytes
+        )
+        parts = [container.part_sizes(peer) for peer in range(peers)]
+        assert max(max(sizes) for sizes in parts) == part_elements(codec, part_bytes)
+        reduced = [sum(encoded_bytes(codec, size) for size in sizes) for sizes in parts]
+        container.finalize()
+        # What others reduce goes to them, and each of its own averages to everybody else.
+        return sum(sum(reduced) - own + (peers - 1) * own for own in reduced)
+
+    assert asyncio.run(sent()) // peers == all_reduce_bytes(size, peers, codec, part_bytes)
+    assert all_reduce_bytes(size, 1, codec, part_bytes) == 0
+
+
+def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    model = PathModel(config.model)
+    initialise(model, 0)
+    parameters = dict(model.named_parameters())
+    assert figures.path_parameters == sum(p.numel() for p in parameters.values())
+    grid = Grid(config.model, config.grid)
+    for level in figures.levels:
+        module = next(name for name in grid.modules() if grid.level_of(name) == level.level)
+        state = genesis_state(module, grid.layout(module), parameters)
+        write_state(state, tmp_path / module)
+        written = (tmp_path / module).stat().st_size
+        assert 8 * level.parameters < written <= level.state_bytes < written + 1000
+    assert figures.private_copy_bytes == 0
+    assert figures.shard_bytes is None
+    assert figures.disk_bytes["token files"] == 0
+
+
+def test_the_manifest_is_as_large_as_a_real_one(tmp_path: Path) -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    sha256 = "ab" * 32
+    blobs = RunBlobs(tokenizer=sha256, router=sha256, base=sha256, shards=sha256)
+    plan = config.plan(blobs, start_s=1.7e9)
+    assert len(plan.canonical_json()) < figures.manifest_bytes < 2 * len(plan.canonical_json())
+
+
+def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(PAPER), "--corpus-tokens", "160e9"]
+    assert main([*arguments, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    figures = _paper()
+    assert values["total_parameters"] == figures.total_parameters
+    assert (
+        values["disk_total_bytes"]
+        == figures.disk_total_bytes
+        == sum(np.array(list(values["disk_bytes"].values())))
+    )
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "256 paths of 149.80 M parameters; 18.97 B in all" in shown
+    assert "outer gradient of L0" in shown
+    assert shown_bytes(figures.memory_total_bytes) in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("private_blocks = [12]", r"blocks 0 to 11"),
+        ("modules_per_levels = [2]", "did you mean 'modules_per_level'"),
+    ],
+)
+def test_an_impossible_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, complaint: str
+) -> None:
+    key = change.split(" ")[0].removesuffix("s")
+    lines = [change if line.startswith(key) else line for line in PAPER.read_text().splitlines()]
+    (tmp_path / "RUN.toml").write_text("\n".join(lines))
+    assert main(["plan", str(tmp_path / "RUN.toml")]) == 3
+    assert complaint in capsys.readouterr().err
+    assert main(["plan", str(PAPER), "--corpus-tokens", "0"]) == 3
+
+
+def test_shown_bytes() -> None:
+    shown = [shown_bytes(count) for count in (7, 999, 1000, 12_345, 999_900, 5_000_000_000)]
+    assert shown == ["7 bytes", "999 bytes", "1 kB", "12.3 kB", "1 MB", "5 GB"]

@@ -1,0 +1,119 @@
+"""Getting ready for a successor: nobody moves to a run that is not at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dipaco.dht.manifest import SignedManifest
+from dipaco.modules.errors import NetworkError
+from dipaco.peer import successor
+from dipaco.peer.successor import SuccessorWatch
+from test_score_request import STRANGER, manifest
+
+FIRST = manifest(1, 100.0)
+SECOND = manifest(2, 200.0, FIRST.plan.run_id)
+THIRD = manifest(3, 300.0, SECOND.plan.run_id)
+
+
+class StandIn:
+    """A node: of the run, or of one that was opened to succeed it."""
+
+    def __init__(self, signed: SignedManifest, content: dict[str, bool]) -> None:
+        self.manifest, self.run_id, self.plan = signed, signed.plan.run_id, signed.plan
+        self.content = content
+        self.opened: list[StandIn] = []
+        self.released = False
+        self.fetcher = SimpleNamespace(blob=lambda sha256, what: None)
+
+    def open_successor(self, signed: SignedManifest) -> StandIn:
+        self.opened.append(StandIn(signed, self.content))
+        return self.opened[-1]
+
+    def load_shard_index(self) -> None:
+        if not self.content["is there"]:
+            raise NetworkError("could not fetch the shard index")
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Listing:
+    """A directory that lists manifests."""
+
+    def __init__(self, *manifests: SignedManifest) -> None:
+        self.manifests = list(manifests)
+
+    def list_manifests(self) -> list[SignedManifest]:
+        return self.manifests
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(successor, "RETRY_AFTER_S", 0.01)
+
+
+def watch_of(node: StandIn, events: list[Any], **options: bool) -> SuccessorWatch:
+    log: Any = SimpleNamespace(emit=lambda kind, **values: events.append(values))
+    watched: Any = node
+    return SuccessorWatch(watched, log, **options)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_goes_straight_to_the_newest_run() -> None:
+    node, events = StandIn(FIRST, {"is there": True}), []
+    watch = watch_of(node, events)
+    listing: Any = Listing(FIRST)
+    watch.read(listing)
+    assert (watch.ready, watch.take(), events) == (None, None, [])
+    listing.manifests = [THIRD, FIRST, SECOND, manifest(9, 900.0, FIRST.plan.run_id, STRANGER)]
+    watch.read(listing)
+    watch.read(listing)
+    until(lambda: watch.ready)
+    taken: Any = watch.take()
+    assert taken.manifest == THIRD
+    assert not taken.released
+    watch.stop()
+    assert not taken.released
+    assert [event["state"] for event in events] == ["found", "ready", "moving"]
+    assert {event["run"] for event in events} == {THIRD.plan.run_id}
+
+
+def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place() -> None:
+    content = {"is there": False}
+    node, events = StandIn(FIRST, content), []
+    watch = watch_of(node, events)
+    listing: Any = Listing(FIRST, SECOND)
+    watch.read(listing)
+    until(lambda: len(node.opened) > 3)
+    assert watch.take() is None
+    listing.manifests.append(THIRD)
+    watch.read(listing)
+    content["is there"] = True
+    until(lambda: watch.ready)
+    kept: Any = watch.ready
+    assert kept.manifest == THIRD
+    assert all(other.released for other in node.opened if other is not kept)
+    # The peer leaves instead of moving: another process may use the folder.
+    watch.stop()
+    assert kept.released
+
+
+def test_who_stays_is_told_once() -> None:
+    node, events = StandIn(FIRST, {"is there": True}), []
+    watch = watch_of(node, events, follow=False)
+    listing: Any = Listing(FIRST, SECOND)
+    watch.read(listing)
+    watch.read(listing)
+    assert (node.opened, watch.take()) == ([], None)
+    assert [event["state"] for event in events] == ["found"]
+    watch.stop()
