@@ -36,7 +36,7 @@ types: setup
 	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml $(foreach p,$(PACKAGES),-p dipaco.$(p))
 
 unit: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 format: setup
 	$(BIN)/ruff check --fix .
