@@ -81,6 +81,8 @@ validation_sequences = 16
 # Private: the first block of the first level, the last of the second, and the embedding.
 GRID_TOML = "modules_per_level = [2, 2]\nprivate_blocks = [0, 3]\nprivate_embedding = true"
 
+COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end")
+
 
 @dataclass
 class Phase:
@@ -94,6 +96,8 @@ class Phase:
     directory: Path = Path()
     genesis: Path = Path()
     """A copy of the prepared run without states: what the phase begins with."""
+    handed_over: Path | None = None
+    """The same with the states that its successor took from the live swarm."""
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,8 +105,8 @@ def three_phases() -> list[Phase]:
     """Return the phases in their order."""
     return [
         Phase("dense", "kmeans", "modules_per_level = [1]", 1),
-        Phase("kmeans-grid", "kmeans", GRID_TOML, 4),
-        Phase("discriminative", "discriminative", GRID_TOML, 4),
+        Phase("k-means", "kmeans", GRID_TOML, 4),
+        Phase("re-sharded", "discriminative", GRID_TOML, 4),
     ]
 
 
@@ -120,6 +124,7 @@ class Chain:
         """The run in which each peer was started, also of those that were killed."""
         self.everybody: list[Member] = []
         self.began_s = time.monotonic()
+        self.report = Report("three phases of one swarm: validation perplexity", COLUMNS)
 
     def run(self) -> None:
         """Go through all phases; no process is left afterwards, whatever happened."""
@@ -136,10 +141,13 @@ class Chain:
                     server = self._succeed(self.phases[number - 1], phase, server)
                 self._train(phase)
                 self._evaluate(phase)
-        # Beside nothing that trains: what each phase began with, on the same documents.
+        # Beside nothing that trains: what each phase began and ended with, on the same documents.
         for phase in self.phases:
             found = self._eval("--state-dir", str(phase.genesis), "--allow-genesis", "--no-base")
             phase.figures["began_with_perplexity"] = found["perplexity"]
+            if phase.handed_over is not None:
+                found = self._eval("--state-dir", str(phase.handed_over), "--no-base")
+                phase.figures["handed_over_perplexity"] = found["perplexity"]
 
     # -- the operator
 
@@ -178,6 +186,10 @@ class Chain:
             new, "--from", str(old.directory), "--initial-peers", entry,
             "--score-wait-s", str(SCORE_WAIT_S), "--start-in-s", "10",
         )  # fmt: skip
+        old.handed_over = self.directory / f"{old.name}-handed-over"
+        shutil.copytree(old.genesis, old.handed_over)
+        taken = new.directory / "work" / "swarm" / old.run_id / "states"
+        shutil.copytree(taken, old.handed_over / "states", dirs_exist_ok=True)
         for line in printed.splitlines():
             if line.startswith(("scores:", "states:", "Genesis:")):
                 self._say(f"prepare: {line}")
@@ -380,6 +392,9 @@ def broken_promises(chain: Chain) -> list[str]:
     tokens = {phase.figures["tokens"] for phase in chain.phases}
     if len(tokens) > 1:
         found.append(f"the phases were not scored on the same tokens: {sorted(tokens)}")
+    dense, forked = (phase.figures for phase in chain.phases[:2])
+    if abs(forked["began_with_perplexity"] / dense["handed_over_perplexity"] - 1.0) > 1e-5:
+        found.append("the paths of the grid did not begin as the dense model that was handed over")
     for phase in chain.phases:
         figures = phase.figures
         if figures["missing_paths"]:
@@ -393,8 +408,7 @@ def broken_promises(chain: Chain) -> list[str]:
 
 def report_of(chain: Chain) -> Report:
     """Return the table and the figures."""
-    columns = ("phase", "paths", "rounds", "steps a path", "killed", "began with", "perplexity")
-    report = Report("three phases of one swarm: validation perplexity", columns)
+    report = chain.report
     for phase in chain.phases:
         figures = phase.figures
         steps = figures["steps_per_path"].values()
@@ -404,9 +418,10 @@ def report_of(chain: Chain) -> Report:
             phase.paths,
             figures["rounds"],
             f"{min(steps)}-{max(steps)}",
-            f"{killed['peer']} (path {killed['path']})",
+            killed["peer"],
             f"{figures['began_with_perplexity']:.2f}",
             f"{figures['perplexity']:.2f}",
+            f"{given:.2f}" if (given := figures.get("handed_over_perplexity")) else "-",
         )
         if "moved_peers" in figures:
             report.notes.append(
@@ -417,6 +432,9 @@ def report_of(chain: Chain) -> Report:
     first, stayed = chain.phases[0].figures, [p.name for p in chain.peers]
     base = first["base_perplexity"]
     report.notes += [
+        "rounds, steps (of the least and the most trained path) and after: when dipaco-eval asked "
+        "the live swarm; end: the modules that the next phase took, because training goes on while "
+        "the operator scores and prepares; began: the same modules under the new routing",
         f"base model, before the swarm: {base:.2f}; {first['tokens']:,} tokens of "
         f"{first['documents']} documents, the first {PREFIX_TOKENS} of each excluded",
         f"alive at the end: {', '.join(stayed)}; no peer was started twice, and a fresh one took "

@@ -12,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 NAMES = (
+    "allocator",
     "averaging",
     "bare_loop",
     "boundary_to_commit",
