@@ -35,8 +35,10 @@ types: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml $(foreach p,$(PACKAGES),-p dipaco.$(p))
 
+# The tests with whole swarms come one after the other: two swarms at once are too much for two cores.
 unit: setup
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --ignore-glob='*/test_swarm_*'
+	$(BIN)/python -m pytest tests/test_swarm_*.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -16,18 +16,18 @@ import subprocess
 import sys
 from typing import Any
 
+from common import Report, build_parser, ratio, shown
 
-def build_parser() -> argparse.ArgumentParser:
+
+def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden-size", type=int, default=128, help="width of the model (128)")
-    parser.add_argument("--vocabulary-size", type=int, default=4096, help="pieces (4096)")
-    parser.add_argument("--steps", type=int, default=8, help="inner steps of a turn (8)")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each kind (3)")
-    parser.add_argument("--mode", choices=("kept", "given back"), help=argparse.SUPPRESS)
-    return parser
+    made = build_parser(__doc__)
+    made.add_argument("--hidden-size", type=int, default=128, help="width of the model (128)")
+    made.add_argument("--vocabulary-size", type=int, default=4096, help="pieces (4096)")
+    made.add_argument("--steps", type=int, default=8, help="inner steps of a turn (8)")
+    made.add_argument("--turns", type=int, default=3, help="turns of each kind (3)")
+    made.add_argument("--mode", choices=("kept", "given back"), help=argparse.SUPPRESS)
+    return made
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -63,10 +63,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run the benchmark; returns the exit code."""
-    options = build_parser().parse_args()
+    options = parser().parse_args()
     if options.mode:
         print(json.dumps(measure(options)))
         return 0
+    report = Report(
+        "kept memory", ("memory", "tokens / CPU s", "page faults / step", "MiB", "loss")
+    )
     turns: dict[str, list[dict[str, Any]]] = {"given back": [], "kept": []}
     for _ in range(options.turns):
         for mode, found in turns.items():
@@ -75,19 +78,23 @@ def main() -> int:
             )
             found.append(json.loads(finished.stdout))
     for mode, found in turns.items():
-        first = found[0]
         rate = statistics.median(turn["tokens_per_cpu_s"] for turn in found)
-        print(
-            f"{mode:>10s}: {rate:,.0f} tokens a CPU second, {first['step_page_faults']:,} page "
-            f"faults a step, at most {first['greatest_mib']} MiB, loss {first['loss']:.9f}"
-        )
+        first = found[0]
+        report.rows.append(
+            (mode, shown(rate), shown(first["step_page_faults"]), shown(first["greatest_mib"]),
+             f"{first['loss']:.9f}")
+        )  # fmt: skip
+        report.figures[mode.replace(" ", "_")] = found
     ratios = [
-        kept["tokens_per_cpu_s"] / given["tokens_per_cpu_s"]
+        ratio(kept["tokens_per_cpu_s"], given["tokens_per_cpu_s"])
         for kept, given in zip(turns["kept"], turns["given back"], strict=True)
     ]
-    print(
-        f"kept / given back: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    report.figures["ratio"] = statistics.median(ratios)
+    report.notes.append(
+        f"kept / given back: {statistics.median(ratios):.2f}, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}"
     )
+    report.print(options.json)
     return 0
 
 
