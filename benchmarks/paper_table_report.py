@@ -113,8 +113,8 @@ def markdown(found: Mapping[str, Figures], summary: Mapping[str, Any], size: Siz
         "",
         f"Made by `benchmarks/paper_table.py` on a corpus of nine domains of openly licensed text "
         f"with --shape {size.shape} --steps {size.steps} --round-steps {size.round_steps} "
-        f"--base-steps {size.base_steps} --train-documents {size.train_documents} --validation-documents "
-        f"{size.validation_documents}. Perplexity is over the same "
+        f"--base-steps {size.base_steps} --train-documents {size.train_documents} "
+        f"--validation-documents {size.validation_documents}. Perplexity is over the same "
         f"{next(iter(found.values()))['tokens_scored']:,} held-out tokens for all models, the "
         f"first {size.prefix_tokens} of every document excluded. Tokens and FLOPs include the "
         f"base.",
