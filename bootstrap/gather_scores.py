@@ -201,8 +201,8 @@ class SwarmScores:
     def states(self) -> StateStore:
         """Fetch the heaviest state of every module, once, and return the store that has them.
 
-        A preparation that was stopped goes on with the same states. Modules that nobody serves
-        are not in the store.
+        A preparation that was stopped goes on with the same states. A module that nobody serves
+        is taken from the old run's directory; if that has none, the store has none either.
         """
         node, marker = self._node, self._folder / "states-taken"
         inputs = hashlib.sha256(self._predecessor.plan.canonical_json()).hexdigest()
@@ -230,12 +230,23 @@ class SwarmScores:
             if state is not None:
                 node.states.save(state)
                 fetched += 1
+            elif held is None:
+                self._take_own(module)
             if time.monotonic() - said_at > _SAY_EVERY_S:
                 said_at = time.monotonic()
                 self._say(f"states: have {number}, need {len(modules)} modules")
         self._say(f"states: {fetched} of {len(modules)} modules were fetched from the swarm")
         atomic_write(marker, inputs.encode())
         return node.states
+
+    def _take_own(self, module: str) -> None:
+        """Take a module that nobody serves from the old run's directory. A bootstrap node may be
+        writing there, so it is asked once, and not again by a preparation that goes on."""
+        state = self._predecessor.directory.states.load_latest(
+            module, self._node.grid.layout(module)
+        )
+        if state is not None:
+            self._node.states.save(state)
 
 
 @contextmanager

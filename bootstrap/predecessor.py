@@ -59,8 +59,7 @@ class Predecessor:
 
     @cached_property
     def _stores(self) -> tuple[StateStore, ...]:
-        own = (self.directory.states,)
-        return (self.swarm_states(), *own) if self.swarm_states else own
+        return (self.swarm_states() if self.swarm_states else self.directory.states,)
 
     @cached_property
     def digests(self) -> dict[str, str]:
