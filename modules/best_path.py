@@ -28,7 +28,7 @@ from .errors import IntegrityError
 from .files import atomic_write, storage_errors
 from .grid import Grid, ModuleLayout
 from .score import Score
-from .state import ModuleState
+from .state import ModuleState, read_header
 from .transformer import PathModel
 
 BEST_PATH_FORMAT = "dipaco-best-path/1"
@@ -208,14 +208,7 @@ def read_best_path(
 
 def read_best_path_summary(file: Path) -> BestPathSummary:
     """Read only the header of a best-path file. Raises `IntegrityError` when it is none."""
-    with storage_errors(file.parent), file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if length > GREATEST_HEADER_BYTES:
-            raise IntegrityError(f"{file} is no best path: its header would be {length} bytes")
-        header = handle.read(length)
-    if len(header) != length:
-        raise IntegrityError(f"{file} is cut off")
-    return _parse_header(header)
+    return _parse_header(read_header(file, "a best path"))
 
 
 def _header(

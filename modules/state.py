@@ -202,14 +202,22 @@ def read_state(
 
 def read_state_summary(file: Path) -> StateSummary:
     """Read only the header of a state file. Raises `IntegrityError` when it is none."""
+    return _parse_header(read_header(file, "a state"))
+
+
+def read_header(file: Path, what: str) -> bytes:
+    """Read the header of a safetensors file of ours, bounded; `what` names it in the message.
+
+    Raises `IntegrityError` when there is none. Also called by `best_path`.
+    """
     with storage_errors(file.parent), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if length > GREATEST_HEADER_BYTES:
-            raise IntegrityError(f"{file} is not a state: its header would be {length} bytes")
+            raise IntegrityError(f"{file} is not {what}: its header would be {length} bytes")
         header = handle.read(length)
     if len(header) != length:
         raise IntegrityError(f"{file} is cut off")
-    return _parse_header(header)
+    return header
 
 
 def _header(

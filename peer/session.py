@@ -48,6 +48,7 @@ from .round_position import RoundPosition
 from .schedule import Boundary
 from .scoring import Scoring
 from .settings import PeerSettings
+from .starting_state import starting_state
 from .successor import SuccessorWatch
 from .trainer import PathTrainer, Snapshot
 
@@ -166,7 +167,12 @@ class Session:
         """Fetch what the path needs and start to train it."""
         node, path = self.node, decision.path
         files = self._files.fetch(path, self._set_waiting)
-        states = {module: self._best_state(module) for module in node.grid.modules_of_path(path)}
+        states: dict[str, ModuleState] = {}
+        for module in node.grid.modules_of_path(path):
+            self._set_waiting(f"state of {module}")
+            states[module] = starting_state(
+                module, node, self._publisher, self._files, self.stopping
+            )
         optimizer_state = node.states.load_optimizer(path)
         self._adoptions.clear()
         self._in_vain.clear()
@@ -190,29 +196,6 @@ class Session:
             modules={module: state.version for module, state in states.items()},
             resumed_optimizer=optimizer_state is not None,
         )
-
-    def _best_state(self, module: str) -> ModuleState:
-        """Return the heaviest state of a module: announced, on this disk, or genesis."""
-        own = self.node.held.load(module)
-        own_tokens = own.tokens if own is not None else 0
-        self._set_waiting(f"state of {module}")
-        deadline = time.monotonic() + max(10.0, self.node.plan.rounds.duration_s)
-        while True:
-            view = self._publisher.view
-            found = self.node.fetcher.heaviest_state(module, view, at_least_tokens=own_tokens)
-            if found is not None:
-                return found
-            heavier = [h for h in view.holdings.get(module, ()) if h.tokens > own_tokens]
-            if not heavier:
-                break
-            if time.monotonic() > deadline or self.stopping.is_set():
-                raise NetworkError(
-                    f"{module} has {len(heavier)} announced holders, and none could serve it; "
-                    "try again later"
-                )
-            self.stopping.wait(1.0)
-            self._publisher.refresh()
-        return own if own is not None else self._files.genesis_state(module)
 
     # -- one turn of the main loop
 
@@ -337,8 +320,7 @@ class Session:
             )
 
     def _module_of_level(self, level: str) -> str:
-        grid = self.node.grid
-        return next(m for m in self._trainer.modules if grid.level_of(m) == level)
+        return next(m for m in self._trainer.modules if self.node.grid.level_of(m) == level)
 
     def _finish_jobs(self) -> None:
         for level, job in list(self._jobs.items()):
