@@ -19,6 +19,12 @@ from dipaco.modules.errors import ConfigurationError
 from .balancing import balance_biases
 from .router import FeatureRouter, standardisation
 
+# What a path gets of the sample at least, if that is no more than half of an equal share: a share
+# estimated from fewer documents may come out as nothing in the corpus.
+_LEAST_DOCUMENTS = 8
+# Of the spread of the scores: decides between paths that score alike, and nothing else.
+_TIE_BREAK = 1e-6
+
 
 class DiscriminativeRouter(FeatureRouter):
     """cost[i, p] = -(weight_p . standardised feature_i + bias_p): minus the logits of the paths."""
@@ -72,6 +78,7 @@ def fit_discriminative(
     weights: np.ndarray | None = None,
     regularisation: float = 1e-3,
     least_share: float = 0.1,
+    seed: int = 0,
 ) -> DiscriminativeRouter:
     """Fit to N router documents: features [N, H] and `nll` [N, P], the summed negative
     log-likelihood of each document under each path.
@@ -82,7 +89,8 @@ def fit_discriminative(
     that no document prefers would stay empty and could never be trained to become better.
 
     `regularisation` is the L2 penalty on weight and bias. Full-batch L-BFGS in float64 from zero:
-    the objective is strictly convex and there is no chance in it.
+    the objective is strictly convex and there is no chance in it. `seed` decides only which of
+    several paths that score alike, as untrained ones do, a document counts for (`best_paths`).
 
     Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
     scores do not fit each other or are not finite. Called by `fit_router`.
@@ -96,29 +104,47 @@ def fit_discriminative(
             f"{documents}; give more training_documents under [router]"
         )
     mean, scale, points = standardisation(features)
-    labels = np.argmin(nll, axis=1)
+    targets = label_targets(np.argmin(nll, axis=1), paths, least_share)
+    labels = best_paths(nll, targets, seed)
     weight, bias = _logistic_regression(points, labels, paths, regularisation)
     costs = -(points @ weight.T + bias)
     if balanced:
         loads = np.ones(documents) if weights is None else np.asarray(weights, dtype=np.float64)
         calibration = balance_biases(costs, loads)
     else:
-        targets = label_targets(labels, paths, least_share)
         calibration = balance_biases(costs, np.ones(documents), targets=targets)
     return DiscriminativeRouter(mean, scale, weight, bias - calibration)
 
 
 def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndarray:
     """Return the shares of documents [paths] that sum to 1: those of the labels, but none below
-    `least_share` of an equal share, what that takes being taken from the others in proportion."""
+    `least_share` of an equal share or a few documents, what that takes being taken from the others
+    in proportion."""
     shares = np.bincount(labels, minlength=paths) / len(labels)
-    floor = least_share / paths
+    floor = max(least_share / paths, min(_LEAST_DOCUMENTS / len(labels), 0.5 / paths))
     low = np.zeros(paths, dtype=bool)
     while (found := (shares < floor) & ~low).any():
         low |= found
         shares[low] = floor
         shares[~low] *= (1.0 - floor * low.sum()) / shares[~low].sum()
     return shares
+
+
+def best_paths(nll: np.ndarray, targets: np.ndarray, seed: int) -> np.ndarray:
+    """Return the path that models each document best, int64 [N], every path being best for some.
+
+    A path that is the best for hardly any document gets those on which it is the least behind,
+    `targets` [paths] of them: classes without examples would all get the same weights, and no bias
+    could tell them apart again. Of paths that score alike chance decides.
+    """
+    documents, paths = nll.shape
+    best = np.argmin(nll, axis=1)
+    if (np.bincount(best, minlength=paths) >= np.floor(targets * documents)).all():
+        return best
+    spread = float(np.std(nll - nll.mean(axis=1, keepdims=True))) or 1.0
+    noise = np.random.default_rng(seed).normal(size=nll.shape)
+    costs = nll + _TIE_BREAK * spread * noise
+    return np.argmin(costs + balance_biases(costs, np.ones(documents), targets=targets), axis=1)
 
 
 def _logistic_regression(

@@ -38,8 +38,9 @@ class RouterConfig(Config):
         0.1,
         gt=0,
         le=1,
-        description="discriminative, calibration paper: what the least preferred path gets, as a "
-        "part of an equal share.",
+        description="discriminative: a path that fewer documents prefer than this part of an equal "
+        "share learns from those on which it is the least behind; with calibration paper it is "
+        "also what such a path gets.",
     )
     regularisation: float = Field(
         1e-3, gt=0, description="discriminative: L2 penalty of the logistic regression."
@@ -154,6 +155,7 @@ def _fit_discriminative(
         weights=sample.weights,
         regularisation=config.regularisation,
         least_share=config.least_share,
+        seed=seed,
     )
 
 

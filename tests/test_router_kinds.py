@@ -177,6 +177,22 @@ def test_the_papers_calibration_matches_the_labels_and_leaves_no_path_empty() ->
     np.testing.assert_allclose(shares, expected, rtol=0.05)
 
 
+@pytest.mark.parametrize("balanced", [True, False])
+def test_paths_that_no_document_prefers_and_that_score_alike_get_documents(balanced: bool) -> None:
+    features, nll, _ = _separable()
+    nll[:, 2] = nll[:, 3] = nll.max(axis=1) + 5  # two untrained paths: the same scores, the worst
+    router = fit_discriminative(features[:120], nll[:120], balanced=balanced)
+    again = fit_discriminative(features[:120], nll[:120], balanced=balanced)
+    assert router.to_bytes() == again.to_bytes()
+    counts = np.bincount(router.route(Prefixes(features)), minlength=4)
+    assert (counts > 0.03 * len(features)).all(), counts
+
+
+def test_with_too_few_documents_no_path_asks_for_more_than_half_of_its_share() -> None:
+    shares = label_targets(np.zeros(16, dtype=np.int64), 4, 0.1)
+    np.testing.assert_allclose(shares, [0.625, 0.125, 0.125, 0.125])
+
+
 def test_balanced_calibration_loads_the_paths_alike() -> None:
     features, nll, _ = _separable()
     weights = np.random.default_rng(0).integers(20, 100, len(features))
@@ -186,7 +202,7 @@ def test_balanced_calibration_loads_the_paths_alike() -> None:
 
 def test_targets_of_labels() -> None:
     assert label_targets(np.array([0, 0, 1, 1]), 2, 0.5).tolist() == [0.5, 0.5]
-    targets = label_targets(np.repeat([0, 1, 2], [95, 4, 1]), 4, 0.2)
+    targets = label_targets(np.repeat([0, 1, 2], [950, 40, 10]), 4, 0.2)
     np.testing.assert_allclose(targets[1:], 0.05)
     assert targets.sum() == pytest.approx(1)
     np.testing.assert_allclose(label_targets(np.zeros(9, np.int64), 3, 1.0), 1 / 3)
