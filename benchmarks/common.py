@@ -23,6 +23,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # The processes of a swarm are started as the tests start them.
 sys.path.insert(0, str(HERE.parent / "tests"))
+# What every RUN.toml on the corpus says of it, for `str.format` with its folder.
+CORPUS_TOML = """\
+seed = 0
+[data]
+train = "{data}/train-*.jsonl.gz"
+validation = "{data}/validation.jsonl.gz"
+text_field = "text"
+label_field = "domain"
+"""
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import CORPUS_TOML
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
@@ -22,14 +23,10 @@ from dipaco.routing.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
 from paper_table_cells import LEARNING_RATES, PRIVATE_BLOCKS, SHAPES, Cell, Size
 
-RUN_TOML = """\
-name = "paper-table"
-seed = 0
-[data]
-train = "{data}/train-*.jsonl.gz"
-validation = "{data}/validation.jsonl.gz"
-text_field = "text"
-label_field = "domain"
+RUN_TOML = (
+    'name = "paper-table"\n'
+    + CORPUS_TOML
+    + """\
 {train_limit}
 [tokenizer]
 training_characters = 10_000_000
@@ -61,6 +58,7 @@ batch_sequences = {size.batch_sequences}
 inner_steps = {size.round_steps}
 validation_sequences = {size.early_stopping_sequences}
 """
+)
 
 
 class Runs:

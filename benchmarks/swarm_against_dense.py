@@ -21,19 +21,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import CORPUS_TOML
+
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 PEERS = 4
 PATHS = 8
-RUN_TOML = """
-name = "full-corpus"
-seed = 0
-[data]
-train = "{data}/train-*.jsonl.gz"
-validation = "{data}/validation.jsonl.gz"
-text_field = "text"
-label_field = "domain"
+RUN_TOML = (
+    'name = "full-corpus"\n'
+    + CORPUS_TOML
+    + """\
 [tokenizer]
 training_characters = 10_000_000
 [model]
@@ -62,6 +60,7 @@ matchmaking_s = 3.0
 dwell_rounds = 1
 validation_sequences = 32
 """
+)
 
 
 def run(program: str, *arguments: str, threads: int = 2) -> str:

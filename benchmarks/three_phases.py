@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HERE, Report, scratch_directory
+from common import CORPUS_TOML, HERE, Report, scratch_directory
 from dipaco.routing.run_directory import RunDirectory
 from faults import processes_of
 from swarm import Event, Member, Swarm, command
@@ -43,14 +43,10 @@ ADDRESS_S = 120.0
 COMMAND_S = 600.0
 SCORE_WAIT_S = 180.0
 
-RUN_TOML = """
-name = "{name}"
-seed = 0
-[data]
-train = "{data}/train-*.jsonl.gz"
-validation = "{data}/validation.jsonl.gz"
-text_field = "text"
-label_field = "domain"
+RUN_TOML = (
+    'name = "{name}"\n'
+    + CORPUS_TOML
+    + """\
 [tokenizer]
 training_characters = 1_000_000
 [model]
@@ -78,6 +74,7 @@ duration_s = {round_s}
 matchmaking_s = {matchmaking_s}
 validation_sequences = 16
 """
+)
 # Private: the first block of the first level, the last of the second, and the embedding.
 GRID_TOML = "modules_per_level = [2, 2]\nprivate_blocks = [0, 3]\nprivate_embedding = true"
 

@@ -25,7 +25,6 @@ from dipaco.dht.score_request import (
     verify_score_request,
 )
 from dipaco.dht.scoring_policy import ScoringBoard, build_board
-from dipaco.dht.view import build_view
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.store import StateStore
@@ -212,15 +211,7 @@ class SwarmScores:
                 f"take newer ones"
             )
             return node.states
-        view = build_view(
-            now_s=node.clock.now(),
-            plan=node.plan,
-            grid=node.grid,
-            claims=node.directory.read_claims(),
-            peers=node.directory.read_peers(),
-            holdings=node.directory.read_holdings(node.grid.modules()),
-            progress=node.directory.read_progress(),
-        )
+        view = node.directory.read_view(node.plan, node.grid, node.clock.now())
         modules, said_at, fetched = node.grid.modules(), time.monotonic(), 0
         for number, module in enumerate(modules, 1):
             held = node.states.load_latest(module, node.grid.layout(module))

@@ -58,8 +58,8 @@ class Predecessor:
         return self.directory.grid(self.plan)
 
     @cached_property
-    def _stores(self) -> tuple[StateStore, ...]:
-        return (self.swarm_states() if self.swarm_states else self.directory.states,)
+    def _store(self) -> StateStore:
+        return self.swarm_states() if self.swarm_states else self.directory.states
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -69,9 +69,7 @@ class Predecessor:
         """
         found, missing = {}, []
         for module in self.grid.modules():
-            layout = self.grid.layout(module)
-            states = (store.load_latest(module, layout) for store in self._stores)
-            state = next((state for state in states if state is not None), None)
+            state = self._store.load_latest(module, self.grid.layout(module))
             if state is None and self.allow_genesis:
                 state = self.directory.genesis_state(self.plan, module)
             if state is None:
@@ -91,7 +89,7 @@ class Predecessor:
     def load(self, module: str) -> ModuleState:
         """Return the chosen state of a module. Raises IntegrityError if it has vanished since."""
         digest = self.digests[module]
-        file = self._file(digest)
+        file = self._store.find(digest)
         if file is not None:
             return read_state(file, self.grid.layout(module), digest, module=module)
         state = self.directory.genesis_state(self.plan, module)
@@ -132,11 +130,8 @@ class Predecessor:
     @cached_property
     def _summaries(self) -> tuple[StateSummary, ...]:
         """The headers of the chosen states; those still at their genesis count nothing."""
-        files = (self._file(digest) for digest in self.digests.values())
+        files = (self._store.find(digest) for digest in self.digests.values())
         return tuple(read_state_summary(file) for file in files if file is not None)
-
-    def _file(self, digest: str) -> Path | None:
-        return next(filter(None, (store.find(digest) for store in self._stores)), None)
 
     def tokens_folder(self, inputs: str) -> Path | None:
         """Return where the corpus lies as tokens, if the old run was prepared here from the same

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dipaco.modules.errors import DipacoError, NetworkError, ProtocolVersionError
+from dipaco.modules.grid import Grid
+from dipaco.routing.plan import RunPlan
 from hivemind import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
@@ -41,6 +43,7 @@ from .records import (
     record_subkey,
 )
 from .score_request import SignedScoreRequest, verify_score_request
+from .view import SwarmView, build_view
 
 logger = logging.getLogger("dipaco.dht.directory")
 
@@ -243,6 +246,18 @@ class Directory:
             module: self._parse_all(key, found.get(key), HoldingRecord)
             for key, module in keys.items()
         }
+
+    def read_view(self, plan: RunPlan, grid: Grid, now_s: float) -> SwarmView:
+        """Return the swarm as its records show it at `now_s`."""
+        return build_view(
+            now_s=now_s,
+            plan=plan,
+            grid=grid,
+            claims=self.read_claims(),
+            peers=self.read_peers(),
+            holdings=self.read_holdings(grid.modules()),
+            progress=self.read_progress(),
+        )
 
     def score_requests(self, operator_fingerprint: str) -> tuple[SignedScoreRequest, ...]:
         """Return the requests of the run's operator that have not expired, the newest first.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import warnings
+from collections.abc import Callable
+
+from dipaco.modules.errors import run_command
 
 
 def configure_logging(debug: bool) -> None:
@@ -27,3 +31,12 @@ def configure_logging(debug: bool) -> None:
         root.propagate = False
     for noisy in ("asyncio", "hivemind"):
         logging.getLogger(noisy).setLevel(logging.DEBUG if debug else logging.CRITICAL)
+
+
+def run_logged(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Set up logging, run a command with its options, and return the exit code.
+
+    Called by `main` of the commands that have `--debug`.
+    """
+    configure_logging(options.debug)
+    return run_command(lambda: run(options), options.debug)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dipaco.modules.errors import RunSelectionError, run_command
+from dipaco.modules.errors import RunSelectionError
 
-from .logs import configure_logging
+from .logs import run_logged
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -48,9 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
-    options = build_parser().parse_args(arguments)
-    configure_logging(options.debug)
-    return run_command(lambda: run(options), options.debug)
+    return run_logged(run, build_parser().parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -109,19 +107,10 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     from .scoring_policy import build_board
     from .status import status_of
     from .succession import newest_run
-    from .view import build_view
 
     plan = manifest.plan
     grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-    view = build_view(
-        now_s=time.time(),
-        plan=plan,
-        grid=grid,
-        claims=directory.read_claims(),
-        peers=directory.read_peers(),
-        holdings=directory.read_holdings(grid.modules()),
-        progress=directory.read_progress(),
-    )
+    view = directory.read_view(plan, grid, time.time())
     boards = {
         found.request_id: build_board(
             found.request, grid.path_count, directory.scores(found.request_id), view.now_s

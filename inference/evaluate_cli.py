@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dipaco.dht.logs import configure_logging
-from dipaco.modules.errors import run_command
+from dipaco.dht.logs import run_logged
 
 from .options import (
     add_corpus_arguments,
@@ -39,9 +38,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `dipaco-eval`; returns the exit code."""
-    options = build_parser().parse_args(arguments)
-    configure_logging(options.debug)
-    return run_command(lambda: run(options), options.debug)
+    return run_logged(run, build_parser().parse_args(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,8 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dipaco.dht.logs import configure_logging
-from dipaco.modules.errors import ConfigurationError, run_command
+from dipaco.dht.logs import run_logged
+from dipaco.modules.errors import ConfigurationError
 
 from .options import (
     GREATEST_WINDOW,
@@ -25,9 +25,7 @@ from .options import (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `dipaco-generate`; returns the exit code."""
-    options = parse(arguments)
-    configure_logging(options.debug)
-    return run_command(lambda: run(options), options.debug)
+    return run_logged(run, parse(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:

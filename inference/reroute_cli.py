@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dipaco.dht.logs import configure_logging
-from dipaco.modules.errors import ConfigurationError, run_command
+from dipaco.dht.logs import run_logged
+from dipaco.modules.errors import ConfigurationError
 
 from .options import (
     add_corpus_arguments,
@@ -41,9 +41,7 @@ _LABELS = ("cost", "hard", "soft")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `dipaco-reroute`; returns the exit code."""
-    options = build_parser().parse_args(arguments)
-    configure_logging(options.debug)
-    return run_command(lambda: run(options), options.debug)
+    return run_logged(run, build_parser().parse_args(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ bests are equal blobs, named by their SHA-256. The format is described in `docs/
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,19 +20,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from .canonical_file import (
+    encode_header,
+    header_of,
+    load_bytes,
+    numbers_behind,
+    parse_metadata,
+    read_header,
+)
 from .errors import IntegrityError
-from .files import atomic_write, storage_errors
+from .files import atomic_write
 from .grid import Grid, ModuleLayout
 from .score import Score
-from .state import ModuleState, read_header
+from .state import ModuleState
 from .transformer import PathModel
 
 BEST_PATH_FORMAT = "dipaco-best-path/1"
-# Beyond tensor names and shapes the header holds a score and a digest for each module.
-GREATEST_HEADER_BYTES = 2**24
 GREATEST_COUNT = 2**53
 # A loss that another machine found is believed when it is found again within this share of it:
 # bf16 and other kernels differ by far less, and a false claim gains no more.
@@ -169,14 +173,11 @@ def read_best_path(
     those of the path, that all numbers are finite and, where given, the path. Raises
     `IntegrityError` with what is wrong.
     """
-    data = _load(source, greatest_best_path_bytes(grid))
+    data = load_bytes(source, greatest_best_path_bytes(grid), "a best path")
     sha256 = hashlib.sha256(data.data).hexdigest()
     if expected_sha256 is not None and sha256 != expected_sha256:
         raise IntegrityError(f"best path {expected_sha256[:16]} has the hash {sha256[:16]} instead")
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
-        raise IntegrityError(f"not a best path: {len(data)} bytes without a whole header")
-    header = data[8 : 8 + length].tobytes()
+    header = header_of(data, "a best path")
     summary = _parse_header(header)
     if path is not None and summary.path != path:
         raise IntegrityError(f"expected the best of path {path}, got one of path {summary.path}")
@@ -190,14 +191,7 @@ def read_best_path(
             f"the best of path {summary.path} has other parameters than this run, or is not in "
             "canonical form"
         )
-    start = 8 + length
-    if len(data) != start + 4 * layout.size:
-        raise IntegrityError(
-            f"the best of path {summary.path} has {len(data)} bytes, not {start + 4 * layout.size}"
-        )
-    numbers = torch.from_numpy(data[start:].view("<f4").astype(np.float32, copy=False))
-    if not bool(torch.isfinite(numbers).all()):
-        raise IntegrityError(f"the best of path {summary.path} has numbers that are not finite")
+    numbers = numbers_behind(data, header, layout.size, f"the best of path {summary.path}")
     best = BestPath(
         summary.path, summary.round_index, summary.score, summary.digests, numbers, layout
     )
@@ -222,45 +216,14 @@ def _header(
         "tokens": score.tokens,
         "modules": dict(digests),
     }
-    header: dict[str, Any] = {
-        "__metadata__": {"format": BEST_PATH_FORMAT, "best_path": _canonical(content)}
-    }
-    offset = 0
-    for name, shape, size in zip(layout.names, layout.shapes, layout.sizes, strict=True):
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(shape),
-            "data_offsets": [offset, offset + 4 * size],
-        }
-        offset += 4 * size
-    encoded = _canonical(header).encode()
-    return encoded + b" " * (-len(encoded) % 8)
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _load(source: Path | bytes, greatest_bytes: int) -> np.ndarray:
-    """Read everything into one buffer that the parameters will be a view of."""
-    if not isinstance(source, Path):
-        return np.frombuffer(bytearray(source), dtype=np.uint8)
-    with storage_errors(source.parent):
-        size = source.stat().st_size
-        if size > greatest_bytes:
-            raise IntegrityError(f"{source} has {size} bytes, too many for a path of this run")
-        return np.fromfile(source, dtype=np.uint8)
+    tensors = zip(layout.names, layout.shapes, strict=True)
+    return encode_header(BEST_PATH_FORMAT, "best_path", content, tensors)
 
 
 def _parse_header(header: bytes) -> BestPathSummary:
     """Read what a header says that may be anything."""
     try:
-        metadata = json.loads(header)["__metadata__"]
-        if metadata["format"] != BEST_PATH_FORMAT:
-            raise IntegrityError(
-                f"not a {BEST_PATH_FORMAT} file but '{str(metadata['format'])[:40]}'"
-            )
-        content = json.loads(metadata["best_path"])
+        content = parse_metadata(header, BEST_PATH_FORMAT, "best_path")
         score = Score(_number(content["nll"]), _count(content["tokens"]))
         if not is_plausible_score(score):
             raise ValueError("no score")

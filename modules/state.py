@@ -16,18 +16,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from .canonical_file import (
+    GREATEST_HEADER_BYTES,
+    FileSource,
+    encode_header,
+    header_of,
+    load_bytes,
+    numbers_behind,
+    parse_metadata,
+    read_header,
+)
 from .errors import IntegrityError
-from .files import atomic_write, storage_errors
+from .files import atomic_write
 from .grid import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/1"
 GREATEST_COUNT = 2**62
-GREATEST_HEADER_BYTES = 2**26
-
-StateSource = Path | bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def greatest_state_bytes(layout: ModuleLayout, path_count: int) -> int:
 
 
 def read_state(
-    source: StateSource,
+    source: FileSource,
     layout: ModuleLayout,
     expected_digest: str | None = None,
     *,
@@ -167,11 +173,11 @@ def read_state(
     finite and all counts plausible, and, where given, that it is a state of `module` and that its
     progress names only `paths`. Raises `IntegrityError` with what is wrong.
     """
-    data = _load(source, 8 * layout.size)
+    data = load_bytes(source, 8 * layout.size + GREATEST_HEADER_BYTES, "a state")
     digest = hashlib.sha256(data.data).hexdigest()
     if expected_digest is not None and digest != expected_digest:
         raise IntegrityError(f"state {expected_digest[:16]} has the digest {digest[:16]} instead")
-    header = _header_bytes(data)
+    header = header_of(data, "a module state")
     summary = _parse_header(header)
     if module is not None and summary.module != module:
         raise IntegrityError(f"expected a state of {module}, got one of {summary.module}")
@@ -179,14 +185,7 @@ def read_state(
         foreign = sorted(set(summary.progress) - set(paths))
         raise IntegrityError(f"state of {summary.module} counts foreign paths {foreign[:5]}")
     _check_header(header, summary, layout)
-    start = 8 + len(header)
-    if len(data) != start + 8 * layout.size:
-        raise IntegrityError(
-            f"state of {summary.module} has {len(data)} bytes, not {start + 8 * layout.size}"
-        )
-    numbers = torch.from_numpy(data[start:].view("<f4").astype(np.float32, copy=False))
-    if not bool(torch.isfinite(numbers).all()):
-        raise IntegrityError(f"state of {summary.module} has numbers that are not finite")
+    numbers = numbers_behind(data, header, 2 * layout.size, f"state of {summary.module}")
     state = ModuleState(
         module=summary.module,
         version=summary.version,
@@ -205,72 +204,23 @@ def read_state_summary(file: Path) -> StateSummary:
     return _parse_header(read_header(file, "a state"))
 
 
-def read_header(file: Path, what: str) -> bytes:
-    """Read the header of a safetensors file of ours, bounded; `what` names it in the message.
-
-    Raises `IntegrityError` when there is none. Also called by `best_path`.
-    """
-    with storage_errors(file.parent), file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if length > GREATEST_HEADER_BYTES:
-            raise IntegrityError(f"{file} is not {what}: its header would be {length} bytes")
-        header = handle.read(length)
-    if len(header) != length:
-        raise IntegrityError(f"{file} is cut off")
-    return header
-
-
 def _header(
     module: str, version: int, progress: Mapping[int, PathProgress], layout: ModuleLayout
 ) -> bytes:
     """Return the one header that a state may have."""
     table = {str(path): [entry.tokens, entry.last_round] for path, entry in progress.items()}
     content = {"module": module, "version": version, "progress": table}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": STATE_FORMAT, "state": _canonical(content)}
-    }
-    offset = 0
-    for part in ("momentum", "parameters"):
-        for name, shape, size in zip(layout.names, layout.shapes, layout.sizes, strict=True):
-            header[f"{part}/{name}"] = {
-                "dtype": "F32",
-                "shape": list(shape),
-                "data_offsets": [offset, offset + 4 * size],
-            }
-            offset += 4 * size
-    encoded = _canonical(header).encode()
-    return encoded + b" " * (-len(encoded) % 8)
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _load(source: StateSource, tensor_bytes: int) -> np.ndarray:
-    """Read everything into one buffer that the state's tensors will be views of."""
-    if not isinstance(source, Path):
-        return np.frombuffer(bytearray(source), dtype=np.uint8)
-    with storage_errors(source.parent):
-        size = source.stat().st_size
-        if size > tensor_bytes + GREATEST_HEADER_BYTES:
-            raise IntegrityError(f"{source} has {size} bytes, too many for this module")
-        return np.fromfile(source, dtype=np.uint8)
-
-
-def _header_bytes(data: np.ndarray) -> bytes:
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
-        raise IntegrityError(f"not a module state: {len(data)} bytes without a whole header")
-    return data[8 : 8 + length].tobytes()
+    shapes = list(zip(layout.names, layout.shapes, strict=True))
+    parts = [
+        (f"{part}/{name}", shape) for part in ("momentum", "parameters") for name, shape in shapes
+    ]
+    return encode_header(STATE_FORMAT, "state", content, parts)
 
 
 def _parse_header(header: bytes) -> StateSummary:
     """Read module, version and progress out of a header that may be anything."""
     try:
-        metadata = json.loads(header)["__metadata__"]
-        if metadata["format"] != STATE_FORMAT:
-            raise IntegrityError(f"not a {STATE_FORMAT} file but '{str(metadata['format'])[:40]}'")
-        content = json.loads(metadata["state"])
+        content = parse_metadata(header, STATE_FORMAT, "state")
         module, version, table = content["module"], content["version"], content["progress"]
         progress = {
             _count(int(path)): PathProgress(*(_count(number) for number in _pair(entry)))

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from dipaco.dht.view import SwarmView, build_view
+from dipaco.dht.view import SwarmView
 from dipaco.modules.best_path import BestPath
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
@@ -88,15 +88,7 @@ class ReadOnlyClient:
         """Read the swarm once and keep the answer, so that all modules are of one moment."""
         if self._view is None:
             node = self._node
-            self._view = build_view(
-                now_s=node.clock.now(),
-                plan=node.plan,
-                grid=node.grid,
-                claims=node.directory.read_claims(),
-                peers=node.directory.read_peers(),
-                holdings=node.directory.read_holdings(node.grid.modules()),
-                progress=node.directory.read_progress(),
-            )
+            self._view = node.directory.read_view(node.plan, node.grid, node.clock.now())
         return self._view
 
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:

@@ -24,7 +24,7 @@ from dipaco.dht.records import (
     ProgressRecord,
     clean_text,
 )
-from dipaco.dht.view import SwarmView, build_view
+from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, DipacoError, NetworkError
 from dipaco.modules.grid import Grid
@@ -368,14 +368,6 @@ class Publisher:
 
     def _read(self) -> None:
         directory = self._directory
-        self._view = build_view(
-            now_s=self._clock.now(),
-            plan=self._plan,
-            grid=self._grid,
-            claims=directory.read_claims(),
-            peers=directory.read_peers(),
-            holdings=directory.read_holdings(self._grid.modules()),
-            progress=directory.read_progress(),
-        )
+        self._view = directory.read_view(self._plan, self._grid, self._clock.now())
         for annex in self._annexes:
             annex.read(directory)

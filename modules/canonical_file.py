@@ -1,0 +1,110 @@
+"""The canonical safetensors files of a run: one byte string for one content.
+
+A module's state and a path's best parameters are files that any tool reads, but written in one way
+only, so that equal contents have equal bytes on every machine and the SHA-256 of the bytes names
+them (DESIGN 4.3): eight bytes of length, a header of canonical JSON filled up with spaces, then
+fp32 numbers in the order of the header. `docs/protocol.md` describes both formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import IntegrityError
+from .files import storage_errors
+
+GREATEST_HEADER_BYTES = 2**26
+
+FileSource = Path | bytes | bytearray | memoryview
+NamedShape = tuple[str, tuple[int, ...]]
+
+
+def canonical_text(value: Any) -> str:
+    """Return the one JSON text of a value: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def encode_header(
+    format_name: str, entry: str, content: Any, tensors: Iterable[NamedShape]
+) -> bytes:
+    """Return the header of a file of fp32 `tensors`, which lie behind it in their order; metadata
+    `entry` holds `content`. Its length is a multiple of eight bytes."""
+    header: dict[str, Any] = {
+        "__metadata__": {"format": format_name, entry: canonical_text(content)}
+    }
+    offset = 0
+    for name, shape in tensors:
+        end = offset + 4 * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = canonical_text(header).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def read_header(file: Path, what: str) -> bytes:
+    """Read only the header of a file, bounded; `what` names the kind of file in messages.
+
+    Raises `IntegrityError` when there is none.
+    """
+    with storage_errors(file.parent), file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if length > GREATEST_HEADER_BYTES:
+            raise IntegrityError(f"{file} is not {what}: its header would be {length} bytes")
+        header = handle.read(length)
+    if len(header) != length:
+        raise IntegrityError(f"{file} is cut off")
+    return header
+
+
+def load_bytes(source: FileSource, greatest_bytes: int, what: str) -> np.ndarray:
+    """Read everything into one writable buffer, uint8, that tensors may be views of.
+
+    Raises `IntegrityError` for a file of more than `greatest_bytes`.
+    """
+    if not isinstance(source, Path):
+        return np.frombuffer(bytearray(source), dtype=np.uint8)
+    with storage_errors(source.parent):
+        size = source.stat().st_size
+        if size > greatest_bytes:
+            raise IntegrityError(f"{source} has {size} bytes, too many for {what} of this run")
+        return np.fromfile(source, dtype=np.uint8)
+
+
+def header_of(data: np.ndarray, what: str) -> bytes:
+    """Return the header of a whole file. Raises `IntegrityError` when there is none."""
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
+        raise IntegrityError(f"not {what}: {len(data)} bytes without a whole header")
+    return data[8 : 8 + length].tobytes()
+
+
+def parse_metadata(header: bytes, format_name: str, entry: str) -> Any:
+    """Return the content of a header that may be anything.
+
+    Raises `IntegrityError` for another format, and what Python raises for broken JSON, which the
+    caller turns into one together with the faults of the content.
+    """
+    metadata = json.loads(header)["__metadata__"]
+    if metadata["format"] != format_name:
+        raise IntegrityError(f"not a {format_name} file but '{str(metadata['format'])[:40]}'")
+    return json.loads(metadata[entry])
+
+
+def numbers_behind(data: np.ndarray, header: bytes, count: int, what: str) -> torch.Tensor:
+    """Return the `count` numbers behind the header, fp32 [count], as a view of `data`.
+
+    Raises `IntegrityError` when there are more or less, or one is not finite.
+    """
+    start = 8 + len(header)
+    if len(data) != start + 4 * count:
+        raise IntegrityError(f"{what} has {len(data)} bytes, not {start + 4 * count}")
+    numbers = torch.from_numpy(data[start:].view("<f4").astype(np.float32, copy=False))
+    if not bool(torch.isfinite(numbers).all()):
+        raise IntegrityError(f"{what} has numbers that are not finite")
+    return numbers
