@@ -61,6 +61,8 @@ class Cell:
     """Trained from what this cell was after half of its steps, re-sharded."""
     of: str | None = None
     """The cell whose trained paths are scored in another way: nothing is trained."""
+    sqrt_rescaling: bool = True
+    """Outer gradients times the root of the paths through a module (section 2.7)."""
     early_stopping: bool = False
     """Keep the best states of every path too, for a cell of kind "best"."""
 
@@ -121,6 +123,12 @@ CELLS = (
     Cell("dipaco-2x4-seed1", "DiPaCo 2x4, shared only", "swarm", levels=(2, 4), seed=1),
     Cell("diloco-8-seed1", "DiLoCo, 8 replicas", "swarm", replicas=8, seed=1),
     Cell("dipaco-4x4", "DiPaCo 4x4, shared only", "swarm", levels=(4, 4)),
+    Cell("reroute-4x4-private", "DiPaCo 4x4, path-specific, rerouted", "reroute", levels=(4, 4),
+         private=True, of="dipaco-4x4-private"),
+    Cell("dipaco-2x4-no-sqrt", "DiPaCo 2x4, shared only, no root rescaling", "swarm",
+         levels=(2, 4), sqrt_rescaling=False),
+    _private("dipaco-2x4-private-no-sqrt", "DiPaCo 2x4, path-specific, no root rescaling", (2, 4),
+             sqrt_rescaling=False),
 )  # fmt: skip
 
 CELLS_BY_NAME = {cell.name: cell for cell in CELLS}

@@ -23,6 +23,7 @@ import json
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,13 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import CORPUS_TOML, HERE, Report, scratch_directory
+from common import CORPUS_TOML, HERE, scratch_directory
 from dipaco.routing.run_directory import RunDirectory
 from faults import processes_of
 from swarm import Event, Member, Swarm, command
+from three_phases_report import report_of
 
 PEERS = 4
-PREFIX_TOKENS = 32
 START_S = 240.0
 """Seconds for all peers to train at the beginning, or a newcomer later."""
 ADDRESS_S = 120.0
@@ -64,7 +65,7 @@ warmup_steps = 10
 batch_sequences = 8
 [router]
 kind = "{router}"
-prefix_tokens = {prefix_tokens}
+prefix_tokens = 32
 training_documents = 1000
 [inner]
 learning_rate = 2e-3
@@ -77,8 +78,6 @@ validation_sequences = 16
 )
 # Private: the first block of the first level, the last of the second, and the embedding.
 GRID_TOML = "modules_per_level = [2, 2]\nprivate_blocks = [0, 3]\nprivate_embedding = true"
-
-COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end")
 
 
 @dataclass
@@ -121,7 +120,9 @@ class Chain:
         """The run in which each peer was started, also of those that were killed."""
         self.everybody: list[Member] = []
         self.began_s = time.monotonic()
-        self.report = Report("three phases of one swarm: validation perplexity", COLUMNS)
+        self.dense_steps = 0
+        self.dense_perplexity = float("nan")
+        """Of a dense model that was trained beside, with as many steps as the average path."""
 
     def run(self) -> None:
         """Go through all phases; no process is left afterwards, whatever happened."""
@@ -145,6 +146,23 @@ class Chain:
             if phase.handed_over is not None:
                 found = self._eval("--state-dir", str(phase.handed_over), "--no-base")
                 phase.figures["handed_over_perplexity"] = found["perplexity"]
+        self._train_dense_beside()
+
+    def _train_dense_beside(self) -> None:
+        """Train one dense model from the same base, as many steps as the average path has had."""
+        dense, beside = self.phases[0], self.directory / "dense-beside"
+        self.dense_steps = round(
+            sum(statistics.mean(phase.figures["steps_per_path"].values()) for phase in self.phases)
+        )
+        self._command(
+            "dipaco-simulate", str(dense.genesis), "--rounds", "0", "--out", str(beside),
+            "--dense-steps", str(self.dense_steps), "--threads", "1", "--json",
+        )  # fmt: skip
+        found = self._eval(
+            "--state-dir", str(dense.genesis), "--allow-genesis", "--no-base",
+            "--baseline", str(beside / "dense.safetensors"),
+        )  # fmt: skip
+        self.dense_perplexity = float(found["baseline_perplexity"])
 
     # -- the operator
 
@@ -160,7 +178,6 @@ class Chain:
                 grid=phase.grid,
                 base_steps=chosen.base_steps,
                 router=phase.router,
-                prefix_tokens=PREFIX_TOKENS,
                 round_s=chosen.round_s,
                 matchmaking_s=0.15 * chosen.round_s,
             )
@@ -381,83 +398,6 @@ class Chain:
     def _say(self, line: str) -> None:
         elapsed_s = time.monotonic() - self.began_s
         print(f"{elapsed_s:5.0f} s  {line}", file=sys.stderr, flush=True)
-
-
-def broken_promises(chain: Chain) -> list[str]:
-    """Return what was not as it has to be, one line each."""
-    found = []
-    tokens = {phase.figures["tokens"] for phase in chain.phases}
-    if len(tokens) > 1:
-        found.append(f"the phases were not scored on the same tokens: {sorted(tokens)}")
-    dense, forked = (phase.figures for phase in chain.phases[:2])
-    if abs(forked["began_with_perplexity"] / dense["handed_over_perplexity"] - 1.0) > 1e-5:
-        found.append("the paths of the grid did not begin as the dense model that was handed over")
-    for phase in chain.phases:
-        figures = phase.figures
-        if figures["missing_paths"]:
-            found.append(f"{phase.name}: no state of paths {figures['missing_paths']}")
-        if len(figures["steps_per_path"]) < phase.paths:
-            found.append(f"{phase.name}: trained only {figures['steps_per_path']}")
-        if left := figures["killed"]["left_over_processes"]:
-            found.append(f"{phase.name}: {left} processes of the killed peer lived on")
-    return found
-
-
-def report_of(chain: Chain) -> Report:
-    """Return the table and the figures."""
-    report = chain.report
-    for phase in chain.phases:
-        figures = phase.figures
-        steps = figures["steps_per_path"].values()
-        killed = figures["killed"]
-        report.row(
-            phase.name,
-            phase.paths,
-            figures["rounds"],
-            f"{min(steps)}-{max(steps)}",
-            killed["peer"],
-            f"{figures['began_with_perplexity']:.2f}",
-            f"{figures['perplexity']:.2f}",
-            f"{given:.2f}" if (given := figures.get("handed_over_perplexity")) else "-",
-        )
-        if "moved_peers" in figures:
-            report.notes.append(
-                f"{phase.name}: {figures['moved_peers']} peers moved there by themselves and "
-                f"trained {figures['moved_after_s']} s after it was served, in rounds of "
-                f"{chain.chosen.round_s:g} s; paths scored by peers: {figures['scores_by_peers']}"
-            )
-    first, stayed = chain.phases[0].figures, [p.name for p in chain.peers]
-    base = first["base_perplexity"]
-    report.notes += [
-        "rounds, steps (of the least and the most trained path) and after: when dipaco-eval asked "
-        "the live swarm; end: the modules that the next phase took, because training goes on while "
-        "the operator scores and prepares; began: the same modules under the new routing",
-        f"base model, before the swarm: {base:.2f}; {first['tokens']:,} tokens of "
-        f"{first['documents']} documents, the first {PREFIX_TOKENS} of each excluded",
-        f"alive at the end: {', '.join(stayed)}; no peer was started twice, and a fresh one took "
-        f"the place of each that was killed",
-    ]
-    report.figures = {
-        "base_perplexity": base,
-        "phases": [
-            {
-                "phase": phase.name,
-                "run": phase.run_id,
-                "router": phase.router,
-                "paths_of_grid": phase.paths,
-                **phase.figures,
-            }
-            for phase in chain.phases
-        ],
-        "peers_started": [peer.name for peer in chain.everybody],
-        "broken": broken_promises(chain),
-        "round_s": chain.chosen.round_s,
-        "hidden_size": chain.chosen.hidden_size,
-        "base_steps": chain.chosen.base_steps,
-        "seconds": round(time.monotonic() - chain.began_s, 1),
-    }
-    report.notes += [f"BROKEN: {line}" for line in report.figures["broken"]]
-    return report
 
 
 def options() -> argparse.Namespace:

@@ -22,6 +22,7 @@ NAMES = (
     "large_corpus",
     "lone_peer",
     "start_time",
+    "table_row_by_peers",
     "three_phases",
 )
 

@@ -1,0 +1,94 @@
+"""What `three_phases.py` prints: a row for each phase, and every promise that was broken."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from common import Report
+
+if TYPE_CHECKING:
+    from three_phases import Chain
+
+COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end")
+
+
+def broken_promises(chain: Chain) -> list[str]:
+    """Return what was not as it has to be, one line each."""
+    found = []
+    tokens = {phase.figures["tokens"] for phase in chain.phases}
+    if len(tokens) > 1:
+        found.append(f"the phases were not scored on the same tokens: {sorted(tokens)}")
+    dense, forked = (phase.figures for phase in chain.phases[:2])
+    if abs(forked["began_with_perplexity"] / dense["handed_over_perplexity"] - 1.0) > 1e-5:
+        found.append("the paths of the grid did not begin as the dense model that was handed over")
+    for phase in chain.phases:
+        figures = phase.figures
+        if figures["missing_paths"]:
+            found.append(f"{phase.name}: no state of paths {figures['missing_paths']}")
+        if len(figures["steps_per_path"]) < phase.paths:
+            found.append(f"{phase.name}: trained only {figures['steps_per_path']}")
+        if left := figures["killed"]["left_over_processes"]:
+            found.append(f"{phase.name}: {left} processes of the killed peer lived on")
+    return found
+
+
+def report_of(chain: Chain) -> Report:
+    """Return the table and the figures."""
+    report = Report("three phases of one swarm: validation perplexity", COLUMNS)
+    for phase in chain.phases:
+        figures = phase.figures
+        steps = figures["steps_per_path"].values()
+        killed = figures["killed"]
+        report.row(
+            phase.name,
+            phase.paths,
+            figures["rounds"],
+            f"{min(steps)}-{max(steps)}",
+            killed["peer"],
+            f"{figures['began_with_perplexity']:.2f}",
+            f"{figures['perplexity']:.2f}",
+            f"{given:.2f}" if (given := figures.get("handed_over_perplexity")) else "-",
+        )
+        if "moved_peers" in figures:
+            report.notes.append(
+                f"{phase.name}: {figures['moved_peers']} peers moved there by themselves and "
+                f"trained {figures['moved_after_s']} s after it was served, in rounds of "
+                f"{chain.chosen.round_s:g} s; paths scored by peers: {figures['scores_by_peers']}"
+            )
+    first, stayed = chain.phases[0].figures, [p.name for p in chain.peers]
+    base = first["base_perplexity"]
+    report.notes += [
+        "rounds, steps (of the least and the most trained path) and after: when dipaco-eval asked "
+        "the live swarm; end: the modules that the next phase took, because training goes on while "
+        "the operator scores and prepares; began: the same modules under the new routing",
+        f"base model, before the swarm: {base:.2f}; {first['tokens']:,} tokens of "
+        f"{first['documents']} documents, the first 32 of each excluded",
+        f"dense model of one path's size, trained beside from the same base for "
+        f"{chain.dense_steps} steps, as many as the average path: {chain.dense_perplexity:.2f}",
+        f"alive at the end: {', '.join(stayed)}; no peer was started twice, and a fresh one took "
+        f"the place of each that was killed",
+    ]
+    report.figures = {
+        "base_perplexity": base,
+        "dense_perplexity": chain.dense_perplexity,
+        "dense_steps": chain.dense_steps,
+        "phases": [
+            {
+                "phase": phase.name,
+                "run": phase.run_id,
+                "router": phase.router,
+                "paths_of_grid": phase.paths,
+                **phase.figures,
+            }
+            for phase in chain.phases
+        ],
+        "peers_started": [peer.name for peer in chain.everybody],
+        "broken": broken_promises(chain),
+        "round_s": chain.chosen.round_s,
+        "hidden_size": chain.chosen.hidden_size,
+        "base_steps": chain.chosen.base_steps,
+        "seconds": round(time.monotonic() - chain.began_s, 1),
+    }
+    report.notes += [f"BROKEN: {line}" for line in report.figures["broken"]]
+    return report
