@@ -126,6 +126,13 @@ def train(
                 timeout_s=(size.rounds + 2) * options.round_s + options.join_s,
             )
     seconds = time.time() - began
+    for module in grid.modules():
+        swarm.wait(
+            [bootstrap],
+            "kept",
+            lambda e, module=module: (e["module"], e["version"]) == (module, size.rounds),
+            timeout_s=options.round_s,
+        )
     for peer in peers:
         peer.interrupt()
     for peer in peers:
