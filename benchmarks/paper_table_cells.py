@@ -7,7 +7,8 @@ paths there are, what they share and how documents find them (DiPaCo, Tab. 1-3 a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["base", "dense", "swarm", "best", "reroute"]
@@ -61,8 +62,8 @@ class Cell:
     """Trained from what this cell was after half of its steps, re-sharded."""
     of: str | None = None
     """The cell whose trained paths are scored in another way: nothing is trained."""
-    sqrt_rescaling: bool = True
-    """Outer gradients times the root of the paths through a module (section 2.7)."""
+    outer: Mapping[str, float | bool] = field(default_factory=dict)
+    """Settings of the outer optimization other than the paper's."""
     early_stopping: bool = False
     """Keep the best states of every path too, for a cell of kind "best"."""
 
@@ -93,6 +94,10 @@ class Cell:
 def _private(name: str, title: str, levels: tuple[int, ...], **more: object) -> Cell:
     return Cell(name, title, "swarm", levels=levels, private=True, **more)  # type: ignore[arg-type]
 
+
+_NO_ROOT: dict[str, float | bool] = {"sqrt_paths_rescaling": False}
+# The new parameters are the mean of what the paths have: no outer optimizer.
+_PLAIN_MEAN: dict[str, float | bool] = {**_NO_ROOT, "learning_rate": 1.0, "momentum": 0.0}
 
 CELLS = (
     Cell("base-path", "base of every path", "base"),
@@ -126,9 +131,13 @@ CELLS = (
     Cell("reroute-4x4-private", "DiPaCo 4x4, path-specific, rerouted", "reroute", levels=(4, 4),
          private=True, of="dipaco-4x4-private"),
     Cell("dipaco-2x4-no-sqrt", "DiPaCo 2x4, shared only, no root rescaling", "swarm",
-         levels=(2, 4), sqrt_rescaling=False),
+         levels=(2, 4), outer=_NO_ROOT),
     _private("dipaco-2x4-private-no-sqrt", "DiPaCo 2x4, path-specific, no root rescaling", (2, 4),
-             sqrt_rescaling=False),
+             outer=_NO_ROOT),
+    Cell("diloco-8-mean", "DiLoCo, 8 replicas, plain averaging", "swarm", replicas=8,
+         outer=_PLAIN_MEAN),
+    _private("dipaco-2x4-private-mean", "DiPaCo 2x4, path-specific, plain averaging", (2, 4),
+             outer=_PLAIN_MEAN),
 )  # fmt: skip
 
 CELLS_BY_NAME = {cell.name: cell for cell in CELLS}

@@ -30,6 +30,8 @@ ORDERINGS = (
     ("best-4x4-private", "dipaco-4x4-private", "early stopping helps (Tab. 3)"),
     ("dipaco-2x4", "dipaco-2x4-no-sqrt", "rescaling by the root of the paths helps (sec. 2.7)"),
     ("dipaco-2x4-private", "dipaco-2x4-private-no-sqrt", "the same, path-specific (sec. 2.7)"),
+    ("diloco-8", "diloco-8-mean", "Nesterov outside beats plain averaging (DiLoCo)"),
+    ("dipaco-2x4-private", "dipaco-2x4-private-mean", "the same for DiPaCo"),
     ("dense-total-batch", "dense", "a batch as large as all paths' helps the dense model"),
     ("dense-large", "dense", "a dense model of 8.7 times the size is better (Tab. 1)"),
 )

@@ -113,7 +113,6 @@ class Runs:
             grid |= {"private_blocks": PRIVATE_BLOCKS, "private_embedding": True}
         # As in the paper, all modules take their outer step at the end of a round.
         offsets = (1.0,) * (len(cell.levels) + cell.private)
-        outer = {"sqrt_paths_rescaling": cell.sqrt_rescaling}
         own = plan.model_copy(
             update={
                 "name": cell.name,
@@ -122,7 +121,7 @@ class Runs:
                 "grid": GridConfig(**grid),
                 "rounds": plan.rounds.model_copy(update={"level_offsets": offsets}),
                 "inner": plan.inner.model_copy(update=inner),
-                "outer": plan.outer.model_copy(update=outer),
+                "outer": plan.outer.model_copy(update=dict(cell.outer)),
             }
         )
         if cell.half_of:

@@ -42,6 +42,7 @@ START_S = 240.0
 """Seconds for all peers to train at the beginning, or a newcomer later."""
 ADDRESS_S = 120.0
 COMMAND_S = 600.0
+DENSE_S = 3600.0
 SCORE_WAIT_S = 180.0
 
 RUN_TOML = (
@@ -149,14 +150,16 @@ class Chain:
         self._train_dense_beside()
 
     def _train_dense_beside(self) -> None:
-        """Train one dense model from the same base, as many steps as the average path has had."""
+        """Train one dense model from the same base, as many steps as the average path has had in
+        all phases, also while the operator scored and prepared, and of all replicas."""
         dense, beside = self.phases[0], self.directory / "dense-beside"
         self.dense_steps = round(
-            sum(statistics.mean(phase.figures["steps_per_path"].values()) for phase in self.phases)
+            sum(statistics.mean(self._steps(phase).values()) for phase in self.phases)
         )
         self._command(
             "dipaco-simulate", str(dense.genesis), "--rounds", "0", "--out", str(beside),
             "--dense-steps", str(self.dense_steps), "--threads", "1", "--json",
+            timeout_s=DENSE_S,
         )  # fmt: skip
         found = self._eval(
             "--state-dir", str(dense.genesis), "--allow-genesis", "--no-base",
@@ -232,17 +235,14 @@ class Chain:
 
     def _evaluate(self, phase: Phase) -> None:
         """Score the live swarm, and note what it had trained by then."""
-        steps: dict[int, int] = {}
-        for peer in self.everybody:
-            for event in self._events(peer, phase, "round"):
-                steps[event["path"]] = max(steps.get(event["path"], 0), event["path_step"])
+        steps = self._steps(phase)
         found = self._eval("--initial-peers", self.peers[0].address(), "--run", phase.run_id)
         count = {
             kind: sum(1 for peer in self.everybody for _ in self._events(peer, phase, kind))
             for kind in ("commit", "carry_on", "move")
         }
         phase.figures |= {
-            "steps_per_path": dict(sorted(steps.items())),
+            "steps_per_path": steps,
             "commits": count["commit"],
             "carried_on": count["carry_on"],
             "moves_between_paths": count["move"],
@@ -253,6 +253,14 @@ class Chain:
             f"'{phase.name}': validation perplexity {found['perplexity']:.2f} over "
             f"{found['tokens']:,} tokens"
         )
+
+    def _steps(self, phase: Phase) -> dict[int, int]:
+        """Return the steps that each path has had so far, those of all its replicas."""
+        steps: dict[int, int] = {}
+        for peer in self.everybody:
+            for event in self._events(peer, phase, "round"):
+                steps[event["path"]] = max(steps.get(event["path"], 0), event["path_step"])
+        return dict(sorted(steps.items()))
 
     def _eval(self, *source: str) -> dict[str, Any]:
         printed = self._command(
@@ -386,11 +394,11 @@ class Chain:
         self._say(f"waits for the address of {server.name}, {ADDRESS_S:.0f} s at most")
         return server.address(ADDRESS_S)
 
-    def _command(self, program: str, *arguments: str) -> str:
+    def _command(self, program: str, *arguments: str, timeout_s: float = COMMAND_S) -> str:
         """Run one of our commands, with one thread and a bound, and return what it printed."""
         verb = program if arguments[0].startswith("-") else f"{program} {arguments[0]}"
-        self._say(f"{verb}, {COMMAND_S:.0f} s at most")
-        done = command(program, *arguments, timeout_s=COMMAND_S)
+        self._say(f"{verb}, {timeout_s:.0f} s at most")
+        done = command(program, *arguments, timeout_s=timeout_s)
         if done.returncode:
             raise RuntimeError(f"{verb} ended with {done.returncode}:\n{done.stderr[-3000:]}")
         return done.stdout
