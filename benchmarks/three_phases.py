@@ -23,7 +23,6 @@ import json
 import random
 import shutil
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -123,7 +122,7 @@ class Chain:
         self.began_s = time.monotonic()
         self.dense_steps = 0
         self.dense_perplexity = float("nan")
-        """Of a dense model that was trained beside, with as many steps as the average path."""
+        """Of a dense model that was trained beside, with as many steps as a peer made."""
 
     def run(self) -> None:
         """Go through all phases; no process is left afterwards, whatever happened."""
@@ -150,12 +149,11 @@ class Chain:
         self._train_dense_beside()
 
     def _train_dense_beside(self) -> None:
-        """Train one dense model from the same base, as many steps as the average path has had in
-        all phases, also while the operator scored and prepared, and of all replicas."""
+        """Train one dense model from the same base, as many steps as a peer has made in all
+        phases, also while the operator scored and prepared."""
         dense, beside = self.phases[0], self.directory / "dense-beside"
-        self.dense_steps = round(
-            sum(statistics.mean(self._steps(phase).values()) for phase in self.phases)
-        )
+        steps = sum(sum(self._steps(phase).values()) for phase in self.phases)
+        self.dense_steps = round(steps / PEERS)
         self._command(
             "dipaco-simulate", str(dense.genesis), "--rounds", "0", "--out", str(beside),
             "--dense-steps", str(self.dense_steps), "--threads", "1", "--json",
