@@ -59,9 +59,10 @@ def report_of(chain: Chain) -> Report:
     first, stayed = chain.phases[0].figures, [p.name for p in chain.peers]
     base = first["base_perplexity"]
     report.notes += [
-        "rounds, steps (of the least and the most trained path, all replicas) and after: when dipaco-eval asked "
-        "the live swarm; end: the modules that the next phase took, because training goes on while "
-        "the operator scores and prepares; began: the same modules under the new routing",
+        "rounds, steps (of the least and the most trained path, all replicas) and after: when "
+        "dipaco-eval asked the live swarm; end: the modules that the next phase took, because "
+        "training goes on while the operator scores and prepares; began: the same modules under "
+        "the new routing",
         f"base model, before the swarm: {base:.2f}; {first['tokens']:,} tokens of "
         f"{first['documents']} documents, the first 32 of each excluded",
         f"dense model of one path's size, trained beside from the same base for "
