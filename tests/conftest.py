@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dipaco.routing.run_directory import RunDirectory
     from exchange_nodes import Nodes
 
 # Before PyTorch is imported, here and in every command that a test starts: results depend on the
@@ -50,3 +51,27 @@ def nodes(joined_nodes: Nodes) -> Iterator[Nodes]:
     """Give a test the module's two nodes, and stop the exchanges that it started."""
     yield joined_nodes
     joined_nodes.stop_exchanges()
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Compute as the simulator's commands do, whatever was set before."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Give a module a tiny prepared run of 2x2 paths without path-specific modules."""
+    from tiny_run import make_tiny_run
+
+    return make_tiny_run(tmp_path_factory.mktemp("shared") / "run")
+
+
+@pytest.fixture(scope="module")
+def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Give a module the same with path-specific blocks and embedding."""
+    from tiny_run import PRIVATE, make_tiny_run
+
+    return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)

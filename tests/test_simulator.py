@@ -33,22 +33,7 @@ from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm, RoundReport
 from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
-PRIVATE = {"private_blocks": (0, 3), "private_embedding": True}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return make_tiny_run(tmp_path_factory.mktemp("shared") / "run")
-
-
-@pytest.fixture(scope="module")
-def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def last_report(swarm: ReferenceSwarm, rounds: int) -> RoundReport:

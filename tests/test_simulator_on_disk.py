@@ -20,23 +20,10 @@ from dipaco.simulator.checkpoint import CheckpointDirectory
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm, RoundReport
-from test_simulator import PRIVATE, simulate
+from test_simulator import simulate
 from tiny_run import make_tiny_run
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return make_tiny_run(tmp_path_factory.mktemp("shared") / "run")
-
-
-@pytest.fixture(scope="module")
-def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -176,6 +176,8 @@ def tiny_documents(languages: int, documents_per_language: int, seed: int) -> li
     ]
 
 
+# Options of `make_tiny_run` for a run with path-specific modules of every kind but the head.
+PRIVATE: dict[str, Any] = {"private_blocks": (0, 3), "private_embedding": True}
 _TINY_MODEL: dict[str, Any] = {
     "vocabulary_size": TINY_VOCABULARY,
     "block_count": 4,
