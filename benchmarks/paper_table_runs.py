@@ -107,7 +107,11 @@ class Runs:
         """Return the run of a cell: the prepared shards with the cell's grid, batch and seed."""
         prepared = self.prepared(cell)
         plan, size = prepared.plan(), self._size
-        inner = {"batch_sequences": size.batch_sequences * cell.batch_factor}
+        inner = {
+            "batch_sequences": size.batch_sequences * cell.batch_factor,
+            # A path's steps are those of all its replicas.
+            "decay_steps": size.steps * cell.replicas,
+        }
         grid: dict[str, Any] = {"modules_per_level": cell.levels}
         if cell.private:
             grid |= {"private_blocks": PRIVATE_BLOCKS, "private_embedding": True}

@@ -103,7 +103,10 @@ class InnerConfig(Config):
     batch_sequences: int = Field(8, ge=1, description="Sequences in a batch.")
     warmup_steps: int = Field(0, ge=0, description="Linear warmup of a path's first steps.")
     decay_steps: int = Field(
-        0, ge=0, description="Steps of the cosine from the peak to the floor; 0 keeps the peak."
+        0,
+        ge=0,
+        description="Steps of the cosine from the peak to the floor, counted over all replicas of "
+        "the path; 0 keeps the peak.",
     )
     floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the cosine / peak.")
     first_step: int = Field(
