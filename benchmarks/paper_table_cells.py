@@ -77,6 +77,11 @@ class Cell:
         """Models that are trained."""
         return self.path_count * self.replicas
 
+    def path_steps(self, size: Size) -> int:
+        """Return the steps of a path, which are those of all its replicas: what its learning rate
+        falls by."""
+        return size.steps * self.replicas
+
     @property
     def routing(self) -> str:
         """Names the shards that this cell is trained on; cells of equal name share them."""

@@ -109,8 +109,7 @@ class Runs:
         plan, size = prepared.plan(), self._size
         inner = {
             "batch_sequences": size.batch_sequences * cell.batch_factor,
-            # A path's steps are those of all its replicas.
-            "decay_steps": size.steps * cell.replicas,
+            "decay_steps": cell.path_steps(size),
         }
         grid: dict[str, Any] = {"modules_per_level": cell.levels}
         if cell.private:

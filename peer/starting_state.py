@@ -37,7 +37,7 @@ def starting_state(
         if time.monotonic() > deadline or stopping.is_set():
             raise NetworkError(
                 f"{module} has {len(heavier)} announced holders, and none could serve it; "
-                "try again later"
+                "start the same command again in a minute"
             )
         stopping.wait(1.0)
         publisher.refresh()

@@ -121,7 +121,8 @@ def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndar
     `least_share` of an equal share or a few documents, what that takes being taken from the others
     in proportion."""
     shares = np.bincount(labels, minlength=paths) / len(labels)
-    floor = max(least_share / paths, min(_LEAST_DOCUMENTS / len(labels), 0.5 / paths))
+    few = min(_LEAST_DOCUMENTS / len(labels), 0.5 / paths)
+    floor = max(least_share / paths, few, min(1 / len(labels), 1 / paths))
     low = np.zeros(paths, dtype=bool)
     while (found := (shares < floor) & ~low).any():
         low |= found
@@ -139,7 +140,7 @@ def best_paths(nll: np.ndarray, targets: np.ndarray, seed: int) -> np.ndarray:
     """
     documents, paths = nll.shape
     best = np.argmin(nll, axis=1)
-    if (np.bincount(best, minlength=paths) >= np.floor(targets * documents)).all():
+    if (np.bincount(best, minlength=paths) >= np.maximum(1, np.floor(targets * documents))).all():
         return best
     spread = float(np.std(nll - nll.mean(axis=1, keepdims=True))) or 1.0
     noise = np.random.default_rng(seed).normal(size=nll.shape)

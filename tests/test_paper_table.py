@@ -35,6 +35,12 @@ def test_cells_of_one_sharding_share_it() -> None:
     assert by_name["dense-large"].routing == "one-large"
 
 
+def test_the_learning_rate_of_replicas_falls_as_that_of_one_model() -> None:
+    by_name = cells.CELLS_BY_NAME
+    assert by_name["dense"].path_steps(SIZE) == SIZE.steps
+    assert by_name["diloco-8"].path_steps(SIZE) == 8 * SIZE.steps
+
+
 @pytest.mark.parametrize("shape", cells.SHAPES)
 def test_the_matrices_of_a_model_are_counted(shape: str) -> None:
     size = replace(SIZE, shape=shape)

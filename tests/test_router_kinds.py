@@ -13,7 +13,7 @@ from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.routing.balancing import balance_biases
-from dipaco.routing.discriminative import fit_discriminative, label_targets
+from dipaco.routing.discriminative import best_paths, fit_discriminative, label_targets
 from dipaco.routing.fitting import RouterConfig, RouterSample, fit_router
 from dipaco.routing.label_router import LabelRouter
 from dipaco.routing.plan import RoutingPlan
@@ -186,6 +186,15 @@ def test_paths_that_no_document_prefers_and_that_score_alike_get_documents(balan
     assert router.to_bytes() == again.to_bytes()
     counts = np.bincount(router.route(Prefixes(features)), minlength=4)
     assert (counts > 0.03 * len(features)).all(), counts
+
+
+@pytest.mark.parametrize("documents", [12, 16, 24, 40])
+def test_every_path_is_the_best_for_a_document_however_few_there_are(documents: int) -> None:
+    nll = np.random.default_rng(0).normal(size=(documents, 12))
+    nll[:, 0] -= 50
+    targets = label_targets(np.argmin(nll, axis=1), 12, 0.1)
+    counts = np.bincount(best_paths(nll, targets, seed=0), minlength=12)
+    assert (counts >= 1).all(), counts
 
 
 def test_with_too_few_documents_no_path_asks_for_more_than_half_of_its_share() -> None:
