@@ -33,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Take the steps in this process; return seconds and page faults of one."""
     import torch
-    from dipaco.modules.allocator import keep_freed_memory
     from dipaco.modules.config import InnerConfig, ModelConfig
+    from dipaco.modules.device import keep_freed_memory
     from dipaco.modules.inner import InnerLoop
     from dipaco.modules.transformer import PathModel
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import HERE, Report, build_parser, ratio
-from host_process import HostProcess
+from support.host_process import HostProcess
 
 KINDS = {"exact": "exact averager", "stock": "Hivemind's averager"}
 

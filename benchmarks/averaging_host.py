@@ -14,12 +14,12 @@ from typing import Any
 import common  # noqa: F401  It makes the helpers of the tests importable.
 import torch
 from dipaco.modules.outer import Contribution
-from dipaco.peer.averager import ExactAverager
-from dipaco.peer.group_key import averager_prefix, group_bits
+from dipaco.peer.averaging.averager import ExactAverager
+from dipaco.peer.averaging.group import averager_prefix, group_bits
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Float16Compression, NoCompression
-from host_process import ANCHOR, digest, loopback_dht, outer_gradient
+from support.host_process import ANCHOR, digest, loopback_dht, outer_gradient
 
 PART_BYTES = 2**19
 MATCHMAKING_S = 4.0

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from common import build_parser
-from dipaco.modules.allocator import keep_freed_memory
+from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_directory import RunDirectory

@@ -33,7 +33,7 @@ from dipaco.modules.outer import (
     outer_step,
 )
 from dipaco.modules.state import ModuleState
-from swarm import Event, Member, Swarm
+from support.swarm import Event, Member, Swarm
 from synthetic_run import make_synthetic_run
 
 # Four blocks of 5.0 M parameters in a module, and an embedding of 0.2 M in the first.

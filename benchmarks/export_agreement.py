@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from common import HERE, Report, build_parser, scratch_directory
-from dipaco.inference.assemble import assemble_path
-from dipaco.inference.sources import DiskSource, StateSource
+from dipaco.inference.sources import DiskSource, StateSource, assemble_path
 from dipaco.modules.transformer import PathModel, target_mask, token_losses
 from dipaco.routing.corpus import CorpusConfig, iterate_documents
-from dipaco.routing.windows import scoring_windows
+from dipaco.routing.token_files import scoring_windows
 
 BIN = Path(sys.executable).parent
 EXAMPLE = HERE.parent / "examples" / "tiny"

@@ -25,7 +25,7 @@ import torch
 from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_directory
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
-from swarm import Member, Swarm
+from support.swarm import Member, Swarm
 from synthetic_run import make_synthetic_run
 
 PATH_150M = ModelConfig(

@@ -29,8 +29,8 @@ from common import (
     scratch_directory,
 )
 from dipaco.modules.grid import Grid
-from swarm import Swarm
-from tiny_run import make_tiny_run
+from support.swarm import Swarm
+from support.tiny_run import make_tiny_run
 
 SETTLE_S = 5.0
 

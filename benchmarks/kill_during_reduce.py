@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from faults import (
+from support.faults import (
     first_after,
     forks,
     last_commits,
@@ -31,8 +31,8 @@ from faults import (
     schedule_of,
     wait_until,
 )
-from swarm import Event, Member, Swarm
-from tiny_run import make_tiny_run
+from support.swarm import Event, Member, Swarm
+from support.tiny_run import make_tiny_run
 
 SHARED = "L0.E0"
 PEERS = 4

@@ -39,8 +39,8 @@ from common import (
 )
 from dipaco.modules.config import ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
-from swarm import Event, Member, Swarm
+from dipaco.modules.plan import RunPlan
+from support.swarm import Event, Member, Swarm
 from synthetic_run import make_synthetic_run
 
 MODEL = ModelConfig(

@@ -212,7 +212,7 @@ def run_cell(cell: Cell, data: Path, out: Path, size: Size) -> None:
     """Prepare, train and score one cell and write its figures. In a process of its own."""
     # Importing PyTorch takes seconds; --help, --list and mistakes should not.
     import torch
-    from dipaco.modules.allocator import keep_freed_memory
+    from dipaco.modules.device import keep_freed_memory
     from dipaco.routing.run_directory import RunDirectory
     from paper_table_rerouting import reroute
     from paper_table_runs import Runs

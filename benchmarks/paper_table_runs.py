@@ -19,7 +19,7 @@ from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import GridConfig
 from dipaco.modules.files import atomic_write
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
 from paper_table_cells import LEARNING_RATES, PRIVATE_BLOCKS, SHAPES, Cell, Size
 

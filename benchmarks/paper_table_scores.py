@@ -18,8 +18,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.token_corpus import TokenCorpus
-from dipaco.routing.token_files import even_sample, token_dtype
-from dipaco.routing.windows import scoring_windows
+from dipaco.routing.token_files import even_sample, scoring_windows, token_dtype
 from paper_table_cells import Size
 from paper_table_training import DENSE_FILE
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_directory
-from swarm import Member, Swarm
-from tiny_run import make_tiny_run
+from support.swarm import Member, Swarm
+from support.tiny_run import make_tiny_run
 
 
 def main() -> int:

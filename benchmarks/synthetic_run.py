@@ -20,17 +20,11 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
+from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex, canonical_json
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.routing.plan import (
-    RoutingPlan,
-    RunBlobs,
-    RunPlan,
-    ShardIndex,
-    canonical_json,
-)
 from dipaco.routing.routers import KMeansRouter
 from dipaco.routing.run_directory import RunDirectory
-from tiny_run import (
+from support.tiny_run import (
     TINY_VOCABULARY,
     sign_tiny_run,
     tiny_parameters,

@@ -28,7 +28,7 @@ from dipaco.routing.run_directory import RunDirectory
 from paper_table_cells import CELLS_BY_NAME, Cell, Size
 from paper_table_runs import Runs
 from paper_table_scores import HeldOut, load_states, score_routed
-from swarm import Swarm
+from support.swarm import Swarm
 
 
 def main() -> int:

@@ -32,8 +32,8 @@ from typing import Any
 
 from common import CORPUS_TOML, HERE, scratch_directory
 from dipaco.routing.run_directory import RunDirectory
-from faults import processes_of
-from swarm import Event, Member, Swarm, command
+from support.faults import processes_of
+from support.swarm import Event, Member, Swarm, command
 from three_phases_report import report_of
 
 PEERS = 4

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dipaco.dht.logs import configure_logging
-from dipaco.modules.allocator import keep_freed_memory
 from dipaco.modules.errors import ConfigurationError, run_command
 
 if TYPE_CHECKING:
     import torch
 
-    from .genesis import ScoringSwarm
     from .predecessor import Predecessor
+    from .succession import ScoringSwarm
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,6 +168,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def run_prepare(arguments: argparse.Namespace) -> int:
     """Run `dipaco-bootstrap prepare`."""
     import torch
+    from dipaco.modules.device import keep_freed_memory
 
     from .display import Display
     from .prepare import prepare

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dipaco.routing.plan import RunPlan, ShardIndex
+from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 from rich import box

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.features import prefix_features
+from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.fitting import RouterConfig, RouterSample, fit_router
-from dipaco.routing.plan import RunPlan, ShardIndex
 from dipaco.routing.report import RoutingReport, routing_report
 from dipaco.routing.router import Router
 from dipaco.routing.routers import ROUTER_KINDS

@@ -16,11 +16,11 @@ from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.config import AveragingConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
-from dipaco.peer.part_codec import encoded_bytes, part_elements
+from dipaco.peer.averaging.codec import encoded_bytes, part_elements
 from dipaco.peer.trainer import REMEMBERED_CONTRIBUTIONS
-from dipaco.routing.plan import RunBlobs
 from dipaco.routing.token_files import token_dtype
 
 from .run_config import RunConfig

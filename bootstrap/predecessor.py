@@ -23,9 +23,9 @@ from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestEr
 from dipaco.modules.files import storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateSummary, read_state, read_state_summary
 from dipaco.modules.store import StateStore
-from dipaco.routing.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
 
 from .pretrain import parameters_bytes

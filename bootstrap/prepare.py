@@ -23,16 +23,11 @@ from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import score_sequences
 from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex, canonical_json
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.corpus_stream import CorpusBookmark, CorpusStream
+from dipaco.routing.corpus import CorpusBookmark, CorpusStream
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.document_scores import RouterDocuments
-from dipaco.routing.plan import (
-    RunBlobs,
-    RunPlan,
-    ShardIndex,
-    canonical_json,
-)
 from dipaco.routing.routers import ROUTER_KINDS, load_router
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.shards import PathSummary, ShardBuilder
@@ -41,12 +36,12 @@ from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
 from .fit_router import fit_corpus_router, report_routing, sample_documents
-from .genesis import SUMMARY_SEQUENCES, ScoringSwarm, Succession
 from .import_base import ImportedBase
 from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, inputs_hash
+from .succession import SUMMARY_SEQUENCES, ScoringSwarm, Succession
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import PROTOCOL_VERSION, RoutingPlan, RunBlobs, RunPlan
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.fitting import RouterConfig
-from dipaco.routing.plan import PROTOCOL_VERSION, RoutingPlan, RunBlobs, RunPlan
 from dipaco.routing.routers import ROUTER_KINDS
-from dipaco.routing.windows import window_stride
+from dipaco.routing.token_files import window_stride
 from pydantic import Field, model_validator
 
 from .import_base import ImportedBase

@@ -20,7 +20,7 @@ from dipaco.modules.files import atomic_write
 from dipaco.peer.app import install_stop_signals, start_background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
-from dipaco.peer.leaving import hand_over
+from dipaco.peer.keeper import hand_over
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.routing.run_directory import RunDirectory

@@ -9,8 +9,8 @@ from typing import Any
 
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.files import atomic_write
+from dipaco.modules.plan import canonical_json
 from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
-from dipaco.routing.plan import canonical_json
 from pydantic import BaseModel
 
 # Raise it when a stage would give other results for the same inputs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 
 from .records import HoldingRecord
 from .view import SwarmView, plausible_holding

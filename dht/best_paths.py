@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score
 
 from .records import ClaimRecord, ProgressEntry, ProgressRecord
 

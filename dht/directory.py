@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from dipaco.modules.errors import DipacoError, NetworkError, ProtocolVersionError
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 from hivemind import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time

@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from dipaco.modules.errors import (
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.routing.plan import PROTOCOL_VERSION, RunPlan, canonical_json
+from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, canonical_json
 
 MAX_MANIFEST_BYTES = 2**16
 _SIGNED_PREFIX = b"dipaco-manifest/1\n"
@@ -187,3 +187,41 @@ def _decode(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError("not base64") from error
+
+
+def next_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> SignedManifest | None:
+    """Return the run that succeeds `manifest`'s directly, if there is one among `others`."""
+    following = [other for other in others if _succeeds(other, manifest)]
+    return max(following, key=_age, default=None)
+
+
+def newest_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> SignedManifest:
+    """Follow the chain of successors to its end: the run that peers of `manifest` go to.
+
+    They go there directly; what lies between was only a step for its own peers. A chain has an
+    end, because every run in it starts later than the one before.
+    """
+    others = tuple(others)
+    while (following := next_run(manifest, others)) is not None:
+        manifest = following
+    return manifest
+
+
+def current_runs(manifests: Iterable[SignedManifest]) -> list[SignedManifest]:
+    """Return the runs that a newcomer may mean who names none: the ends of all chains."""
+    manifests = tuple(manifests)
+    first = [m for m in manifests if not any(_succeeds(m, other) for other in manifests)]
+    current = {newest_run(manifest, manifests).plan.run_id for manifest in first}
+    return [m for m in manifests if m.plan.run_id in current]
+
+
+def _succeeds(new: SignedManifest, old: SignedManifest) -> bool:
+    return (
+        new.plan.successor_of == old.plan.run_id
+        and new.operator_fingerprint == old.operator_fingerprint
+        and new.plan.start_s > old.plan.start_s
+    )
+
+
+def _age(manifest: SignedManifest) -> tuple[float, str]:
+    return manifest.plan.start_s, manifest.plan.run_id

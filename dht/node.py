@@ -19,11 +19,10 @@ from dipaco.modules.errors import (
 from multiaddr import Multiaddr
 
 from .directory import Directory
+from .guarded_dht import GuardedDHT
 from .identity import Identity
-from .manifest import SignedManifest
-from .process_guard import GuardedDHT
+from .manifest import SignedManifest, current_runs
 from .record_validator import record_validators
-from .succession import current_runs
 
 logger = logging.getLogger("dipaco.dht.node")
 

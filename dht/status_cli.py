@@ -104,9 +104,9 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     """Read everything once and return the status."""
     from dipaco.modules.grid import Grid
 
+    from .manifest import newest_run
     from .scoring_policy import build_board
     from .status import status_of
-    from .succession import newest_run
 
     plan = manifest.plan
     grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)

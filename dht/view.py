@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 
 from .best_paths import BestNotice, announced_bests
 from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord

@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from dipaco.modules.best_path import BestPath, claim_holds
-from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.best_path import BestPath, BestPathStore, claim_holds
 from dipaco.modules.errors import DipacoError, IntegrityError
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.files import sha256_of_file
-from dipaco.modules.score import Score
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.held_out import early_stopping_rows
-from dipaco.routing.plan import RunPlan
+from dipaco.routing.token_files import early_stopping_rows
 
 logger = logging.getLogger(__name__)
 

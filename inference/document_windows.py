@@ -18,12 +18,11 @@ from typing import TypeVar
 import numpy as np
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.files import storage_errors
+from dipaco.modules.plan import RunPlan
 from dipaco.routing.corpus import Document
 from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
-from dipaco.routing.token_files import token_dtype
-from dipaco.routing.windows import scoring_windows, window_stride
+from dipaco.routing.token_files import scoring_windows, token_dtype, window_stride
 
 # Documents that are routed in one go.
 _DOCUMENTS_AT_ONCE = 256

@@ -20,17 +20,16 @@ import safetensors
 import safetensors.torch
 import torch
 from dipaco.modules.errors import CorpusError, IntegrityError
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
-from dipaco.routing.plan import RunPlan
 
-from .assemble import assemble_path
 from .document_windows import DocumentWindows, collect_windows, tokenised
 from .reroute_report import RerouteReport, reroute_report
 from .rerouter import Rerouter
 from .rerouting import document_sums
-from .sources import StateSource
+from .sources import StateSource, assemble_path
 from .token_scores import scored_rows, token_scores
 
 logger = logging.getLogger(__name__)

@@ -17,27 +17,14 @@ from typing import Any, Final
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.config import (
-    BEGIN_TOKEN,
-    END_TOKEN,
-    PAD_TOKEN,
-    UNKNOWN_TOKEN,
-    ModelConfig,
-)
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.files import storage_errors
-from dipaco.modules.llama import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    TOKENIZER_FILE,
-    WEIGHTS_FILE,
-    llama_config,
-)
+from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, WEIGHTS_FILE, llama_config
 from dipaco.modules.transformer import PathModel
 
-from .assemble import assemble_path, path_states
 from .export_tokenizer import tokenizer_config, tokenizer_json
-from .sources import StateSource
+from .sources import StateSource, assemble_path, path_states
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,

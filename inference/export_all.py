@@ -19,7 +19,7 @@ import torch
 from dipaco.modules.errors import StorageError
 from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import ShardIndex
+from dipaco.modules.plan import ShardIndex
 from dipaco.routing.router import Router
 from dipaco.routing.routers import load_router
 

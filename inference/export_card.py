@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.evaluate import Score
 from dipaco.modules.files import storage_errors
-from dipaco.modules.score import Score
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 
 from .sources import StateSource
 

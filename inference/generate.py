@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.errors import ConfigurationError, DipacoError
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.tokenizer import Tokenizer
+
+from .rerouter import Rerouter
+from .sources import StateSource, assemble_path
 
 # A character has at most four bytes; more pending tokens than that are no character.
 _GREATEST_PENDING_TOKENS = 4
@@ -112,3 +116,67 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
             yield text
     if pending:
         yield tokenizer.decode(pending)
+
+
+class PathChooser:
+    """Decides at the end of the prompt, but not before the tokens that the run's router sees, and
+    then after every `window` tokens.
+
+    `path` is the path in use, which begins as the rerouter's choice for the prompt. `say` gets a
+    line for each change. Called by `dipaco-generate`.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        rerouter: Rerouter,
+        routed: int,
+        prompt: Sequence[int],
+        window: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path = routed
+        self._source = source
+        self._rerouter = rerouter
+        self._routed = routed
+        self._window = window
+        self._say = say
+        self._allowed = np.ones(rerouter.path_count, dtype=bool)
+        self._tokens = len(prompt)
+        self._next = max(self._tokens, source.plan.routing.prefix_tokens)
+        if self._tokens == self._next:
+            self.path = self._choice(prompt)
+            self._next += window
+
+    def of(self, model: PathModel) -> Callable[[Sequence[int]], bool]:
+        """Return what `generate_tokens` asks before every token about `model`, which must hold the
+        present path: whether it was given another one."""
+        self._tokens -= 1  # the first question is about the prompt
+
+        def reroute(context: Sequence[int]) -> bool:
+            self._tokens += 1
+            if self._tokens < self._next:
+                return False
+            self._next = self._tokens + self._window
+            return self._move(model, self._choice(context))
+
+        return reroute
+
+    def _choice(self, context: Sequence[int]) -> int:
+        return self._rerouter.next_path(
+            context, self._routed, self.path, self._window, self._allowed
+        )
+
+    def _move(self, model: PathModel, path: int) -> bool:
+        """Put a path into the model if it is another one and can be had."""
+        if path == self.path:
+            return False
+        try:
+            assemble_path(self._source, path, model=model)
+        except DipacoError as error:
+            self._allowed[path] = False
+            self._say(f"token {self._tokens}: staying on path {self.path}; {error}")
+            return False
+        self._say(f"token {self._tokens}: path {self.path} -> path {path}")
+        self.path = path
+        return True

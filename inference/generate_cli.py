@@ -97,9 +97,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from .assemble import assemble_path
-    from .generate import Sampling, generate_tokens, prompt_tokens, stream_text
-    from .generate_reroute import PathChooser
+    from .generate import PathChooser, Sampling, generate_tokens, prompt_tokens, stream_text
+    from .sources import assemble_path
 
     _check_reroute(options)
     device = prepare_process(options)

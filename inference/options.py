@@ -7,13 +7,12 @@ import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dipaco.modules.allocator import keep_freed_memory
 from dipaco.modules.errors import ConfigurationError, CorpusError, StorageError
 
 if TYPE_CHECKING:
     import torch
+    from dipaco.modules.plan import RunPlan
     from dipaco.routing.corpus import CorpusConfig
-    from dipaco.routing.plan import RunPlan
 
     from .rerouter import Rerouter
     from .sources import StateSource
@@ -185,6 +184,7 @@ def prepare_process(options: argparse.Namespace) -> torch.device:
     """Set threads and return the device. Raises ConfigurationError."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     import torch
+    from dipaco.modules.device import keep_freed_memory
 
     keep_freed_memory()
     if options.threads is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score
 
 from .rerouter import Rerouter
 from .rerouting import (

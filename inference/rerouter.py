@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import autocast_for
 from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.plan import RunPlan, canonical_json
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.plan import RunPlan, canonical_json
 from torch import nn
 
 from .document_windows import DocumentWindows

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score
 
 from .document_windows import DocumentWindows
 from .token_scores import TokenScores

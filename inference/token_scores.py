@@ -20,9 +20,8 @@ from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.files import storage_errors
 from dipaco.modules.transformer import PathModel, token_losses
 
-from .assemble import assemble_path
 from .document_windows import DocumentWindows
-from .sources import StateSource
+from .sources import StateSource, assemble_path
 
 logger = logging.getLogger(__name__)
 

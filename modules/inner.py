@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from .config import InnerConfig
-from .device import autocast_for, is_out_of_memory, release_memory
-from .eight_bit import load_bitsandbytes
+from .device import autocast_for, is_out_of_memory, load_bitsandbytes, release_memory
 from .errors import ConfigurationError, nearest_name
 from .transformer import PathModel, target_mask, token_losses
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .config import OuterConfig
-from .eight_bit import load_bitsandbytes
+from .device import load_bitsandbytes
 from .errors import ConfigurationError, IntegrityError
 from .state import ModuleState, PathProgress
 

@@ -15,8 +15,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from dipaco.dht.agreement import expected_group, winning_state
 from dipaco.dht.keeping import heaviest
-from dipaco.dht.policy import expected_group, winning_state
 from dipaco.dht.records import HoldingRecord
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.state import ModuleState

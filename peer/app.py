@@ -14,20 +14,19 @@ from types import FrameType
 
 import torch
 from dipaco.dht.records import HoldingRecord
-from dipaco.modules.allocator import keep_freed_memory
-from dipaco.modules.device import release_memory
+from dipaco.modules.device import keep_freed_memory, release_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from hivemind.utils.limits import increase_file_limit
 
-from .averaging_pool import AveragingPool
+from .averaging.pool import AveragingPool
 from .best_copies import BestCopies
 from .display import Display
 from .events import EventLog
+from .exchange.reachability import classify
 from .keeper import Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
 from .publisher import PeerStatus, Publisher
-from .reachability import classify
 from .session import Session
 from .settings import PeerSettings, choose_device
 from .trainer import PathTrainer

@@ -16,7 +16,7 @@ from dipaco.dht.directory import Directory
 from dipaco.dht.keeping import is_best_keeper
 from dipaco.dht.records import BlobRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_store import HeldBest
+from dipaco.modules.best_path import HeldBest
 from dipaco.modules.errors import DipacoError
 
 from .events import EventLog

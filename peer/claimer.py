@@ -9,8 +9,8 @@ import threading
 from dipaco.dht.policy import Decision, choose_path, resolve_collision
 from dipaco.modules.grid import Grid
 
-from .clock import Clock
 from .events import EventLog
+from .exchange.clock import Clock
 from .publisher import PeerStatus, Publisher
 
 logger = logging.getLogger("dipaco.peer.claimer")

@@ -12,8 +12,8 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.best_path import BestPath
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
-from dipaco.routing.plan import RunPlan
 
 from .node import Node, join_run
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dipaco.dht.policy import expected_group
+from dipaco.dht.agreement import expected_group
 from dipaco.modules.errors import DipacoError
 from rich.console import Console, Group
 from rich.live import Live

@@ -15,10 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from dipaco.dht.best_paths import BestNotice
-from dipaco.modules.best_path import BestPath, best_path_of, claim_holds
-from dipaco.modules.best_store import HeldBest
+from dipaco.modules.best_path import BestPath, HeldBest, best_path_of, claim_holds
 from dipaco.modules.errors import DipacoError, IntegrityError
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score
 
 from .events import EventLog
 from .node import Node

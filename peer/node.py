@@ -20,11 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dipaco.dht.directory import Directory
+from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, load_or_create_identity
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
-from dipaco.dht.process_guard import GuardedDHT
-from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.best_path import BestPathStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
     AddressError,
@@ -36,16 +36,16 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex
 from dipaco.modules.store import StateStore
-from dipaco.routing.plan import PROTOCOL_VERSION, RunPlan, ShardIndex
 from dipaco.routing.run_directory import RunDirectory
 
-from .clock import Clock, measure_clock
-from .diagnosis import diagnose
-from .exchange import Exchange
-from .fetching import ContentFetcher, core_blobs
-from .schedule import RoundSchedule
-from .states import HeldStates
+from .exchange.clock import Clock, measure_clock
+from .exchange.diagnosis import diagnose
+from .exchange.exchange import Exchange
+from .exchange.fetching import ContentFetcher, core_blobs
+from .exchange.held_states import HeldStates
+from .rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.node")
 

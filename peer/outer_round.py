@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from dipaco.dht.policy import enough_for_commit
+from dipaco.dht.agreement import enough_for_commit
 from dipaco.dht.view import greatest_contribution
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.outer import (
@@ -22,12 +22,12 @@ from dipaco.modules.outer import (
     contribution_weights,
     outer_step,
 )
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
-from dipaco.routing.plan import RunPlan
 
-from .averager import AveragingFailed, AveragingOutcome, ExactAverager
-from .group_key import group_bits
-from .schedule import Boundary
+from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
+from .averaging.group import group_bits
+from .rounds import Boundary
 from .trainer import Snapshot
 
 logger = logging.getLogger("dipaco.peer.outer_round")

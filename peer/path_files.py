@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from dipaco.modules.errors import CorpusError
+from dipaco.modules.errors import CorpusError, NetworkError
 from dipaco.modules.state import ModuleState, greatest_state_bytes
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.held_out import are_shared, early_stopping_rows, reported_rows
-from dipaco.routing.token_files import check_tokens
+from dipaco.routing.token_files import are_shared, check_tokens, early_stopping_rows, reported_rows
 
 from .node import Node
+from .publisher import Publisher
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,34 @@ class PathFiles:
 
 def _as_tensor(rows: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.asarray(rows, dtype=np.int64))
+
+
+SHORTEST_WAIT_S = 10.0
+
+
+def starting_state(
+    module: str, node: Node, publisher: Publisher, files: PathFiles, stopping: threading.Event
+) -> ModuleState:
+    """Return the heaviest state of a module: announced, on this disk, or genesis.
+
+    A heavier state than this disk's that is announced is waited for, a round at most; then, or
+    when `stopping` is set, raises `NetworkError`. Called by the session when it begins a path.
+    """
+    own = node.held.load(module)
+    own_tokens = own.tokens if own is not None else 0
+    deadline = time.monotonic() + max(SHORTEST_WAIT_S, node.plan.rounds.duration_s)
+    while True:
+        view = publisher.view
+        found = node.fetcher.heaviest_state(module, view, at_least_tokens=own_tokens)
+        if found is not None:
+            return found
+        heavier = [h for h in view.holdings.get(module, ()) if h.tokens > own_tokens]
+        if not heavier:
+            return own if own is not None else files.genesis_state(module)
+        if time.monotonic() > deadline or stopping.is_set():
+            raise NetworkError(
+                f"{module} has {len(heavier)} announced holders, and none could serve it; "
+                "start the same command again in a minute"
+            )
+        stopping.wait(1.0)
+        publisher.refresh()

@@ -12,8 +12,8 @@ import math
 
 import torch
 from dipaco.dht.records import ProgressEntry
-from dipaco.modules.best_store import HeldBest
-from dipaco.modules.score import Score
+from dipaco.modules.best_path import HeldBest
+from dipaco.modules.evaluate import Score
 
 from .early_stopping import EarlyStopping
 from .events import EventLog

@@ -28,13 +28,13 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, DipacoError, NetworkError
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 
-from .clock import Clock
-from .exchange import Exchange
-from .reachability import Reachability
-from .schedule import RoundSchedule
-from .states import HeldStates
+from .exchange.clock import Clock
+from .exchange.exchange import Exchange
+from .exchange.held_states import HeldStates
+from .exchange.reachability import Reachability
+from .rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.publisher")
 

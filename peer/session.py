@@ -15,40 +15,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from dipaco.dht.policy import (
-    Decision,
-    expected_group,
-    lead_rank,
-    possible_group,
-    seniority,
-    should_move,
-)
+from dipaco.dht.agreement import expected_group, possible_group
+from dipaco.dht.policy import Decision, lead_rank, seniority, should_move
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState
 
 from .adoption import Adoptions
-from .averaging_pool import AveragingPool
+from .averaging.pool import AveragingPool
 from .claimer import Claimer
 from .events import EventLog
-from .keeper import Keeper
-from .leaving import hand_over
+from .keeper import Keeper, hand_over
 from .node import Node
-from .outer_round import (
-    CarriedOn,
-    Committed,
-    CommittedElsewhere,
-    OuterResult,
-    OuterRound,
-)
-from .path_files import PathFiles
+from .outer_round import CarriedOn, Committed, CommittedElsewhere, OuterResult, OuterRound
+from .path_files import PathFiles, starting_state
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
-from .rates import RateMeter
-from .round_position import RoundPosition
-from .schedule import Boundary
+from .rounds import Boundary, RateMeter, RoundPosition
 from .scoring import Scoring
 from .settings import PeerSettings
-from .starting_state import starting_state
 from .successor import SuccessorWatch
 from .trainer import PathTrainer, Snapshot
 

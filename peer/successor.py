@@ -10,8 +10,7 @@ import logging
 import threading
 
 from dipaco.dht.directory import Directory
-from dipaco.dht.manifest import SignedManifest
-from dipaco.dht.succession import newest_run
+from dipaco.dht.manifest import SignedManifest, newest_run
 from dipaco.modules.errors import DipacoError
 
 from .events import EventLog

@@ -24,10 +24,10 @@ from dipaco.modules.evaluate import score_sequences
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import outer_gradient
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.plan import RunPlan
 
 logger = logging.getLogger("dipaco.peer.trainer")
 

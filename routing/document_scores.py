@@ -25,9 +25,8 @@ from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.evaluate import score_rows
 from dipaco.modules.grid import module_name_is_valid
+from dipaco.modules.plan import canonical_json
 from dipaco.modules.transformer import PathModel, target_mask
-
-from .plan import canonical_json
 
 DOCUMENTS_FORMAT = "dipaco-router-documents/1"
 SCORES_FORMAT = "dipaco-document-scores/1"

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from .discriminative import DiscriminativeRouter, fit_discriminative
-from .kmeans_router import KMeansRouter
+from .kmeans import KMeansRouter
 from .label_router import LabelRouter
 from .product_kmeans import ProductKMeansRouter
 from .random_router import RandomRouter

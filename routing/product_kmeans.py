@@ -10,7 +10,7 @@ import numpy as np
 from dipaco.modules.errors import ConfigurationError
 
 from .balancing import balance_biases, squared_distances
-from .clustering import cluster_means, fit_kmeans
+from .kmeans import cluster_means, fit_kmeans
 from .router import FeatureRouter, standardisation
 
 

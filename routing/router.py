@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import safetensors.numpy
 from dipaco.modules.errors import IntegrityError
-
-from .plan import canonical_json
+from dipaco.modules.plan import canonical_json
 
 ROUTER_FORMAT = "dipaco-router/1"
 

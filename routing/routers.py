@@ -10,7 +10,7 @@ import safetensors.numpy
 from dipaco.modules.errors import IntegrityError
 
 from .discriminative import DiscriminativeRouter
-from .kmeans_router import KMeansRouter
+from .kmeans import KMeansRouter
 from .label_router import LabelRouter
 from .product_kmeans import ProductKMeansRouter
 from .random_router import RandomRouter

@@ -21,18 +21,18 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.best_path import BestPathStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
+from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, genesis_state, read_state
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
 
 from .document_routing import DocumentRouter
-from .plan import PathShard, RunPlan, ShardIndex
 from .routers import Router, load_router
 from .token_files import open_tokens
 from .tokenizer import Tokenizer

@@ -14,12 +14,11 @@ import numpy as np
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.modules.plan import PathShard, ShardIndex, canonical_json
 
 from .document_routing import DocumentRouter
-from .plan import PathShard, ShardIndex, canonical_json
 from .token_corpus import TokenCorpus
-from .token_files import token_dtype
-from .windows import scoring_windows, window_stride
+from .token_files import scoring_windows, token_dtype, window_stride
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.modules.plan import canonical_json
 
 from .corpus import Document
-from .plan import canonical_json
 from .token_files import token_dtype
 from .tokenizer import Tokenizer
 

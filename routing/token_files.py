@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from dipaco.modules.errors import IntegrityError
+from dipaco.modules.config import BEGIN_TOKEN, PAD_TOKEN, RoundsConfig
+from dipaco.modules.errors import ConfigurationError, IntegrityError
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -57,3 +59,64 @@ def even_sample(rows: np.ndarray, count: int | None) -> np.ndarray:
         return rows
     chosen = np.linspace(0, max(len(rows) - 1, 0), num=count).round().astype(np.int64)
     return rows[chosen]
+
+
+def scoring_windows(
+    tokens: Sequence[int] | np.ndarray,
+    sequence_length: int,
+    prefix_tokens: int,
+    pad: int = PAD_TOKEN,
+) -> np.ndarray:
+    """Return the windows of one document as rows, int64 [n, sequence_length].
+
+    Windows follow each other by `sequence_length - prefix_tokens`, so that scoring each without
+    its first `prefix_tokens` positions scores every later token of the document exactly once,
+    with at least that much context (the paper leaves out the routed prefix, section 2.4). The
+    last row is padded. A document of at most `prefix_tokens` tokens has no rows.
+
+    Raises ConfigurationError if the prefix leaves nothing to score. Called by `ShardBuilder` and
+    evaluation.
+    """
+    stride = window_stride(sequence_length, prefix_tokens)
+    document = np.asarray(tokens, dtype=np.int64)
+    count = max(0, -(-(len(document) - prefix_tokens) // stride))
+    padded = np.full(prefix_tokens + count * stride, pad, dtype=np.int64)
+    padded[: len(document)] = document[: len(padded)]
+    rows = np.arange(count)[:, None] * stride + np.arange(sequence_length)[None, :]
+    return padded[rows]
+
+
+def window_stride(sequence_length: int, prefix_tokens: int) -> int:
+    """Return the tokens that each window adds. Raises ConfigurationError if there are none."""
+    if not 1 <= prefix_tokens < sequence_length:
+        raise ConfigurationError(
+            f"prefix_tokens {prefix_tokens} must be at least 1 and less than sequence_length "
+            f"{sequence_length}: the tokens behind the prefix are the ones that are scored"
+        )
+    return sequence_length - prefix_tokens
+
+
+def are_shared(rounds: RoundsConfig) -> bool:
+    """Tell whether the same documents choose the best states and give the reported losses."""
+    return not rounds.early_stopping or rounds.early_stopping_split == "shared"
+
+
+def early_stopping_rows(rows: np.ndarray, rounds: RoundsConfig) -> np.ndarray:
+    """Return the rows of a path's held-out split [N, T] that choose its best states.
+
+    At most `validation_sequences`, evenly spread. Peers, the simulator and whoever checks the
+    score of a best path take the same ones.
+    """
+    chosen = rows if are_shared(rounds) else rows[_documents(rows) % 2 == 1]
+    return even_sample(chosen, rounds.validation_sequences)
+
+
+def reported_rows(rows: np.ndarray, rounds: RoundsConfig, count: int | None) -> np.ndarray:
+    """Return at most `count` rows (None: all) for the loss that is published and reported."""
+    chosen = rows if are_shared(rounds) else rows[_documents(rows) % 2 == 0]
+    return even_sample(chosen, count)
+
+
+def _documents(rows: np.ndarray) -> np.ndarray:
+    """Return the number of each row's document: every document begins a new row."""
+    return np.cumsum(rows[:, 0] == BEGIN_TOKEN)

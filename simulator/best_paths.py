@@ -14,17 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.best_path import BestPath, best_path_of, read_best_path, write_best_path
-from dipaco.modules.best_store import BestPathStore
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.best_path import (
+    BestPath,
+    BestPathStore,
+    best_path_of,
+    read_best_path,
+    write_best_path,
+)
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.files import storage_errors, sync_directory
 from dipaco.modules.grid import Grid
-from dipaco.modules.score import Score
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.held_out import are_shared, early_stopping_rows, reported_rows
-from dipaco.routing.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.token_files import are_shared, early_stopping_rows, reported_rows
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, write_state
 from dipaco.routing.run_directory import RunDirectory
 
-from .keeping import Luggage
+from .keeping import Luggage, read_luggage, read_notes, worker_file, write_worker
 from .live_directory import LiveDirectory
 from .reference import ReferenceSwarm
-from .worker_files import read_luggage, read_notes, worker_file, write_worker
 
 _LIVE, _PARTIAL = "live", ".partial"
 

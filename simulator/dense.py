@@ -14,15 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.files import atomic_file, storage_errors
 from dipaco.modules.inner import InnerLoop
-from dipaco.modules.score import Score
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
-from dipaco.routing.held_out import reported_rows
-from dipaco.routing.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.token_files import reported_rows
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,20 @@ The three give the same bits.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
-from dipaco.modules.files import remove_stale_temporaries, storage_errors
+from dipaco.modules.errors import IntegrityError
+from dipaco.modules.files import atomic_write, remove_stale_temporaries, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import KeptOptimizer
 from dipaco.modules.state import (
@@ -30,7 +35,96 @@ from dipaco.modules.state import (
     write_state,
 )
 
-from .worker_files import read_local, read_luggage, read_notes, worker_file, write_worker
+_METADATA = "worker"
+_TENSOR = "tensor"
+
+
+def worker_file(directory: Path, number: int) -> Path:
+    """Return the file of the worker with this number."""
+    return directory / f"{number:05d}.safetensors"
+
+
+def write_worker(
+    file: Path,
+    notes: Mapping[str, Any],
+    local: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Any] | None,
+) -> None:
+    """Write a worker: plain `notes`, flat local parameters by module, `InnerLoop.state_dict`.
+
+    Raises StorageError on a full disk.
+    """
+    tensors = {f"local/{module}": flat for module, flat in local.items()}
+    structure = _taken_apart(optimizer, tensors, "optimizer")
+    metadata = json.dumps({"notes": notes, "optimizer": structure})
+    atomic_write(file, safetensors.torch.save(tensors, metadata={_METADATA: metadata}))
+
+
+def read_notes(file: Path) -> dict[str, Any]:
+    """Return the notes of a worker. Raises IntegrityError for a broken file."""
+    with _opened(file) as (_, metadata):
+        return dict(metadata["notes"])
+
+
+def read_local(file: Path, module: str) -> torch.Tensor | None:
+    """Return the local parameters of one module, flat fp32; None if the file has none of it.
+
+    Raises IntegrityError for a broken file.
+    """
+    name = f"local/{module}"
+    with _opened(file) as (handle, _):
+        return handle.get_tensor(name) if name in set(handle.keys()) else None
+
+
+def read_luggage(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    """Return all local parameters and the AdamW state. Raises IntegrityError for a broken file."""
+    with _opened(file) as (handle, metadata):
+        local = {
+            name.removeprefix("local/"): handle.get_tensor(name)
+            for name in handle.keys()  # noqa: SIM118 - it is no mapping
+            if name.startswith("local/")
+        }
+        return local, _put_together(metadata["optimizer"], handle)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    try:
+        with safetensors.safe_open(file, framework="pt", device="cpu") as handle:
+            yield handle, json.loads(handle.metadata()[_METADATA])
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(
+            f"{file} is broken ({type(error).__name__}: {error}); remove its checkpoint to start "
+            f"from the saved module states with fresh AdamW states"
+        ) from None
+
+
+def _taken_apart(value: Any, tensors: dict[str, torch.Tensor], name: str) -> Any:
+    """Put the tensors in `value` into `tensors` and return the rest as plain JSON."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.contiguous()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        # As pairs, because the keys of AdamW's state are numbers.
+        return {
+            "mapping": [
+                [key, _taken_apart(item, tensors, f"{name}/{key}")] for key, item in value.items()
+            ]
+        }
+    if isinstance(value, list | tuple):
+        return [_taken_apart(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
+    return value
+
+
+def _put_together(value: Any, handle: Any) -> Any:
+    if isinstance(value, list):
+        return [_put_together(item, handle) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return handle.get_tensor(value[_TENSOR])
+    return {key: _put_together(item, handle) for key, item in value["mapping"]}
+
 
 KEEP_CHOICES = ("memory", "device", "disk")
 

@@ -19,10 +19,10 @@ from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, KeptOptimizer
 from dipaco.modules.outer import Contribution, outer_gradient
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.plan import RunPlan
 
 from .keeping import KeptStates, Luggage, WorkerShelf
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.outer import (
     WireCodec,
     average_contributions,
@@ -32,12 +32,11 @@ from dipaco.modules.outer import (
     contribution_weights,
     outer_step,
 )
-from dipaco.modules.score import Score
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.held_out import reported_rows
 from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.token_files import reported_rows
 
 from .best_paths import BestPaths, BestReport
 from .keeping import (

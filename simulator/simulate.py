@@ -11,7 +11,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from dipaco.modules.allocator import keep_freed_memory
+from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState

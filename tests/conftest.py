@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dipaco.routing.run_directory import RunDirectory
-    from exchange_nodes import Nodes
+    from support.exchange_nodes import Nodes
 
 # Before PyTorch is imported, here and in every command that a test starts: results depend on the
 # number of threads, and the tests share two cores with the swarms that they start.
@@ -38,7 +38,7 @@ def fresh_futures() -> None:
 @pytest.fixture(scope="module")
 def joined_nodes() -> Iterator[Nodes]:
     """Give a module two joined DHT nodes."""
-    from exchange_nodes import Nodes  # it imports Hivemind, which few tests need
+    from support.exchange_nodes import Nodes  # it imports Hivemind, which few tests need
 
     joined = Nodes()
     yield joined
@@ -64,7 +64,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Give a module a tiny prepared run of 2x2 paths without path-specific modules."""
-    from tiny_run import make_tiny_run
+    from support.tiny_run import make_tiny_run
 
     return make_tiny_run(tmp_path_factory.mktemp("shared") / "run")
 
@@ -72,6 +72,6 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 @pytest.fixture(scope="module")
 def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Give a module the same with path-specific blocks and embedding."""
-    from tiny_run import PRIVATE, make_tiny_run
+    from support.tiny_run import PRIVATE, make_tiny_run
 
     return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)

@@ -10,10 +10,10 @@ from dipaco.dht.records import ClaimRecord, HoldingRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 from hypothesis import given
 from hypothesis import strategies as st
-from make_plan import make_plan
+from support.make_plan import make_plan
 
 PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABCDEFGH")
 

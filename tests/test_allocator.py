@@ -1,4 +1,4 @@
-"""`dipaco.modules.allocator`: told to a process of its own, because it cannot be taken back."""
+"""`dipaco.modules.device`: told to a process of its own, because it cannot be taken back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import resource, sys
 import torch
-from dipaco.modules.allocator import keep_freed_memory
+from dipaco.modules.device import keep_freed_memory
 told = keep_freed_memory() if sys.argv[1] == "keep" else True
 assert told
 def work():

@@ -17,12 +17,12 @@ from dipaco.modules.outer import (
     canonical_table,
     contribution_weights,
 )
-from host_process import HostProcess, digest, outer_gradient
+from support.host_process import HostProcess, digest, outer_gradient
 
 pytestmark = pytest.mark.swarm
 
 SIZE = 400_000
-HOST_SCRIPT = Path(__file__).with_name("averager_host.py")
+HOST_SCRIPT = Path(__file__).parent / "support" / "averager_host.py"
 
 
 class Host(HostProcess):

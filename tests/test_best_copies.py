@@ -9,18 +9,17 @@ import pytest
 from dipaco.dht.best_paths import BestNotice
 from dipaco.dht.records import BlobRecord, ClaimRecord, PeerRecord
 from dipaco.dht.view import PathService, SwarmView
-from dipaco.modules.best_path import BestPath, best_path_of
-from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.best_path import BestPath, BestPathStore, best_path_of
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.errors import NetworkError
+from dipaco.modules.evaluate import Score
 from dipaco.modules.grid import Grid
-from dipaco.modules.score import Score
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.peer import best_copies
 from dipaco.peer.best_copies import BestCopies
 from dipaco.peer.publisher import PeerStatus
-from make_plan import make_plan
+from support.make_plan import make_plan
 
 ME, LEAD = "Qm" + "a" * 44, "Qm" + "b" * 44
 OTHERS = tuple("Qm" + letter * 44 for letter in "cdef")

@@ -13,7 +13,7 @@ from dipaco.dht.best_paths import (
 from dipaco.dht.keeping import is_best_keeper
 from dipaco.dht.records import ClaimRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score
 from pydantic import ValidationError
 
 

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from dipaco.modules.best_path import (
     BestPath,
+    BestPathStore,
     best_path_chunks,
     best_path_of,
     claim_holds,
@@ -18,12 +19,11 @@ from dipaco.modules.best_path import (
     read_best_path,
     read_best_path_summary,
 )
-from dipaco.modules.best_store import BestPathStore
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.errors import IntegrityError
+from dipaco.modules.evaluate import Score
 from dipaco.modules.grid import Grid
-from dipaco.modules.score import Score
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
 

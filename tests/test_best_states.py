@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 from dipaco.dht.best_paths import BestNotice
-from dipaco.inference.assemble import assemble_path
-from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.modules.best_path import BestPath, best_path_of
 from dipaco.modules.errors import NetworkError, StorageError
-from dipaco.modules.evaluate import score_sequences
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.held_out import early_stopping_rows
 from dipaco.routing.run_directory import RunDirectory
-from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+from dipaco.routing.token_files import early_stopping_rows
+from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 PATH = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from dipaco.modules.errors import ClockError
-from dipaco.peer.clock import (
+from dipaco.peer.exchange.clock import (
     MAX_CLOCK_OFFSET_S,
     Clock,
     ClockSample,

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 from dipaco.modules.errors import CorpusError
 from dipaco.routing import corpus as corpus_module
-from dipaco.routing.corpus import CorpusConfig, Document, DocumentReader, iterate_documents
-from dipaco.routing.corpus_stream import CorpusBookmark, CorpusStream
+from dipaco.routing.corpus import (
+    CorpusBookmark,
+    CorpusConfig,
+    CorpusStream,
+    Document,
+    DocumentReader,
+    iterate_documents,
+)
 
 HUB_README = """---
 configs:

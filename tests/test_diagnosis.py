@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from dipaco.modules.errors import ClockError, ProtocolVersionError, UnreachableError
-from dipaco.peer import service
-from dipaco.peer.diagnosis import diagnose, examine
-from dipaco.routing.plan import PROTOCOL_VERSION
-from exchange_nodes import NOBODY, Held, Nodes, set_ahead
+from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.peer.exchange import service
+from dipaco.peer.exchange.diagnosis import diagnose, examine
+from support.exchange_nodes import NOBODY, Held, Nodes, set_ahead
 
 pytestmark = pytest.mark.swarm
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dht_pair import LOOPBACK, TestNode, node_pair, start_node, wait_until
 from dipaco.dht.directory import Directory
 from dipaco.dht.identity import load_or_create_identity
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
@@ -27,13 +26,9 @@ from dipaco.dht.records import (
     record_key,
     record_subkey,
 )
-from dipaco.modules.errors import (
-    AddressError,
-    NetworkError,
-    RunSelectionError,
-    UnreachableError,
-)
-from make_plan import make_plan
+from dipaco.modules.errors import AddressError, NetworkError, RunSelectionError, UnreachableError
+from support.dht_pair import LOOPBACK, TestNode, node_pair, start_node, wait_until
+from support.make_plan import make_plan
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIFE_S = 60.0

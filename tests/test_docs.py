@@ -22,13 +22,12 @@ from dipaco.modules import errors
 from dipaco.modules.config import OuterConfig
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import Contribution, canonical_table, contribution_weights, outer_step
+from dipaco.modules.plan import canonical_json
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
-from dipaco.peer import messages
+from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
 from dipaco.peer.cli import build_parser as peer_parser
-from dipaco.peer.group_key import group_bits
-from dipaco.peer.group_table import GatherRow, reduce_shares
+from dipaco.peer.exchange import messages
 from dipaco.routing.batches import batch_indices
-from dipaco.routing.plan import canonical_json
 from dipaco.simulator.cli import build_parser as simulate_parser
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined

@@ -15,19 +15,17 @@ import torch
 from dipaco.dht.best_paths import BestNotice
 from dipaco.dht.records import ClaimRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_path import BestPath, best_path_of, read_best_path
-from dipaco.modules.best_store import BestPathStore
+from dipaco.modules.best_path import BestPath, BestPathStore, best_path_of, read_best_path
 from dipaco.modules.config import BEGIN_TOKEN, RoundsConfig
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.evaluate import score_sequences
-from dipaco.modules.score import Score
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.early_stopping import PATIENCE_ROUNDS, EarlyStopping
-from dipaco.routing.held_out import early_stopping_rows, reported_rows
 from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.token_files import early_stopping_rows, reported_rows
 from dipaco.simulator.reference import ReferenceSwarm
-from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 ME, OTHER = "Qm" + "a" * 44, "Qm" + "b" * 44
 ROUNDS = 5

@@ -42,9 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dipaco.routing.plan import ShardIndex, canonical_json
+from dipaco.modules.plan import ShardIndex, canonical_json
 from dipaco.routing.run_directory import RunDirectory
-
 from tests.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
 from tests.tiny_run import make_tiny_run, sign_tiny_run
 
@@ -325,7 +324,7 @@ def test_another_version_of_the_protocol(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", name="future", start_s=time.time())
     sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": 2}))
     program = (
-        "import sys, dipaco.routing.plan as plan; plan.PROTOCOL_VERSION = 2; "
+        "import sys, dipaco.modules.plan as plan; plan.PROTOCOL_VERSION = 2; "
         "from dipaco.bootstrap.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     serve = ["serve", str(run.path), "--host-maddrs", LOOPBACK]

@@ -14,10 +14,15 @@ import pytest
 import safetensors.torch
 import torch
 from dipaco.inference import evaluate_cli, reroute_cli, token_scores
-from dipaco.inference.assemble import assemble_path
 from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
 from dipaco.inference.rerouter import REROUTER_FILE, load_rerouter
-from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, open_source
+from dipaco.inference.sources import (
+    DiskSource,
+    SourceSettings,
+    SwarmSource,
+    assemble_path,
+    open_source,
+)
 from dipaco.modules.compose import gather_module
 from dipaco.modules.errors import (
     ConfigurationError,
@@ -30,7 +35,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.routing.corpus import Document
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.simulator import cli as simulator_cli
-from tiny_run import make_tiny_run, tiny_documents
+from support.tiny_run import make_tiny_run, tiny_documents
 
 CPU = torch.device("cpu")
 HELD_OUT_SEED = 1_000_003

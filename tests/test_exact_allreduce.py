@@ -7,7 +7,14 @@ import logging
 
 import pytest
 import torch
-from allreduce_harness import (
+from dipaco.peer.averaging.codec import PartCodec
+from dipaco.peer.averaging.group import reduce_shares
+from dipaco.peer.averaging.parts import AveragingFailed
+from hivemind.p2p import P2PContext
+from hivemind.proto import averaging_pb2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.allreduce_harness import (
     Group,
     MemoryNetwork,
     Message,
@@ -15,13 +22,6 @@ from allreduce_harness import (
     failures,
     make_peer_id,
 )
-from dipaco.peer.exact_parts import AveragingFailed
-from dipaco.peer.group_table import reduce_shares
-from dipaco.peer.part_codec import PartCodec
-from hivemind.p2p import P2PContext
-from hivemind.proto import averaging_pb2
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 CODECS = ["none", "float16", "blockwise8bit"]
 

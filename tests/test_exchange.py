@@ -12,14 +12,14 @@ import pytest
 from dipaco.dht.records import HoldingRecord
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, NetworkError, ProtocolVersionError
-from dipaco.peer import service
-from dipaco.peer.clock import measure_clock
-from dipaco.peer.exchange import Exchange
-from dipaco.routing.plan import PROTOCOL_VERSION
-from exchange_nodes import CONTENT, HELD, NOBODY, RUN, SHA, Held, Nodes, fetch, set_ahead
+from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.peer.exchange import service
+from dipaco.peer.exchange.clock import measure_clock
+from dipaco.peer.exchange.exchange import Exchange
 from hivemind import DHT
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
+from support.exchange_nodes import CONTENT, HELD, NOBODY, RUN, SHA, Held, Nodes, fetch, set_ahead
 
 pytestmark = pytest.mark.swarm
 

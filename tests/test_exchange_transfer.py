@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError
-from dipaco.peer import service
-from exchange_nodes import CONTENT, NOBODY, SHA, Held, Nodes, fetch
+from dipaco.peer.exchange import service
 from hivemind.p2p import PeerID
+from support.exchange_nodes import CONTENT, NOBODY, SHA, Held, Nodes, fetch
 
 pytestmark = pytest.mark.swarm
 

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 from dipaco.inference import export_all, export_cli
-from dipaco.inference.assemble import assemble_path
 from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_directory
 from dipaco.inference.export_card import CardNotes, gather_figures, model_card
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
-from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.simulator import cli as simulator_cli
+from support.tiny_run import make_tiny_run, tiny_documents
 from test_evaluate import FakeClient
-from tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-from tiny_run import make_tiny_run, tiny_documents
+from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoTokenizer
 
 CORPUS = Path(__file__).parent.parent / "examples" / "tiny" / "data"

@@ -16,10 +16,10 @@ from dipaco.bootstrap.predecessor import Predecessor, open_predecessor
 from dipaco.dht.records import ScoreEntry, ScoresRecord
 from dipaco.dht.score_request import verify_score_request
 from dipaco.modules.errors import IntegrityError, NetworkError
-from dipaco.peer.clock import Clock
+from dipaco.peer.exchange.clock import Clock
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
 from dipaco.routing.run_directory import RunDirectory
-from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run, tiny_documents
+from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run, tiny_documents
 
 OPERATOR, ALICE, BOB = (f"Qm{name:1>44}" for name in ("operatr", "aLice", "bob"))
 

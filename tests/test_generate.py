@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 from dipaco.inference import generate_cli
-from dipaco.inference.assemble import assemble_path
 from dipaco.inference.generate import (
+    PathChooser,
     Sampling,
     choose_token,
     generate_tokens,
     prompt_tokens,
     stream_text,
 )
-from dipaco.inference.generate_reroute import PathChooser
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
-from dipaco.inference.sources import DiskSource, SourceSettings
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.transformer import PathModel
@@ -27,7 +26,7 @@ from dipaco.routing.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_run import make_tiny_run, tiny_documents
+from support.tiny_run import make_tiny_run, tiny_documents
 
 GREEDY = Sampling(temperature=0, max_tokens=20)
 

@@ -7,9 +7,15 @@ import hashlib
 
 import msgpack
 import pytest
-from dipaco.peer.exact_parts import AveragingFailed
-from dipaco.peer.group_key import averager_prefix, group_bits
-from dipaco.peer.group_table import BadRowError, GatherRow, GroupRules, agree
+from dipaco.peer.averaging.group import (
+    BadRowError,
+    GatherRow,
+    GroupRules,
+    agree,
+    averager_prefix,
+    group_bits,
+)
+from dipaco.peer.averaging.parts import AveragingFailed
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,12 +8,7 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
-from dipaco.modules.grow import (
-    Growth,
-    check_genesis,
-    check_genesis_index,
-    path_parameters,
-)
+from dipaco.modules.grow import Growth, check_genesis, check_genesis_index, path_parameters
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import EMBEDDING, PathModel
 

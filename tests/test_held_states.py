@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from dipaco.modules.errors import StorageError
 from dipaco.modules.state import ModuleState, PathProgress, read_state
-from dipaco.peer.states import HeldStates
-from tiny_run import make_tiny_run
+from dipaco.peer.exchange.held_states import HeldStates
+from support.tiny_run import make_tiny_run
 
 
 @pytest.fixture(scope="module")

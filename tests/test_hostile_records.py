@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dht_pair import LOOPBACK, RUN_ID, start_node
-from dipaco.dht import sound_answers
+from dipaco.dht import guarded_dht
 from dipaco.dht.identity import Identity, load_or_create_identity, peer_id_of_public_key
 from dipaco.dht.record_validator import MAX_COMPLAINTS, MAX_REMEMBERED, RecordValidator
 from dipaco.dht.records import (
@@ -34,6 +33,7 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
+from support.dht_pair import LOOPBACK, RUN_ID, start_node
 
 KEY = record_key("claims", RUN_ID)
 KEY_BYTES = DHTID.generate(source=KEY).to_bytes()
@@ -236,7 +236,7 @@ def test_one_bad_record_does_not_void_an_answer(identities: list[Identity]) -> N
         answer.store("a free subkey", b"\x01", time.time() + 9e9)
     answer.latest_expiration_time = math.inf
     protocol: Any = Protocol(RecordValidator(other.key))
-    assert sound_answers.drop_refused(protocol, KEY_BYTES, answer)
+    assert guarded_dht.drop_refused(protocol, KEY_BYTES, answer)
     assert [subkey for subkey, _ in answer.items()] == [subkey_of(me)]
     assert answer.maxsize == math.inf
     assert answer.latest_expiration_time == good.expiration_time
@@ -258,15 +258,15 @@ def test_an_answers_expiration_is_that_of_its_records(
     async def find(*_: Any) -> Any:
         return answers
 
-    monkeypatch.setattr(sound_answers, "_find", find)
+    monkeypatch.setattr(guarded_dht, "_find", find)
     protocol: Any = None
-    found = asyncio.run(sound_answers.call_find(protocol, "peer", ["full", "empty"]))
+    found = asyncio.run(guarded_dht.call_find(protocol, "peer", ["full", "empty"]))
     assert found is not None
     assert found["full"][0] == ValueWithExpiration(full, expiration_s)
     assert found["empty"] == (None, {"near": "peer"})
     assert found["nothing"] == (None, {})
     answers = None  # type: ignore[assignment]
-    assert asyncio.run(sound_answers.call_find(protocol, "peer", [])) is None
+    assert asyncio.run(guarded_dht.call_find(protocol, "peer", [])) is None
 
 
 def test_hivemind_still_has_what_is_replaced() -> None:

@@ -14,16 +14,15 @@ from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_cli
-from dipaco.inference.assemble import assemble_path
-from dipaco.inference.sources import DiskSource
+from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from support.tiny_run import make_tiny_run, tiny_documents
 from test_prepare import CPU, _display, _write_run
-from tiny_run import make_tiny_run, tiny_documents
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOML = """

@@ -12,7 +12,7 @@ from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_plan import make_plan
+from support.make_plan import make_plan
 
 COPIES = 3
 

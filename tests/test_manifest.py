@@ -19,8 +19,8 @@ from dipaco.dht.manifest import (
     verify_manifest,
 )
 from dipaco.modules.errors import ManifestError, ProtocolVersionError, StorageError
-from dipaco.routing.plan import canonical_json
-from make_plan import make_plan
+from dipaco.modules.plan import canonical_json
+from support.make_plan import make_plan
 
 
 @pytest.fixture(scope="module")

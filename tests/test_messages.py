@@ -6,8 +6,8 @@ import contextlib
 
 import msgpack
 import pytest
-from dipaco.peer import messages
-from dipaco.peer.messages import (
+from dipaco.peer.exchange import messages
+from dipaco.peer.exchange.messages import (
     FetchRequest,
     HeldContent,
     HelloReply,

@@ -11,20 +11,14 @@ import pytest
 import torch
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import Contribution
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, PathProgress
-from dipaco.peer.averager import AveragingOutcome
-from dipaco.peer.exact_parts import AveragingFailed
-from dipaco.peer.outer_round import (
-    Answers,
-    CarriedOn,
-    Committed,
-    CommittedElsewhere,
-    OuterRound,
-)
-from dipaco.peer.schedule import Boundary
+from dipaco.peer.averaging.averager import AveragingOutcome
+from dipaco.peer.averaging.parts import AveragingFailed
+from dipaco.peer.outer_round import Answers, CarriedOn, Committed, CommittedElsewhere, OuterRound
+from dipaco.peer.rounds import Boundary
 from dipaco.peer.trainer import Snapshot
-from dipaco.routing.plan import RunPlan
-from tiny_run import make_tiny_run
+from support.tiny_run import make_tiny_run
 
 MODULE, ROUND = "L0.E0", 5
 Reply = AveragingOutcome | AveragingFailed

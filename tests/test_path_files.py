@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from dipaco.modules.errors import IntegrityError, NetworkError
+from dipaco.modules.plan import RunPlan, canonical_json
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer.path_files import PathFiles
-from dipaco.routing.plan import RunPlan, canonical_json
 from dipaco.routing.run_directory import RunDirectory
-from tiny_run import make_tiny_run
+from support.tiny_run import make_tiny_run
 
 MODULE = "L0.E1"
 

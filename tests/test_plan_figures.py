@@ -14,11 +14,11 @@ from dipaco.bootstrap.plan_display import shown_bytes
 from dipaco.bootstrap.plan_figures import PlanFigures, all_reduce_bytes, plan_figures
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.peer.exact_parts import ExactPartContainer
-from dipaco.peer.part_codec import PartCodec, encoded_bytes, part_elements
-from dipaco.routing.plan import RunBlobs
+from dipaco.peer.averaging.codec import PartCodec, encoded_bytes, part_elements
+from dipaco.peer.averaging.parts import ExactPartContainer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"

@@ -9,26 +9,17 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import pytest
-from dipaco.dht.policy import (
-    better_state,
-    choose_path,
-    enough_for_commit,
-    expected_group,
-    keepers,
-    lead_rank,
-    modules_to_keep,
-    resolve_collision,
-    should_move,
-    winning_state,
-)
+from dipaco.dht.agreement import better_state, enough_for_commit, expected_group, winning_state
+from dipaco.dht.keeping import keepers, modules_to_keep
+from dipaco.dht.policy import choose_path, lead_rank, resolve_collision, should_move
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_plan import make_plan
+from support.make_plan import make_plan
 
 DURATION_S = 100.0
 _DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"

@@ -21,7 +21,7 @@ from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
-from dipaco.routing.plan import RunPlan
+from dipaco.modules.plan import RunPlan
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.routing.shards import PathSummary

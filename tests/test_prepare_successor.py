@@ -20,8 +20,8 @@ from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import verify_manifest
 from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.modules.grow import Growth, path_parameters
+from dipaco.modules.plan import RunPlan
 from dipaco.routing.document_scores import DocumentScores
-from dipaco.routing.plan import RunPlan
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.simulator import cli as simulate
 from rich.console import Console

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dht_pair import LOOPBACK, wait_until
+from support.dht_pair import LOOPBACK, wait_until
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux ends children with their parent"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 OWNER = f"""
 import sys
-from dipaco.dht.process_guard import GuardedDHT
+from dipaco.dht.guarded_dht import GuardedDHT
 dht = GuardedDHT(start=True, host_maddrs=["{LOOPBACK}"])
 print(dht.pid, flush=True)
 sys.stdin.read()

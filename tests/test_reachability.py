@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dipaco.peer.reachability import classify
+from dipaco.peer.exchange.reachability import classify
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 HOME = "/ip4/192.168.1.20/tcp/4001"

@@ -40,7 +40,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_plan import make_plan
+from support.make_plan import make_plan
 
 RUN_ID = "0123456789abcdef"
 RECORD_LOGGER = "dipaco.dht.record_validator"

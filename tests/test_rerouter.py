@@ -24,7 +24,7 @@ from dipaco.inference.rerouter import (
 from dipaco.inference.rerouting import STAY, decisions
 from dipaco.inference.token_scores import TokenScores
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError
-from scored_documents import (
+from support.scored_documents import (
     CPU,
     base_model,
     changing_documents,

@@ -20,7 +20,7 @@ from dipaco.inference.rerouting import (
 )
 from dipaco.inference.token_scores import TokenScores
 from dipaco.modules.config import PAD_TOKEN
-from scored_documents import PREFIX_TOKENS, changing_documents, windows_of
+from support.scored_documents import PREFIX_TOKENS, changing_documents, windows_of
 
 DOCUMENTS = [*changing_documents(7, 12), TokenDocument(np.array([1, 9, 2]), path=0)]
 WINDOWS = (1, 3, 16, 40, 1024)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.round_position import RoundPosition
-from dipaco.peer.schedule import RoundSchedule
+from dipaco.peer.rounds import RoundPosition, RoundSchedule
 
 START_S, DURATION_S = 1000.0, 12.0
 

@@ -12,16 +12,16 @@ from dipaco.inference.options import check_labels
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RoutingPlan
 from dipaco.routing.balancing import balance_biases
 from dipaco.routing.discriminative import best_paths, fit_discriminative, label_targets
 from dipaco.routing.fitting import RouterConfig, RouterSample, fit_router
 from dipaco.routing.label_router import LabelRouter
-from dipaco.routing.plan import RoutingPlan
 from dipaco.routing.product_kmeans import ProductKMeansRouter
 from dipaco.routing.random_router import RandomRouter
 from dipaco.routing.routers import ROUTER_KINDS, Prefixes, load_router
-from make_plan import make_plan
 from pydantic import ValidationError
+from support.make_plan import make_plan
 
 DOCUMENTS, WIDTH = 600, 9
 

@@ -7,8 +7,7 @@ import math
 import pytest
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.round_position import RoundPosition
-from dipaco.peer.schedule import RoundSchedule
+from dipaco.peer.rounds import RoundPosition, RoundSchedule
 from hypothesis import given
 from hypothesis import strategies as st
 

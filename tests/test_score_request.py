@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dht_pair import TestNode, node_pair
 from dipaco.dht.directory import Directory
-from dipaco.dht.manifest import SignedManifest, operator_fingerprint, sign_manifest, verify_manifest
+from dipaco.dht.manifest import (
+    SignedManifest,
+    current_runs,
+    newest_run,
+    operator_fingerprint,
+    sign_manifest,
+    verify_manifest,
+)
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.dht.records import (
     KINDS,
@@ -34,12 +40,12 @@ from dipaco.dht.score_request import (
     sign_score_request,
     verify_score_request,
 )
-from dipaco.dht.succession import current_runs, newest_run
-from dipaco.routing.plan import canonical_json
+from dipaco.modules.plan import canonical_json
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
-from make_plan import make_plan
+from support.dht_pair import TestNode, node_pair
+from support.make_plan import make_plan
 
 RUN_ID = "0123456789abcdef"
 KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)

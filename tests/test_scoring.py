@@ -23,14 +23,10 @@ from dipaco.peer.score_job import ScoreJob
 from dipaco.peer.scoring import Scoring
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.document_scores import (
-    DocumentScores,
-    RouterDocuments,
-    score_router_documents,
-)
+from dipaco.routing.document_scores import DocumentScores, RouterDocuments, score_router_documents
 from dipaco.routing.run_directory import RunDirectory
+from support.tiny_run import make_tiny_run, tiny_documents
 from test_score_request import KEY
-from tiny_run import make_tiny_run, tiny_documents
 
 ME = "Qm" + "1" * 43 + "A"
 OTHER = "Qm" + "1" * 43 + "B"

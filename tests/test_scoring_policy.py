@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 
 from dipaco.dht.records import ClaimRecord, ScoreEntry, ScoresRecord
 from dipaco.dht.score_request import ScoreRequest
-from dipaco.dht.scoring_policy import (
-    ScoringBoard,
-    build_board,
-    keeps_scoring,
-    path_to_score,
-)
+from dipaco.dht.scoring_policy import ScoringBoard, build_board, keeps_scoring, path_to_score
 from dipaco.dht.view import SwarmView
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,14 +9,13 @@ import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.errors import CorpusError, IntegrityError
+from dipaco.modules.plan import ShardIndex
 from dipaco.routing.corpus import Document
 from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.plan import ShardIndex
 from dipaco.routing.shards import ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
-from dipaco.routing.token_files import check_tokens, open_tokens
+from dipaco.routing.token_files import check_tokens, open_tokens, scoring_windows
 from dipaco.routing.tokenizer import Tokenizer
-from dipaco.routing.windows import scoring_windows
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dipaco.modules.compose import gather_module, load_path
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import Score, score_sequences
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import (
     Contribution,
@@ -21,7 +21,6 @@ from dipaco.modules.outer import (
     contribution_weights,
     outer_step,
 )
-from dipaco.modules.score import Score
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
@@ -31,7 +30,7 @@ from dipaco.simulator.checkpoint import CheckpointDirectory
 from dipaco.simulator.dense import MixedBatches, score_dense, train_dense
 from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm, RoundReport
-from tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

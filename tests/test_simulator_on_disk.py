@@ -13,15 +13,15 @@ from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import GridConfig
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.inner import InnerLoop
+from dipaco.modules.plan import canonical_json
 from dipaco.modules.state import write_state
-from dipaco.routing.plan import canonical_json
 from dipaco.routing.run_directory import RunDirectory
 from dipaco.simulator.checkpoint import CheckpointDirectory
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm, RoundReport
+from support.tiny_run import make_tiny_run
 from test_simulator import simulate
-from tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dht_pair import start_node
 from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import (
     SignedManifest,
@@ -20,19 +19,14 @@ from dipaco.dht.manifest import (
     sign_manifest,
     verify_manifest,
 )
-from dipaco.dht.records import (
-    ClaimRecord,
-    HoldingRecord,
-    PeerRecord,
-    ProgressEntry,
-    ProgressRecord,
-)
+from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.status import status_of
 from dipaco.dht.status_cli import build_parser, render
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.grid import Grid
-from make_plan import make_plan
 from rich.console import Console
+from support.dht_pair import start_node
+from support.make_plan import make_plan
 
 PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABCDE")
 COMMAND = Path(sys.executable).parent / "dipaco-status"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from dipaco.modules.files import sha256_of_file
-from swarm import Member, Swarm, command
-from tiny_run import make_tiny_run, tiny_documents
+from support.swarm import Member, Swarm, command
+from support.tiny_run import make_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
 

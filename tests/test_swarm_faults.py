@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import (
+from support.faults import (
     assert_gone,
     first_after,
     forks,
@@ -22,8 +22,8 @@ from faults import (
     schedule_of,
     wait_until,
 )
-from swarm import Event, Member, Swarm, command
-from tiny_run import make_tiny_run
+from support.swarm import Event, Member, Swarm, command
+from support.tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.swarm
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from swarm import Swarm
-from tiny_run import make_tiny_run
+from support.swarm import Swarm
+from support.tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.swarm
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from dipaco.routing.document_scores import DocumentScores
 from dipaco.routing.run_directory import RunDirectory
-from swarm import Swarm, command
-from tiny_run import make_tiny_run, tiny_documents
+from support.swarm import Swarm, command
+from support.tiny_run import make_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from split_network import SplitNetwork, can_split, split_network
-from swarm import BIN, Member, Swarm
-from tiny_run import make_tiny_run
+from support.split_network import SplitNetwork, can_split, split_network
+from support.swarm import BIN, Member, Swarm
+from support.tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.swarm
 

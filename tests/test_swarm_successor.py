@@ -18,13 +18,13 @@ from dipaco.dht.score_request import (
     verify_score_request,
 )
 from dipaco.modules.errors import NetworkError
+from dipaco.modules.plan import RunPlan, canonical_json
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.node import Node, join_run
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
-from dipaco.routing.plan import RunPlan, canonical_json
 from dipaco.routing.run_directory import RunDirectory
-from swarm import Swarm, command
-from tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
+from support.swarm import Swarm, command
+from support.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
 

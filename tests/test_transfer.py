@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
-from dipaco.peer import transfer
-from dipaco.peer.mirrors import MirrorSource
-from dipaco.peer.partial_file import PartialFile
-from dipaco.peer.transfer import (
+from dipaco.peer.exchange import transfer
+from dipaco.peer.exchange.partial_file import PartialFile
+from dipaco.peer.exchange.transfer import (
     BLOCK_BYTES,
     ContentAbsent,
     ContentStream,
+    MirrorSource,
     OffsetBeyondEnd,
     Source,
     SourceBusy,

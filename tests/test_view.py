@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from dipaco.dht.records import (
-    ClaimRecord,
-    HoldingRecord,
-    PeerRecord,
-    ProgressEntry,
-    ProgressRecord,
-)
+from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView, build_view, plausible_holding, round_at
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.routing.plan import RunPlan
-from make_plan import make_plan
+from dipaco.modules.plan import RunPlan
+from support.make_plan import make_plan
 
 PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABC")
 

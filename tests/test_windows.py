@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.errors import ConfigurationError
-from dipaco.routing.windows import scoring_windows
+from dipaco.routing.token_files import scoring_windows
 from hypothesis import given
 from hypothesis import strategies as st
 

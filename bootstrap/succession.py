@@ -1,0 +1,209 @@
+"""The stages of preparation that a successor has in place of its own, or besides (DESIGN 4.8).
+
+Tokenizer and base come from the old run, the modules begin with its trained ones, and a router
+that is trained on scores gets them from its paths. Called by `Preparation`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.compose import load_path
+from dipaco.modules.config import InnerConfig, OuterConfig
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.files import sha256_of_file
+from dipaco.modules.grid import Grid
+from dipaco.modules.grow import Growth, check_genesis_index
+from dipaco.modules.plan import RunPlan, canonical_json
+from dipaco.modules.state import write_state
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.document_scores import DocumentScores, RouterDocuments
+from dipaco.routing.run_directory import RunDirectory
+
+from .display import Display
+from .local_scores import ScoresFolder, local_request, score_paths
+from .predecessor import Predecessor
+from .stages import StageMarkers, inputs_hash
+
+
+class ScoringSwarm(Protocol):
+    """A live swarm whose peers score, see `gather_scores.py`."""
+
+    def request(self, documents: RouterDocuments) -> str:
+        """Return the id of the score request for these documents, the same after a restart."""
+
+    def gather(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
+        """Ask the peers, wait a bounded time, and put the scores that came into `folder`."""
+
+
+# Held-out sequences that a model is scored on for the summary, over all paths.
+SUMMARY_SEQUENCES = 256
+
+
+@dataclass
+class Succession:
+    """What a successor takes from its predecessor; each result is made once."""
+
+    predecessor: Predecessor
+    grid: Grid
+    """The grid of the new run."""
+    blobs: BlobStore
+    """The blobs of the new run."""
+    work: Path
+    markers: StageMarkers
+    device: torch.device
+    display: Display
+    swarm: ScoringSwarm | None = None
+    """The live swarm that scores, if there is one."""
+
+    @cached_property
+    def growth(self) -> Growth:
+        """How old and new modules belong together."""
+        return Growth(self.predecessor.grid, self.grid)
+
+    def tokenizer(self, given: Path | None) -> str:
+        """Take over the old run's tokenizer as a blob of the new run and return its SHA-256.
+
+        Raises ConfigurationError if another one is `given` in RUN.toml.
+        """
+        sha256 = self.predecessor.plan.blobs.tokenizer
+        if given is not None and (not given.is_file() or sha256_of_file(given) != sha256):
+            raise ConfigurationError(
+                f"[tokenizer] model_file {given} is not the tokenizer of the run to go on with, "
+                f"and modules fit only the tokens that they were trained on; leave it out"
+            )
+        return self._take(sha256)
+
+    @cached_property
+    def base(self) -> str:
+        """The base model: the old one, or the trained model of a dense run."""
+        if not self.predecessor.is_dense:
+            return self._take(self.predecessor.plan.blobs.base)
+        inputs = inputs_hash("base of a dense run", self.predecessor.digests)
+        if found := self.markers.done("base", inputs):
+            return str(found["sha256"])
+        sha256 = self.blobs.add_bytes(self.predecessor.base_bytes())
+        self.markers.mark("base", inputs, {"sha256": sha256})
+        return sha256
+
+    @cached_property
+    def genesis(self) -> str:
+        """The first state of every module as blobs, and the index that names them."""
+        old = self.predecessor
+        inputs = inputs_hash("genesis", old.digests, old.plan.grid, self.grid.config)
+        if found := self.markers.done("genesis", inputs):
+            index = json.loads(self.blobs.read(str(found["sha256"])))
+            digests = check_genesis_index(index, self.grid)
+            if all(self.blobs.has(digest) for digest in digests.values()):
+                return str(found["sha256"])
+        digests = {}
+        modules = self.grid.modules()
+        with self.display.stage("genesis") as progress:
+            for number, state in enumerate(self.growth.states(old.load), 1):
+                file = self.work / "genesis.safetensors"
+                write_state(state, file)
+                digests[state.module] = self.blobs.add_file(file, move=True)
+                progress.update(number, len(modules), "modules")
+        sha256 = self.blobs.add_bytes(canonical_json(digests))
+        self.markers.mark("genesis", inputs, {"sha256": sha256})
+        if given_up := self.growth.unused():
+            self.display.say(
+                f"{len(given_up)} modules of the old run are not taken over, because the new grid "
+                f"is smaller there: {', '.join(given_up[:6])}{' ...' if len(given_up) > 6 else ''}"
+            )
+        return sha256
+
+    def _take(self, sha256: str) -> str:
+        """Copy a blob of the old run."""
+        return self.blobs.add_file(self.predecessor.directory.blobs.require(sha256))
+
+    def check_scorable(self) -> None:
+        """Raise ConfigurationError unless each new path goes on with one old path of its own.
+
+        Labels say under which old path a document is likeliest; copies of one path are alike.
+        """
+        origins = [self.growth.origin_path(path) for path in range(self.grid.path_count)]
+        if len(set(origins)) < self.grid.path_count:
+            raise ConfigurationError(
+                f"a router trained on scores needs as many trained paths as the grid has, but its "
+                f"{self.grid.path_count} paths come from {len(set(origins))} of the old run's "
+                f"{self.predecessor.grid.path_count}, so some would be alike; write kind = "
+                f"'kmeans' under [router], and re-shard in a further successor"
+            )
+
+    def scores(self, documents: RouterDocuments) -> np.ndarray:
+        """Return what each new path's origin makes of the documents, nats, float64 [N, paths].
+
+        From the swarm if there is one, the rest from the states at hand.
+        Raises ConfigurationError as `check_scorable` does.
+        """
+        self.check_scorable()
+        old = self.predecessor
+        origins = [self.growth.origin_path(path) for path in range(self.grid.path_count)]
+        needed = sorted(set(origins))
+        request = (
+            self.swarm.request(documents)
+            if self.swarm
+            else local_request(documents, old.plan.run_id)
+        )
+        folder = ScoresFolder(self.work / "scores", request, documents)
+        if self.swarm is not None:
+            self.swarm.gather(folder, needed)
+
+        def at_hand(path: int) -> DocumentScores | None:
+            # The peers scored the states of that moment; newer ones begin the successor.
+            wanted = None if self.swarm else old.digests
+            return folder.load(path, old.grid.modules_of_path(path), wanted)
+
+        missing = [path for path in needed if at_hand(path) is None]
+        if missing:
+            rows = len(documents)
+            with self.display.stage("scores") as progress:
+                score_paths(
+                    folder, old.grid, old.load, old.digests, missing, self.device,
+                    lambda path, done: progress.update(
+                        missing.index(path) * rows + done, len(missing) * rows,
+                        f"documents, path {path}",
+                    ),
+                )  # fmt: skip
+        found = [at_hand(path) for path in needed]
+        by_path = {scores.path: scores.nll for scores in found if scores is not None}
+        return np.stack([by_path[origin] for origin in origins], axis=1)
+
+    def say_where_it_stands(self, run: RunDirectory, plan: RunPlan) -> None:
+        """Show how good the modules are on the new shards, and where their schedule stands."""
+        each = max(1, SUMMARY_SEQUENCES // self.grid.path_count)
+        model = PathModel(plan.model).to(self.device).eval()
+        scores = []
+        for path in range(self.grid.path_count):
+            rows = run.validation_tokens(plan, path)[:each]
+            if len(rows):
+                modules = self.grid.modules_of_path(path)
+                states = {module: run.genesis_state(plan, module) for module in modules}
+                load_path(model, self.grid, path, states)
+                scores.append(Score(*score_sequences(model, rows, plan.routing.prefix_tokens)))
+        total = Score.total(scores)
+        if total.perplexity is not None:
+            self.display.say(
+                f"Genesis: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "
+                f"tokens, each path's modules on its own new shard"
+            )
+        self._say_schedule("inner", plan.inner, self.predecessor.path_steps())
+        self._say_schedule("outer", plan.outer, self.predecessor.outer_steps())
+
+    def _say_schedule(self, section: str, config: InnerConfig | OuterConfig, steps: int) -> None:
+        """Point out that a schedule begins anew, which may not be meant."""
+        if (config.warmup_steps or config.decay_steps) and steps and not config.first_step:
+            self.display.say(
+                f"[{section}] The learning rate begins its warmup and decay anew; the modules have "
+                f"{steps} steps behind them. To go on with one schedule write first_step = {steps}"
+            )

@@ -1,0 +1,124 @@
+"""The plan of a run: everything that peers must agree on, as plain validated data.
+
+The manifest (`dipaco.dht.manifest`) is this plan, signed. The simulator and the tools read the
+plan from a run directory without any network. Large parts are blobs named by their SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self
+
+from .config import (
+    AveragingConfig,
+    Config,
+    GridConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    RoundsConfig,
+)
+
+PLAN_FORMAT: Final = "dipaco-plan/1"
+PROTOCOL_VERSION = 1
+
+
+def _check_sha256(value: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError("must be 64 lower-case hexadecimal digits")
+    return value
+
+
+Sha256 = Annotated[str, AfterValidator(_check_sha256)]
+
+
+class PathShard(Config):
+    """The sequences routed to one path. Token files are blobs, see `dipaco.routing.shards`."""
+
+    path: int = Field(ge=0)
+    train_sha256: Sha256
+    train_sequences: int = Field(ge=0)
+    train_documents: int = Field(ge=0)
+    validation_sha256: Sha256
+    validation_sequences: int = Field(ge=0)
+
+
+class ShardIndex(Config):
+    """All shards of a run; the blob `blobs.shards` of a plan is this as JSON."""
+
+    sequence_length: int = Field(ge=8)
+    paths: tuple[PathShard, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if [shard.path for shard in self.paths] != list(range(len(self.paths))):
+            raise ValueError("paths must be listed in order, each once")
+        return self
+
+
+class RunBlobs(Config):
+    """SHA-256 of the parts of a run that are too large for the manifest."""
+
+    tokenizer: Sha256
+    router: Sha256
+    base: Sha256 = Field(description="The base model: genesis parameters and prefix features.")
+    shards: Sha256 = Field(description="The `ShardIndex` as JSON.")
+    genesis: Sha256 | None = Field(
+        None, description="JSON of module to state digest, for a successor run; else from `base`."
+    )
+
+
+class RoutingPlan(Config):
+    """How documents find their path."""
+
+    kind: str = Field("kmeans", description="Kind of the router file.")
+    prefix_tokens: int = Field(32, ge=1, description="Tokens that routing sees (section 2.4).")
+    train_paths: int = Field(
+        1, ge=1, description="Shards that every training document is in (section 2.4.4)."
+    )
+
+
+class RunPlan(Config):
+    """Everything peers must agree on. A run's id is the hash of this."""
+
+    format: Literal["dipaco-plan/1"] = PLAN_FORMAT
+    protocol_version: int = Field(PROTOCOL_VERSION, ge=1)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    seed: int = Field(0, ge=0, lt=2**32)
+    start_s: float = Field(0.0, ge=0, description="Unix time at which round 0 begins.")
+    model: ModelConfig
+    grid: GridConfig
+    inner: InnerConfig
+    outer: OuterConfig
+    rounds: RoundsConfig
+    averaging: AveragingConfig
+    routing: RoutingPlan
+    blobs: RunBlobs
+    mirrors: tuple[str, ...] = Field(
+        (), description="fsspec addresses of folders that hold blobs by their SHA-256."
+    )
+    successor_of: str | None = None
+
+    def canonical_json(self) -> bytes:
+        """Return the one byte string that is hashed and signed."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the plan, 64 hexadecimal digits."""
+        return hashlib.sha256(self.canonical_json()).hexdigest()
+
+    @property
+    def run_id(self) -> str:
+        """First 16 digits of the fingerprint: the name of the run in the DHT."""
+        return self.fingerprint[:16]
+
+
+def canonical_json(value: Any) -> bytes:
+    """Serialise with sorted keys and no white space, so that equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

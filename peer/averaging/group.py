@@ -1,0 +1,219 @@
+"""What the members of a group tell each other before any byte moves, and how it is checked. Pure.
+
+Matchmaking gathers one small row from every member. The rows give the weights, the order of
+summation and who reduces how much, so everybody must hold the same rows; the id under which the
+all-reduce runs is therefore a hash of them (`agree`), and a member that was told other rows is
+in another group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import msgpack
+from dipaco.modules.outer import Contribution, canonical_table
+from dipaco.modules.plan import PROTOCOL_VERSION
+
+_MODULE_BITS, _ROUND_BITS, _ATTEMPT_BITS, _DIGEST_BITS = 32, 32, 8, 64
+
+
+def averager_prefix(run_id: str, level: str) -> str:
+    """Return the DHT key and RPC namespace of a level's averagers, the same on every peer."""
+    return f"dipaco-{PROTOCOL_VERSION}/{run_id}/{level}"
+
+
+def group_bits(module_index: int, round_index: int, attempt: int, anchor_digest: str) -> str:
+    """Return the group key of one attempt at one outer step, as Hivemind's string of bits.
+
+    `module_index` is the module's place in `Grid.modules()`, `anchor_digest` the 64
+    hexadecimal digits of the state that the outer gradient was taken from. Raises ValueError for
+    numbers outside of their fields: a truncated number would let strangers meet.
+    """
+    if not re.fullmatch(r"[0-9a-f]{64}", anchor_digest):
+        raise ValueError(f"anchor digest must be 64 hexadecimal digits, got {anchor_digest!r}")
+    return (
+        _bits("module index", module_index, _MODULE_BITS)
+        + _bits("round", round_index, _ROUND_BITS)
+        + _bits("attempt", attempt, _ATTEMPT_BITS)
+        + _bits("digest", int(anchor_digest[: _DIGEST_BITS // 4], 16), _DIGEST_BITS)
+    )
+
+
+def _bits(name: str, value: int, width: int) -> str:
+    if not 0 <= value < 2**width:
+        raise ValueError(f"{name} must lie in [0, 2**{width}), got {value}")
+    return format(value, f"0{width}b")
+
+
+ROW_BYTES = 512
+GREATEST_GROUP = 256
+GREATEST_BANDWIDTH_MBIT = 1_000_000
+_SHARE_UNITS = 2**20
+
+
+class BadRowError(ValueError):
+    """A row that cannot be accepted. `peer` is the member that it came from."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(peer, reason)
+        self.peer = peer
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"peer {self.peer}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class GatherRow:
+    """One member's row: what it averages, from which anchor, and how much work is in it."""
+
+    protocol: int
+    module: str
+    round_index: int
+    anchor: str
+    """Digest of the state that the outer gradient was taken from."""
+    path: int
+    peer: str
+    """The member's libp2p peer id in base58."""
+    tokens: int
+    """Tokens trained since the anchor: the contribution's weight."""
+    bandwidth_mbit: int
+    """Upload of the member; 0 cannot be reached, so it reduces nothing."""
+
+    def to_bytes(self) -> bytes:
+        """Return the row as msgpack."""
+        return msgpack.packb(astuple(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> GatherRow:
+        """Read a stranger's row. Raises ValueError unless every field has its type."""
+        if len(data) > ROW_BYTES:
+            raise ValueError(f"row of {len(data)} bytes, at most {ROW_BYTES}")
+        try:
+            values = msgpack.unpackb(data, use_list=False, raw=False, max_ext_len=0)
+        except Exception as error:
+            raise ValueError(f"row is not msgpack ({type(error).__name__})") from None
+        if type(values) is not tuple or len(values) != len(fields(cls)):
+            raise ValueError("row does not have the fields of this protocol")
+        for field, value in zip(fields(cls), values, strict=True):
+            if type(value).__name__ != field.type:
+                raise ValueError(f"row: {field.name} is not {field.type}")
+        return cls(*values)
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """What this peer accepts in the group of one attempt."""
+
+    own: GatherRow
+    paths: frozenset[int]
+    """Paths through the module."""
+    greatest_tokens: int
+    """No contribution can have more tokens than this."""
+    excluded: frozenset[str] = frozenset()
+    """Peers that this peer does not admit when it leads."""
+
+    def check_row(self, data: bytes, sender: str) -> GatherRow:
+        """Read the row that `sender` gave, or raise BadRowError that says what is wrong."""
+        try:
+            row = GatherRow.from_bytes(data)
+        except ValueError as error:
+            raise BadRowError(sender, str(error)) from None
+        own = self.own
+        # A stranger's text is shown only where it is known to be short and plain.
+        if row.protocol != own.protocol:
+            raise BadRowError(sender, f"speaks protocol {row.protocol}, not {own.protocol}")
+        if row.peer != sender:
+            raise BadRowError(sender, "its row names another peer")
+        if row.module != own.module:
+            raise BadRowError(sender, f"averages another module than {own.module}")
+        if row.round_index != own.round_index:
+            raise BadRowError(sender, f"is in round {row.round_index}, not {own.round_index}")
+        if row.anchor != own.anchor:
+            shown = row.anchor[:8] if re.fullmatch(r"[0-9a-f]{64}", row.anchor) else "no digest"
+            raise BadRowError(sender, f"starts from anchor {shown}, not {own.anchor[:8]}")
+        if row.path not in self.paths:
+            raise BadRowError(sender, f"path {row.path} does not run through {own.module}")
+        if not 0 < row.tokens <= self.greatest_tokens:
+            raise BadRowError(
+                sender, f"{row.tokens} tokens is not between 1 and {self.greatest_tokens}"
+            )
+        if not 0 <= row.bandwidth_mbit <= GREATEST_BANDWIDTH_MBIT:
+            raise BadRowError(sender, f"bandwidth {row.bandwidth_mbit} Mbit/s is impossible")
+        return row
+
+    def check_joiner(self, data: bytes, sender: str) -> GatherRow:
+        """Like `check_row`, for a peer that asks this one to lead it."""
+        if sender in self.excluded:
+            raise BadRowError(sender, "failed in an earlier attempt")
+        return self.check_row(data, sender)
+
+
+@dataclass(frozen=True)
+class AgreedGroup:
+    """A checked group: the same on every member that was told the same rows."""
+
+    group_id: bytes
+    peers: tuple[str, ...]
+    """In the leader's order, in which parts are assigned."""
+    table: tuple[Contribution, ...]
+    """In the canonical order, in which contributions are summed."""
+    shares: tuple[int, ...]
+    """For each of `peers`, how much of the vector it reduces; no meaning but their ratio."""
+
+
+def agree(
+    group_id: bytes, peers: Sequence[str], rows: Sequence[bytes], rules: GroupRules
+) -> AgreedGroup:
+    """Check what the leader sent and return the group, or raise BadRowError naming who is bad."""
+    own_peer = rules.own.peer
+    if not 2 <= len(peers) <= GREATEST_GROUP or len(rows) != len(peers):
+        raise BadRowError(own_peer, f"was put into a group of {len(peers)} with {len(rows)} rows")
+    if len(set(peers)) != len(peers) or own_peer not in peers:
+        raise BadRowError(own_peer, "was put into a group that repeats or lacks a peer")
+    checked = [rules.check_row(row, peer) for row, peer in zip(rows, peers, strict=True)]
+    if checked[list(peers).index(own_peer)] != rules.own:
+        raise BadRowError(own_peer, "its row was changed by the group's leader")
+    if not any(row.bandwidth_mbit for row in checked):
+        raise BadRowError(own_peer, "was put into a group in which nobody can be reached")
+    digest = hashlib.sha256(b"dipaco-group/1\n" + group_id)
+    for peer, row in zip(peers, rows, strict=True):
+        digest.update(msgpack.packb((peer, row)))
+    return AgreedGroup(
+        group_id=digest.digest(),
+        peers=tuple(peers),
+        table=canonical_table([Contribution(row.path, row.peer, row.tokens) for row in checked]),
+        shares=reduce_shares([row.bandwidth_mbit for row in checked]),
+    )
+
+
+def reduce_shares(bandwidths: Sequence[int]) -> tuple[int, ...]:
+    """Return how much of the vector each member reduces, as integers with the right ratios.
+
+    A member that reduces the fraction f moves 1 + (n - 2) f times the vector, so the slowest
+    member is as fast as can be when (1 + (n - 2) f) / bandwidth is the same for all that reduce
+    anything, and the others reduce nothing. Solved exactly by trying the fastest k members, with
+    plain IEEE arithmetic: every member must find the same integers.
+    Hivemind solves the same problem with a linear program whose solver SciPy has since removed.
+    """
+    count = len(bandwidths)
+    able = sorted((value for value in bandwidths if value > 0), reverse=True)
+    if count <= 2 or able[0] == able[-1]:
+        return tuple(int(value > 0) for value in bandwidths)
+    level = 0.0
+    for reducers in range(1, len(able) + 1):
+        candidate = (count - 2 + reducers) / sum(able[:reducers])
+        if candidate * able[reducers - 1] <= 1.0:
+            break
+        level = candidate
+    return tuple(
+        max(0, int((level * value - 1.0) / (count - 2) * _SHARE_UNITS)) for value in bandwidths
+    )
+
+
+def short_peers(peers: Collection[str]) -> str:
+    """Return peer ids for a log line."""
+    return ", ".join(sorted(peers)) or "nobody"

@@ -1,0 +1,67 @@
+"""The averagers of one peer: one process a level, alive for the whole session.
+
+Averagers are forked, so they are made before CUDA is touched and before training starts. One that
+died is replaced at the next boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+
+from .averager import ExactAverager
+from .group import averager_prefix
+
+logger = logging.getLogger("dipaco.peer.averaging.pool")
+
+# A member that sends nothing for this long has failed; within a share of the commit window.
+LONGEST_SILENCE_S = 30.0
+SILENCE_SHARE_OF_WINDOW = 0.25
+
+
+class AveragingPool:
+    """Makes, replaces and stops the averagers. Used by the session, on the main thread."""
+
+    def __init__(
+        self, dht: GuardedDHT, plan: RunPlan, grid: Grid, shard_sequences: dict[int, int] | None
+    ) -> None:
+        self._dht = dht
+        self._plan = plan
+        self._grid = grid
+        self._shard_sequences = shard_sequences
+        self._averagers: dict[str, ExactAverager] = {}
+        for level in grid.level_names:
+            self._averagers[level] = self._make(level)
+
+    def _make(self, level: str) -> ExactAverager:
+        grid, rounds = self._grid, self._plan.rounds
+        modules = [module for module in grid.modules() if grid.level_of(module) == level]
+        return ExactAverager(
+            self._dht,
+            prefix=averager_prefix(self._plan.run_id, level),
+            size=grid.layout(level).size,
+            codec=self._plan.averaging.codec,
+            part_bytes=self._plan.averaging.part_bytes,
+            matchmaking_s=rounds.matchmaking_s,
+            paths_of_module={module: grid.paths_of_module(module) for module in modules},
+            shard_sequences=self._shard_sequences,
+            silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),
+        )
+
+    def for_level(self, level: str) -> ExactAverager:
+        """Return a living averager of `level`. Main thread only: it may have to fork one."""
+        averager = self._averagers[level]
+        if not averager.is_alive():
+            logger.warning("the averager of %s had died and is started again", level)
+            averager = self._averagers[level] = self._make(level)
+        return averager
+
+    def shutdown(self) -> None:
+        """Stop all averagers at once; bounded."""
+        with ThreadPoolExecutor(max_workers=len(self._averagers)) as threads:
+            for averager in self._averagers.values():
+                threads.submit(averager.shutdown)

@@ -1,0 +1,1 @@
+"""Serving content and fetching it by hash; greeting peers, their clocks and reachability."""

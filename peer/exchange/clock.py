@@ -1,0 +1,137 @@
+"""Swarm time: what this machine's clock says, corrected by what its neighbours' clocks say.
+
+Rounds follow the clock (DESIGN 4.1), so peers have to agree on the time, not to know the right
+one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps, of
+which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the own,
+all uncorrected: peers that see the same clocks come to the same time, nobody runs after anybody,
+and one wrong clock moves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dipaco.modules.errors import ClockError
+
+logger = logging.getLogger("dipaco.peer.exchange.clock")
+
+MAX_CLOCK_OFFSET_S = 5.0
+REMEDY = "set this machine's clock: sudo timedatectl set-ntp true"
+MAX_NEIGHBOURS = 8
+SAMPLES = 4
+MEASURE_TIMEOUT_S = 8.0
+# Smaller corrections than this are noise of the measurement.
+LEAST_STEP_S = 0.01
+
+
+@dataclass(frozen=True)
+class ClockSample:
+    """One look at a neighbour's clock."""
+
+    offset_s: float
+    """The neighbour's clock minus this machine's."""
+    delay_s: float
+    """Round trip without the neighbour's own time; the offset is wrong by half of it at most."""
+
+
+def sample_of(asked_s: float, received_s: float, sent_s: float, answered_s: float) -> ClockSample:
+    """Compute a sample from the four time stamps of a hello.
+
+    `asked_s` and `answered_s` are of this machine's clock, the other two of the neighbour's.
+    """
+    offset_s = ((received_s - asked_s) + (sent_s - answered_s)) / 2
+    delay_s = (answered_s - asked_s) - (sent_s - received_s)
+    return ClockSample(offset_s, max(0.0, delay_s))
+
+
+def best_sample(samples: Iterable[ClockSample]) -> ClockSample | None:
+    """Return the sample with the least delay, which is the least wrong; None of none."""
+    return min(samples, key=lambda sample: sample.delay_s, default=None)
+
+
+def agreed_offset_s(neighbours_s: Sequence[float]) -> float:
+    """Return swarm time minus own time: the median of all clocks, the own one included."""
+    return statistics.median([0.0, *neighbours_s])
+
+
+def check_offset(offset_s: float, limit_s: float = MAX_CLOCK_OFFSET_S, peers: str = "") -> None:
+    """Raise `ClockError` when the others' clocks are `offset_s` ahead, more than `limit_s`."""
+    if abs(offset_s) > limit_s:
+        where = "behind" if offset_s > 0 else "ahead of"
+        raise ClockError(
+            f"this machine's clock is {abs(offset_s):.1f} s {where} "
+            f"{peers or 'the other peers'}, at most {limit_s:.0f} s are possible; {REMEDY}"
+        )
+
+
+class Neighbours(Protocol):
+    """What measuring needs of the exchange."""
+
+    def connected_peers(self) -> tuple[str, ...]:
+        """Return the ids of the peers that this node is connected to."""
+        ...
+
+    def clock_samples(
+        self, peers: Sequence[str], count: int, timeout_s: float
+    ) -> Mapping[str, tuple[ClockSample, ...]]:
+        """Say hello to each peer `count` times; peers that do not answer are left out."""
+        ...
+
+
+class Clock:
+    """Swarm time. Thread-safe: the offset is one float, replaced as a whole."""
+
+    def __init__(self, offset_s: float = 0.0, system_time: Callable[[], float] = time.time) -> None:
+        self._offset_s = offset_s
+        self._system_time = system_time
+
+    @property
+    def offset_s(self) -> float:
+        """Swarm time minus this machine's time."""
+        return self._offset_s
+
+    def now(self) -> float:
+        """Return swarm time as Unix seconds."""
+        return self._system_time() + self._offset_s
+
+    def to_local(self, swarm_s: float) -> float:
+        """Return what this machine's clock says when it is `swarm_s` in the swarm."""
+        return swarm_s - self._offset_s
+
+    def measure(self, neighbours: Neighbours, peers: Sequence[str] = ()) -> int:
+        """Correct the clock by `peers`, or by whoever this node is connected to.
+
+        Returns how many answered; without an answer nothing changes. Raises `ClockError`, and
+        changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
+        on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
+        """
+        asked = tuple(dict.fromkeys((*peers, *neighbours.connected_peers())))[:MAX_NEIGHBOURS]
+        samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
+        best = {peer: best_sample(taken) for peer, taken in samples.items()}
+        offsets = [sample.offset_s for sample in best.values() if sample is not None]
+        if not offsets:
+            return 0
+        check_offset(statistics.median(offsets))
+        offset_s = agreed_offset_s(offsets)
+        if abs(offset_s - self._offset_s) >= LEAST_STEP_S:
+            logger.debug("clock offset %+.3f s by %d neighbours", offset_s, len(offsets))
+            self._offset_s = offset_s
+        return len(offsets)
+
+
+def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock:
+    """Return the clock of a node that has just joined through the addresses `initial_peers`.
+
+    Raises `ClockError`. When nobody answers the hello, the machine's own time is used and a
+    warning is logged.
+    """
+    clock = Clock()
+    ids = [address.rpartition("/p2p/")[2] for address in initial_peers if "/p2p/" in address]
+    if not clock.measure(neighbours, ids):
+        logger.warning("no neighbour told its time; this machine's clock is used as it is")
+    return clock

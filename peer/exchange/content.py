@@ -1,0 +1,105 @@
+"""What the exchange serves: content named by its SHA-256, opened once for all who fetch it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from .loop_thread import run_blocking
+
+logger = logging.getLogger("dipaco.peer.exchange.content")
+
+
+class ContentSource(Protocol):
+    """Finds content by its hash. Called on a thread of its own, so it may read the disk."""
+
+    def lookup(self, sha256: str) -> Path | bytes | None:
+        """Return a file or the bytes, or None when it is not here.
+
+        `sha256` is 64 lower-case hexadecimal digits. What is returned is never changed in place:
+        a file may be replaced or deleted, not overwritten.
+        """
+        ...
+
+
+class OpenContent:
+    """An immutable snapshot of content: bytes, or an open file that may since be unlinked."""
+
+    def __init__(self, found: Path | bytes) -> None:
+        self._bytes = found if isinstance(found, bytes) else None
+        self._file: BinaryIO | None = None
+        if isinstance(found, bytes):
+            self.size_bytes = len(found)
+        else:
+            self._file = found.open("rb", buffering=0)
+            self.size_bytes = os.fstat(self._file.fileno()).st_size
+
+    async def read(self, offset: int, count: int) -> bytes | memoryview:
+        """Return `count` bytes from `offset`; fewer only when the file was cut off."""
+        if self._bytes is not None:
+            return memoryview(self._bytes)[offset : offset + count]
+        assert self._file is not None
+        return await run_blocking(os.pread, self._file.fileno(), count, offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass
+class _Shared:
+    """Content that several uploads read; the last one closes it."""
+
+    opening: asyncio.Future[OpenContent | None]
+    users: int = 0
+
+
+class ContentShelf:
+    """Opens content for uploads, the same content once. Used on the exchange's loop only."""
+
+    def __init__(self) -> None:
+        self.source: ContentSource | None = None
+        self._shared: dict[str, _Shared] = {}
+
+    @contextlib.asynccontextmanager
+    async def open(self, sha256: str) -> AsyncIterator[OpenContent | None]:
+        """Yield the content with this hash, or None when it is not held here."""
+        shared = self._shared.get(sha256)
+        if shared is None:
+            opening = asyncio.ensure_future(run_blocking(self._find, sha256))
+            shared = self._shared[sha256] = _Shared(opening)
+        shared.users += 1
+        try:
+            # Shielded: this upload may be cancelled while others wait for the same content.
+            yield await asyncio.shield(shared.opening)
+        finally:
+            shared.users -= 1
+            if shared.users == 0:
+                del self._shared[sha256]
+                shared.opening.add_done_callback(_close)
+
+    def _find(self, sha256: str) -> OpenContent | None:
+        source = self.source
+        try:
+            found = source.lookup(sha256) if source is not None else None
+            return OpenContent(found) if found is not None else None
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            logger.warning("content %s cannot be served: %s", sha256[:12], error)
+            logger.debug("lookup failed", exc_info=True)
+            return None
+
+
+def _close(opening: asyncio.Future[OpenContent | None]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        content = opening.result()
+        if content is not None:
+            content.close()

@@ -1,0 +1,164 @@
+"""Why joining failed: a plain libp2p client looks at each address and says it in one line.
+
+Hivemind's join fails with the same words for a wrong clock, a closed port and a mistyped peer id.
+This asks each address itself, without a DHT. Also behind `--debug` of the commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dipaco.modules.errors import DipacoError, ProtocolVersionError, UnreachableError
+from dipaco.modules.plan import PROTOCOL_VERSION
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
+from .hello import SOFTWARE, Hello, clock_samples, say_hello
+from .loop_thread import LoopThread
+from .reasons import dial_reason
+
+logger = logging.getLogger("dipaco.peer.exchange.diagnosis")
+
+DAEMON_TIMEOUT_S = 60.0
+SAMPLES = 3
+# Hivemind refuses to join beyond its own limit, measured less exactly than ours.
+JOIN_LIMIT_S = min(MAX_CLOCK_OFFSET_S, 0.9 * MAX_DHT_TIME_DISCREPANCY_SECONDS)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one address answered."""
+
+    address: str
+    hello: Hello | None = None
+    clock_offset_s: float = 0.0
+    error: DipacoError | None = None
+
+
+def diagnose(
+    initial_peers: Sequence[str],
+    *,
+    software: str = SOFTWARE,
+    protocol_version: int = PROTOCOL_VERSION,
+    timeout_s: float = 15.0,
+) -> tuple[Finding, ...]:
+    """Find out why joining through `initial_peers` failed, and raise it.
+
+    Called once `join_dht` has failed. `timeout_s` bounds each question. Raises
+    `ClockError` when the clocks of the peers that answer are too far from this machine's,
+    `ProtocolVersionError` when those that answer speak no protocol of ours, and
+    `UnreachableError` when none answers. Returns when nothing is wrong with the addresses: then
+    the failure was another one, or has passed.
+    """
+    findings = examine(
+        initial_peers, software=software, protocol_version=protocol_version, timeout_s=timeout_s
+    )
+    answered = [finding for finding in findings if finding.hello is not None]
+    if answered:
+        offset_s = statistics.median(finding.clock_offset_s for finding in answered)
+        check_offset(offset_s, JOIN_LIMIT_S, f"that of {answered[0].address}")
+        mismatches = [finding.error for finding in answered if finding.error is not None]
+        if len(mismatches) == len(answered):
+            raise mismatches[0]
+        return findings
+    for finding in findings:
+        if isinstance(finding.error, ProtocolVersionError):
+            raise finding.error
+    raise UnreachableError(
+        f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; check the "
+        "address with the one who gave it, and that its port is open"
+    )
+
+
+def examine(
+    addresses: Sequence[str],
+    *,
+    software: str = SOFTWARE,
+    protocol_version: int = PROTOCOL_VERSION,
+    timeout_s: float = 15.0,
+) -> tuple[Finding, ...]:
+    """Say hello to every address and return what each answered, in order.
+
+    Peers are asked all at once, several addresses of one peer one after the other: libp2p dials
+    all that it knows of a peer, and would blame one address for another.
+    """
+
+    groups: dict[str, list[str]] = {}
+    for address in dict.fromkeys(addresses):
+        groups.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    findings: dict[str, Finding] = {}
+
+    async def examine_peer(p2p: P2P, group: Sequence[str]) -> None:
+        for address in group:
+            findings[address] = await _examine(p2p, address, software, protocol_version, timeout_s)
+
+    async def run() -> tuple[Finding, ...]:
+        try:
+            p2p = await P2P.create(
+                no_listen=True,
+                dht_mode="client",
+                auto_nat=False,
+                nat_port_map=False,
+                startup_timeout=DAEMON_TIMEOUT_S,
+            )
+        except Exception as error:
+            raise UnreachableError(f"the libp2p daemon does not start: {error}") from error
+        try:
+            await asyncio.gather(*(examine_peer(p2p, group) for group in groups.values()))
+            return tuple(findings[address] for address in addresses)
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(p2p.shutdown(), 2.0)
+
+    thread = LoopThread("diagnosis")
+    thread.start()
+    try:
+        return thread.call(run(), DAEMON_TIMEOUT_S + 3 * len(addresses) * timeout_s + 5.0)
+    finally:
+        thread.stop()
+
+
+async def _examine(
+    p2p: P2P, address: str, software: str, protocol_version: int, timeout_s: float
+) -> Finding:
+    try:
+        peer, where = _split(address)
+        # P2P has no public call to dial an address; Hivemind's own identity check does the same.
+        await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), [where]), timeout_s)
+        hello = await say_hello(p2p, peer, software, protocol_version, timeout_s)
+    except DipacoError as error:
+        return Finding(address, error=error)
+    except Exception as error:
+        logger.debug("%s: %r", address, error)
+        return Finding(
+            address, error=UnreachableError(dial_reason(error, address.rpartition("/p2p/")[0]))
+        )
+    samples = await clock_samples(p2p, peer, SAMPLES, software, protocol_version, timeout_s)
+    best = best_sample((hello.clock, *samples))
+    assert best is not None
+    try:
+        hello.check_protocol(software, protocol_version)
+    except ProtocolVersionError as error:
+        return Finding(address, hello, best.offset_s, error)
+    return Finding(address, hello, best.offset_s)
+
+
+def _split(address: str) -> tuple[str, Multiaddr]:
+    """Split ".../p2p/<peer id>" into the peer id and the address to dial."""
+    where, found, peer = address.rpartition("/p2p/")
+    try:
+        if not found or not where:
+            raise ValueError("no /p2p/ part")
+        PeerID.from_base58(peer)
+        return peer, Multiaddr(where)
+    except Exception:
+        raise UnreachableError(
+            "it is not a peer's address, such as /ip4/203.0.113.5/tcp/31337/p2p/Qm..."
+        ) from None

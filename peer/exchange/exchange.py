@@ -1,0 +1,344 @@
+"""The exchange: serving content and fetching it, greeting and asking other peers.
+
+A synchronous facade over one thread with its own event loop, so that others are served while this
+process trains. Started by every joined process (`node.py`) before the run is known; it serves a
+run once `set_source` was called. Every call is bounded in time and raises a `DipacoError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dipaco.dht.records import HoldingRecord
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import NetworkError
+from dipaco.modules.plan import PROTOCOL_VERSION
+from hivemind import DHT
+from hivemind.p2p import P2P, PeerID
+
+from .clock import ClockSample
+from .held_states import HeldState
+from .hello import SOFTWARE, Hello, ask, clock_samples, say_hello
+from .loop_thread import LoopThread
+from .messages import (
+    FetchReply,
+    FetchRequest,
+    HoldingsReply,
+    HoldingsRequest,
+    OfferReply,
+    OfferRequest,
+    read_message,
+    write_message,
+)
+from .service import (
+    FETCH_HANDLE,
+    MAX_UPLOADS,
+    MAX_UPLOADS_PER_PEER,
+    ExchangeService,
+    OfferHandler,
+    RunContent,
+    content_of,
+    holding_of,
+)
+from .transfer import (
+    ContentAbsent,
+    ContentStream,
+    MirrorSource,
+    OffsetBeyondEnd,
+    Source,
+    SourceBusy,
+    download,
+    spread,
+)
+
+logger = logging.getLogger("dipaco.peer.exchange.exchange")
+
+CALL_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 30.0
+REPLY_TIMEOUT_S = 10.0
+DETACH_TIMEOUT_S = 0.4
+MAX_DOWNLOADS = 4
+# A call's own limit is inside; this much later the loop itself must be stuck.
+GRACE_S = 10.0
+# Checking the hash of a large download begins before its time is up and may end after it.
+COMMIT_GRACE_S = 300.0
+
+
+class Exchange:
+    """One node's exchange. Thread-safe.
+
+    `start` asks the DHT process for its libp2p daemon: call it before other threads use `dht`.
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        *,
+        software: str = SOFTWARE,
+        protocol_version: int = PROTOCOL_VERSION,
+        max_uploads: int = MAX_UPLOADS,
+        max_uploads_per_peer: int = MAX_UPLOADS_PER_PEER,
+    ) -> None:
+        self._dht = dht
+        self._software = software
+        self._protocol_version = protocol_version
+        self._thread = LoopThread("exchange")
+        self._service = ExchangeService(
+            software=software,
+            protocol_version=protocol_version,
+            max_uploads=max_uploads,
+            max_uploads_per_peer=max_uploads_per_peer,
+        )
+        self._p2p: P2P | None = None
+        self._download_slots = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._bytes_down = 0
+
+    def start(self) -> None:
+        """Start to answer others. Raises `NetworkError` when the DHT process does not answer."""
+        try:
+            # Not `replicate_p2p`: its replica is cached, and bound to the loop that asked first.
+            daemon = self._dht.run_coroutine(
+                DHT._get_p2p_daemon_listen_maddr, return_future=True
+            ).result(START_TIMEOUT_S)
+        except Exception as error:
+            raise NetworkError("the DHT process does not answer; start again") from error
+        self._thread.start()
+        try:
+            self._thread.call(self._attach(daemon), START_TIMEOUT_S)
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    async def _attach(self, daemon: object) -> None:
+        try:
+            self._p2p = await P2P.replicate(daemon)
+            await self._service.attach(self._p2p)
+        except Exception as error:
+            raise NetworkError(f"the libp2p daemon does not answer: {error}") from error
+
+    def stop(self) -> None:
+        """Stop answering, within two seconds; calls under way end with a `NetworkError`."""
+        if not self._thread.running:
+            return
+        with contextlib.suppress(NetworkError):
+            self._thread.call(self._detach(), 2 * DETACH_TIMEOUT_S)
+        self._thread.stop()
+
+    async def _detach(self) -> None:
+        p2p, self._p2p = self._p2p, None
+        if p2p is not None:
+            await self._service.detach(p2p, DETACH_TIMEOUT_S)
+            await p2p.shutdown()
+
+    def _connection(self) -> P2P:
+        if self._p2p is None:
+            raise NetworkError("the exchange is not running")
+        return self._p2p
+
+    @property
+    def peer_id(self) -> str:
+        """This node's id."""
+        peer_id: PeerID = self._connection().peer_id
+        return str(peer_id.to_base58())
+
+    @property
+    def bytes_up(self) -> int:
+        """Content sent since the start."""
+        return self._service.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Content received since the start."""
+        return self._bytes_down
+
+    def set_source(self, held: RunContent, run_id: str) -> None:
+        """Serve what `held` finds of the run `run_id`, and ask others about this run."""
+        self._service.set_source(held, run_id)
+
+    def set_offer_handler(self, handler: OfferHandler) -> None:
+        """Call `handler(offer)` on the exchange's thread for every state offered.
+
+        It returns at once whether the state is wanted, and has it fetched on another thread.
+        """
+        self._service.offer_handler = handler
+
+    def connected_peers(self) -> tuple[str, ...]:
+        """Return the ids of the peers that the libp2p daemon is connected to."""
+
+        async def peers() -> tuple[str, ...]:
+            try:
+                found = await asyncio.wait_for(self._connection().list_peers(), CALL_TIMEOUT_S)
+            except Exception as error:
+                raise NetworkError("the libp2p daemon does not answer") from error
+            return tuple(sorted(info.peer_id.to_base58() for info in found))
+
+        return self._thread.call(peers(), CALL_TIMEOUT_S + GRACE_S)
+
+    def hello(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Hello:
+        """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
+
+        async def greet() -> Hello:
+            return await say_hello(
+                self._connection(), peer, self._software, self._protocol_version, timeout_s
+            )
+
+        hello = self._thread.call(greet(), timeout_s + GRACE_S)
+        hello.check_protocol(self._software, self._protocol_version)
+        return hello
+
+    def clock_samples(
+        self, peers: Sequence[str], count: int, timeout_s: float
+    ) -> dict[str, tuple[ClockSample, ...]]:
+        """Look at the clocks of all `peers` at once; those that do not answer are left out."""
+
+        async def measure() -> list[tuple[ClockSample, ...]]:
+            p2p, version = self._connection(), self._protocol_version
+            return await asyncio.gather(
+                *(clock_samples(p2p, p, count, self._software, version, timeout_s) for p in others)
+            )
+
+        others = [peer for peer in peers if peer != self.peer_id]
+        taken = self._thread.call(measure(), timeout_s + GRACE_S)
+        return {peer: samples for peer, samples in zip(others, taken, strict=True) if samples}
+
+    def holdings(
+        self, peer: str, module: str, timeout_s: float = CALL_TIMEOUT_S
+    ) -> HoldingRecord | None:
+        """Ask what a peer holds of a module of this run now. Raises `NetworkError`.
+
+        A reply about another module is refused like a malformed one.
+        """
+
+        async def look() -> HoldingsReply:
+            request = HoldingsRequest(run=self._run_id(), module=module)
+            p2p = self._connection()
+            return await ask(p2p, peer, "rpc_holdings", request, HoldingsReply, timeout_s)
+
+        held = self._thread.call(look(), timeout_s + GRACE_S).held
+        if held is None:
+            return None
+        if held.module != module:
+            raise NetworkError(f"peer {peer} answered nonsense: {held.module} instead of {module}")
+        return holding_of(held, peer)
+
+    def offer(self, peer: str, held: HeldState, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """Ask a peer to fetch a state from here; True when it will.
+
+        The state has to be in the source. That the peer has it, its `holdings` tell.
+        Raises `NetworkError`.
+        """
+
+        async def propose() -> OfferReply:
+            request = OfferRequest(run=self._run_id(), held=content_of(held))
+            p2p = self._connection()
+            return await ask(p2p, peer, "rpc_offer", request, OfferReply, timeout_s)
+
+        return self._thread.call(propose(), timeout_s + GRACE_S).accepted
+
+    def fetch(
+        self,
+        sha256: str,
+        holders: Sequence[str],
+        destination: BlobStore,
+        *,
+        max_bytes: int,
+        timeout_s: float,
+        mirrors: Sequence[str] = (),
+    ) -> Path:
+        """Fetch content by hash from peers, then from mirrors; see `transfer.download`.
+
+        Blocks for `timeout_s` at most (and for checking the hash at the end). Raises
+        `NetworkError`, `IntegrityError` and `StorageError`.
+        """
+        if destination.has(sha256):
+            return destination.path(sha256)
+        sources: list[Source] = [
+            _PeerSource(self, peer) for peer in spread(sha256, holders, self.peer_id)
+        ]
+        sources += [MirrorSource(address) for address in mirrors]
+        deadline = time.monotonic() + timeout_s
+
+        async def run() -> Path:
+            try:
+                await asyncio.wait_for(self._download_slots.acquire(), timeout_s)
+            except asyncio.TimeoutError:
+                raise NetworkError(f"{sha256[:12]}: other downloads took all the time") from None
+            try:
+                return await download(
+                    sha256,
+                    sources,
+                    destination,
+                    max_bytes=max_bytes,
+                    timeout_s=max(0.0, deadline - time.monotonic()),
+                    on_bytes=self._count_down,
+                )
+            finally:
+                self._download_slots.release()
+
+        return self._thread.call(run(), timeout_s + COMMIT_GRACE_S)
+
+    def _count_down(self, count: int) -> None:
+        self._bytes_down += count
+
+    def _run_id(self) -> str:
+        run_id = self._service.run_id
+        assert run_id is not None, "set_source comes first"
+        return run_id
+
+    async def open_stream(self, peer: str, sha256: str, offset: int) -> ContentStream:
+        """Begin to fetch from a peer; for `_PeerSource`, on the exchange's loop."""
+        p2p = self._connection()
+        _, reader, writer = await p2p.call_binary_stream_handler(
+            PeerID.from_base58(peer), FETCH_HANDLE
+        )
+        try:
+            write_message(writer, FetchRequest(sha256=sha256, offset=offset))
+            await writer.drain()
+            reply = await read_message(reader, FetchReply, REPLY_TIMEOUT_S)
+            if reply.status == "absent":
+                raise ContentAbsent
+            if reply.status == "busy":
+                raise SourceBusy(reply.retry_after_s)
+            if reply.status == "beyond":
+                raise OffsetBeyondEnd
+        except BaseException:
+            writer.close()
+            raise
+        return _PeerStream(reader, writer, reply.total_bytes)
+
+
+class _PeerSource:
+    """A peer as a source of a download."""
+
+    def __init__(self, exchange: Exchange, peer: str) -> None:
+        self._exchange = exchange
+        self._peer = peer
+        self.name = f"peer {peer}"
+
+    async def open(self, sha256: str, offset: int) -> ContentStream:
+        """Ask the peer for the content from `offset` on."""
+        return await self._exchange.open_stream(self._peer, sha256, offset)
+
+
+class _PeerStream:
+    """Content on its way from a peer."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, total_bytes: int
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.total_bytes = total_bytes
+
+    async def read(self, count: int) -> bytes:
+        """Return up to `count` bytes."""
+        return await self._reader.read(count)
+
+    def close(self) -> None:
+        """Close the stream; the peer's upload ends with it."""
+        self._writer.close()

@@ -1,0 +1,197 @@
+"""Getting blobs and module states from whoever holds them, checked by hash."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from dipaco.dht.directory import Directory
+from dipaco.dht.records import HoldingRecord
+from dipaco.dht.view import SwarmView, plausible_progress
+from dipaco.modules.best_path import BestPath, greatest_best_path_bytes, read_best_path
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
+
+from .exchange import Exchange
+
+logger = logging.getLogger("dipaco.peer.exchange.fetching")
+
+MAX_BLOB_BYTES = 2**40
+FETCH_TIMEOUT_S = 600.0
+
+
+class ContentFetcher:
+    """Finds holders in the DHT, fetches from them, and checks. Blocking; bounded."""
+
+    def __init__(
+        self, directory: Directory, exchange: Exchange, blobs: BlobStore, scratch: BlobStore
+    ) -> None:
+        self._directory = directory
+        self._exchange = exchange
+        self.blobs = blobs
+        self._scratch = scratch
+        self._mirrors: tuple[str, ...] = ()
+        self._plan: RunPlan | None = None
+        self._grid: Grid | None = None
+        self._now: Callable[[], float] = time.time
+        self._all_blobs: tuple[str, ...] = ()
+
+    def use_plan(self, plan: RunPlan, grid: Grid, now: Callable[[], float]) -> None:
+        """Learn the run's mirrors, shapes and clock once its manifest is verified."""
+        self._plan = plan
+        self._now = now
+        self._mirrors = plan.mirrors
+        self._grid = grid
+        self._all_blobs = core_blobs(plan)
+
+    def use_shards(self, index: ShardIndex) -> None:
+        """Learn the shard files, which are blobs too."""
+        shards = [s for shard in index.paths for s in (shard.train_sha256, shard.validation_sha256)]
+        self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *shards)))
+
+    def use_genesis(self, digests: Mapping[str, str]) -> None:
+        """Learn the states that a successor run begins with, which are blobs too."""
+        self.use_blobs(digests.values())
+
+    def use_blobs(self, hashes: Iterable[str]) -> None:
+        """Learn further blobs: those that lie here are announced and served with the others."""
+        self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *hashes)))
+
+    def all_blobs(self) -> tuple[str, ...]:
+        """Return the hashes that the run consists of."""
+        return self._all_blobs
+
+    def has_blob(self, sha256: str) -> bool:
+        """Tell whether a blob is on this disk."""
+        return self.blobs.has(sha256)
+
+    def blob(
+        self,
+        sha256: str,
+        what: str = "a blob",
+        timeout_s: float = FETCH_TIMEOUT_S,
+        max_bytes: int = MAX_BLOB_BYTES,
+    ) -> Path:
+        """Return the file of a blob, fetched if needed.
+
+        Raises `NetworkError` when nobody can give it in time, naming `what`, and
+        `IntegrityError` when all that was given had another hash.
+        """
+        if self.blobs.has(sha256):
+            return self.blobs.path(sha256)
+        holders = self._directory.find_blob_holders(sha256)
+        try:
+            return self._exchange.fetch(
+                sha256,
+                holders,
+                self.blobs,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                mirrors=self._mirrors,
+            )
+        except DipacoError as error:
+            raise type(error)(
+                f"could not fetch {what}: {error}; start again, other holders are then asked too"
+            ) from None
+
+    def best_path(self, path: int, sha256: str) -> BestPath:
+        """Fetch the best states of a path and check all but their score.
+
+        Raises `IntegrityError` or `NetworkError`; nothing is kept of what is bad.
+        """
+        assert self._grid is not None
+        file = self._exchange.fetch(
+            sha256,
+            self._directory.find_blob_holders(sha256),
+            self._scratch,
+            max_bytes=greatest_best_path_bytes(self._grid),
+            timeout_s=FETCH_TIMEOUT_S,
+        )
+        try:
+            return read_best_path(file, self._grid, sha256, path=path)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def blob_holders(self, sha256: str) -> tuple[str, ...]:
+        """Return the peers, other than this one, that serve a blob."""
+        return self._directory.find_blob_holders(sha256)
+
+    def state(self, module: str, digest: str, holders: Sequence[str]) -> ModuleState:
+        """Fetch one module state by digest and check it against the module's shape.
+
+        Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
+        """
+        assert self._grid is not None
+        layout = self._grid.layout(module)
+        path = self._exchange.fetch(
+            digest,
+            tuple(holders),
+            self._scratch,
+            max_bytes=greatest_state_bytes(layout, len(self._grid.paths_of_module(module))),
+            timeout_s=FETCH_TIMEOUT_S,
+        )
+        try:
+            paths = self._grid.paths_of_module(module)
+            state = read_state(path, layout, digest, module=module, paths=paths)
+        finally:
+            path.unlink(missing_ok=True)
+        self._check_plausible(state)
+        return state
+
+    def _check_plausible(self, state: ModuleState) -> None:
+        """Refuse counts that cannot be: what was announced need not be what is inside."""
+        assert self._plan is not None
+        assert self._grid is not None
+        plausible = plausible_progress(
+            state.module,
+            version=state.version,
+            tokens=state.tokens,
+            last_round=max((p.last_round for p in state.progress.values()), default=-1),
+            plan=self._plan,
+            grid=self._grid,
+            now_s=self._now(),
+        )
+        if not plausible:
+            raise IntegrityError(
+                f"it says version {state.version} with {state.tokens} tokens behind it, more than "
+                "the run can have trained so far"
+            )
+
+    def heaviest_state(
+        self, module: str, view: SwarmView, *, at_least_tokens: int = -1
+    ) -> ModuleState | None:
+        """Fetch the heaviest announced state of `module` that can be had.
+
+        States with `at_least_tokens` or fewer are not worth a transfer. A state that cannot be
+        fetched or is wrong is skipped with one log line. None: nobody holds a better one.
+        """
+        for digest, holders in candidates(view.holdings.get(module, ()), at_least_tokens):
+            try:
+                return self.state(module, digest, holders)
+            except (IntegrityError, NetworkError) as error:
+                logger.warning("state %s of %s: %s", digest[:12], module, error)
+        return None
+
+
+def candidates(
+    holdings: Iterable[HoldingRecord], at_least_tokens: int
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Order announced states: more tokens first, then the smaller digest; with their holders."""
+    by_digest: dict[str, list[HoldingRecord]] = {}
+    for holding in holdings:
+        if holding.tokens > at_least_tokens:
+            by_digest.setdefault(holding.digest, []).append(holding)
+    ordered = sorted(by_digest.items(), key=lambda item: (-item[1][0].tokens, item[0]))
+    return [(digest, tuple(h.peer_id for h in records)) for digest, records in ordered]
+
+
+def core_blobs(plan: RunPlan) -> tuple[str, ...]:
+    """Return the hashes that everybody needs, whatever its path."""
+    blobs = plan.blobs
+    names = (blobs.shards, blobs.base, blobs.tokenizer, blobs.router, blobs.genesis)
+    return tuple(name for name in names if name is not None)

@@ -1,0 +1,147 @@
+"""The module states that this process can serve, in memory and on disk.
+
+Every committed anchor is served from an immutable snapshot: from the store when it was saved,
+otherwise from memory. The exchange looks content up here by digest; the publisher announces what
+is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from dipaco.modules.best_path import BestPathStore
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import StorageError
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import ModuleState, state_chunks
+from dipaco.modules.store import StateStore
+
+logger = logging.getLogger("dipaco.peer.exchange.held_states")
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """One module state that this process serves."""
+
+    module: str
+    version: int
+    digest: str
+    tokens: int
+    last_round: int
+    size_bytes: int
+
+
+class HeldStates:
+    """Newest state of every module held here. Thread-safe; also the exchange's content source."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        store: StateStore,
+        blobs: BlobStore,
+        bests: BestPathStore | None = None,
+    ) -> None:
+        self._grid = grid
+        self._store = store
+        self._blobs = blobs
+        self._bests = bests
+        self._lock = threading.Lock()
+        self._newest: dict[str, HeldState] = {}
+        self._in_memory: dict[str, ModuleState] = {}
+        self._earlier: HeldStates | None = None
+
+    def use_earlier(self, earlier: HeldStates | None) -> None:
+        """Serve by hash also what is held of the run that this one succeeds."""
+        self._earlier = earlier
+
+    def load_from_disk(self) -> tuple[HeldState, ...]:
+        """Take up what an earlier life of this peer left on disk; bad files are skipped."""
+        for module in sorted({entry[0] for entry in self._store.list()}):
+            if module not in self._grid.modules():
+                continue
+            state = self._store.load_latest(module, self._grid.layout(module))
+            if state is not None:
+                self._register(state, in_memory=False)
+        return self.all()
+
+    def hold(self, state: ModuleState, *, save: bool) -> None:
+        """Serve `state` from now on, in place of a lighter state of the module.
+
+        With `save` it is written to disk first; a full disk is reported once and the state is
+        kept in memory, so that training goes on.
+        """
+        on_disk = False
+        if save:
+            try:
+                self._store.save(state)
+                on_disk = True
+            except StorageError as error:
+                logger.warning("state of %s kept in memory only: %s", state.module, error)
+        self._register(state, in_memory=not on_disk)
+
+    def save_all(self) -> None:
+        """Write what is only in memory; called on leaving."""
+        with self._lock:
+            waiting = list(self._in_memory.values())
+        for state in waiting:
+            self.hold(state, save=True)
+
+    def _register(self, state: ModuleState, *, in_memory: bool) -> None:
+        held = HeldState(
+            module=state.module,
+            version=state.version,
+            digest=state.digest,
+            tokens=state.tokens,
+            last_round=max((p.last_round for p in state.progress.values()), default=-1),
+            size_bytes=state.byte_size,
+        )
+        with self._lock:
+            previous = self._newest.get(state.module)
+            if previous is not None and previous.tokens > held.tokens:
+                # A slow save of an older state must not take the newer one's place.
+                self._in_memory.pop(held.digest, None)
+                return
+            self._newest[state.module] = held
+            if previous is not None and previous.digest != held.digest:
+                self._in_memory.pop(previous.digest, None)
+            if in_memory:
+                self._in_memory[held.digest] = state
+            else:
+                self._in_memory.pop(held.digest, None)
+
+    def get(self, module: str) -> HeldState | None:
+        """Return what is held of `module`."""
+        with self._lock:
+            return self._newest.get(module)
+
+    def all(self) -> tuple[HeldState, ...]:
+        """Return everything held, by module."""
+        with self._lock:
+            return tuple(self._newest[module] for module in sorted(self._newest))
+
+    def load(self, module: str) -> ModuleState | None:
+        """Return the held state of `module` itself, from memory or from disk."""
+        with self._lock:
+            held = self._newest.get(module)
+            state = self._in_memory.get(held.digest) if held else None
+        if state is not None or held is None:
+            return state
+        return self._store.load_latest(module, self._grid.layout(module))
+
+    def lookup(self, sha256: str) -> Path | bytes | None:
+        """Find content by its hash: a state, a best path or a blob. The exchange calls this."""
+        with self._lock:
+            state = self._in_memory.get(sha256)
+        if state is not None:
+            return b"".join(bytes(chunk) for chunk in state_chunks(state))
+        path = self._store.find(sha256)
+        if path is None and self._bests is not None:
+            path = self._bests.find(sha256)
+        if path is not None:
+            return path
+        if self._blobs.has(sha256):
+            return self._blobs.path(sha256)
+        return self._earlier.lookup(sha256) if self._earlier is not None else None

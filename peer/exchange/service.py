@@ -1,0 +1,281 @@
+"""What a node answers to others: hello, what it holds, offers, and content by its hash.
+
+One service per process; a peer and a bootstrap node run the same. Small requests are unary calls
+of a Hivemind servicer. Content goes over a raw libp2p stream of our own framing (`messages.py`):
+Hivemind's protobuf streams accept a message of any length, so that a hostile peer could fill the
+memory of whoever reads one, and they copy every byte several times.
+
+Failure modes: an upload to a peer that stops reading is broken off; requests beyond the slots are
+answered "busy" with a time to come back; a malformed request is refused with one log line a
+minute and peer.
+"""
+
+# No postponed annotations here: Hivemind reads the types of the rpc_* methods at run time.
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from dipaco.dht.records import HoldingRecord
+from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.proto import runtime_pb2
+
+from .content import ContentShelf, ContentSource, OpenContent
+from .held_states import HeldState
+from .messages import (
+    FetchReply,
+    FetchRequest,
+    HeldContent,
+    HelloReply,
+    HelloRequest,
+    HoldingsReply,
+    HoldingsRequest,
+    Message,
+    MessageError,
+    OfferReply,
+    OfferRequest,
+    decode,
+    encode,
+    read_message,
+    write_message,
+)
+
+logger = logging.getLogger("dipaco.peer.exchange.service")
+
+# These names and that of the class are the names of the service on the wire.
+NAMESPACE = "dipaco"
+FETCH_HANDLE = "dipaco::fetch/1"
+
+CHUNK_BYTES = 2**19
+# Read from disk at once, on another thread; a multiple of a chunk.
+READ_BYTES = 2**22
+REQUEST_TIMEOUT_S = 10.0
+CHUNK_TIMEOUT_S = 30.0
+MAX_UPLOADS = 8
+MAX_UPLOADS_PER_PEER = 2
+RETRY_AFTER_S = 1.0
+COMPLAINT_PERIOD_S = 60.0
+HANDLER_TIMEOUT_S = 10.0
+
+MessageT = TypeVar("MessageT", bound=Message)
+OfferHandler = Callable[[HoldingRecord], bool]
+
+
+class RunContent(ContentSource, Protocol):
+    """What a process holds of a run: `HeldStates`."""
+
+    def get(self, module: str) -> HeldState | None:
+        """Return the newest state held of a module. Quick, from any thread."""
+        ...
+
+
+def refuse_offer(offer: HoldingRecord) -> bool:
+    """Refuse: the offer handler of a process that keeps nothing for others."""
+    return False
+
+
+class ExchangeService(ServicerBase):
+    """Answers other peers. Lives on the exchange's event loop."""
+
+    # ServicerBase caches these on the class and would let a subclass inherit stale ones.
+    _rpc_handlers = None
+    _stub_type = None
+
+    def __init__(
+        self,
+        *,
+        software: str,
+        protocol_version: int,
+        max_uploads: int = MAX_UPLOADS,
+        max_uploads_per_peer: int = MAX_UPLOADS_PER_PEER,
+        system_time: Callable[[], float] = time.time,
+    ) -> None:
+        self.software = software
+        self.protocol_version = protocol_version
+        self.run_id: str | None = None
+        self.held: RunContent | None = None
+        self.offer_handler: OfferHandler = refuse_offer
+        self.bytes_up = 0
+        self._max_uploads = max_uploads
+        self._max_uploads_per_peer = max_uploads_per_peer
+        self._system_time = system_time
+        self._shelf = ContentShelf()
+        self._uploads: Counter[str] = Counter()
+        self._complained_at: dict[str, float] = {}
+
+    def set_source(self, held: RunContent, run_id: str) -> None:
+        """Serve a run's content from now on."""
+        self._shelf.source = held
+        self.held, self.run_id = held, run_id
+
+    async def attach(self, p2p: P2P) -> None:
+        """Register with the node's libp2p daemon."""
+        adding = self.add_p2p_handlers(p2p, namespace=NAMESPACE)
+        await asyncio.wait_for(adding, HANDLER_TIMEOUT_S)
+        adding = p2p.add_binary_stream_handler(FETCH_HANDLE, self._serve_fetch)
+        await asyncio.wait_for(adding, HANDLER_TIMEOUT_S)
+
+    async def detach(self, p2p: P2P, timeout_s: float) -> None:
+        """Take the service back, if the daemon still answers."""
+        removing = asyncio.gather(
+            self.remove_p2p_handlers(p2p, namespace=NAMESPACE),
+            p2p.remove_binary_stream_handler(FETCH_HANDLE),
+            return_exceptions=True,
+        )
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(removing, timeout_s)
+
+    async def rpc_hello(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Tell the time and who this is; the same in every version of the protocol."""
+        received_s = self._system_time()
+        self._parse(HelloRequest, request, context)
+        return _response(
+            HelloReply(
+                protocol=self.protocol_version,
+                software=self.software[:64],
+                received_s=received_s,
+                sent_s=self._system_time(),
+                run=self.run_id,
+            )
+        )
+
+    async def rpc_holdings(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Tell what is held of a module at this moment, fresher than the DHT can."""
+        asked = self._parse(HoldingsRequest, request, context)
+        held = None
+        if self.held is not None and asked.run == self.run_id:
+            held = self.held.get(asked.module)
+        return _response(HoldingsReply(held=content_of(held) if held is not None else None))
+
+    async def rpc_offer(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Take note of a state that the caller asks us to fetch from it."""
+        offer = self._parse(OfferRequest, request, context)
+        accepted = False
+        if self.run_id is not None and offer.run == self.run_id:
+            try:
+                record = holding_of(offer.held, context.remote_id.to_base58())
+                accepted = bool(self.offer_handler(record))
+            except Exception as error:
+                self._complain(context.remote_id.to_base58(), "an offer", error)
+        return _response(OfferReply(accepted=accepted))
+
+    def _parse(
+        self, message: type[MessageT], request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> MessageT:
+        try:
+            return decode(message, request.metadata)
+        except MessageError as error:
+            self._complain(context.remote_id.to_base58(), f"a {message.__name__}", error)
+            raise
+
+    def _complain(self, peer: str, what: str, error: Exception) -> None:
+        """Log a refusal, once a minute for each peer."""
+        now = time.monotonic()
+        self._complained_at = {
+            other: at for other, at in self._complained_at.items() if now - at < COMPLAINT_PERIOD_S
+        }
+        level = logging.DEBUG if peer in self._complained_at else logging.WARNING
+        self._complained_at.setdefault(peer, now)
+        logger.log(level, "refused %s from %s: %s", what, peer, error)
+
+    async def _serve_fetch(
+        self, stream: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer one fetch: a request, a reply, and the bytes."""
+        peer = stream.peer_id.to_base58()
+        try:
+            request = await read_message(reader, FetchRequest, REQUEST_TIMEOUT_S)
+            await self._answer_fetch(peer, request, writer)
+            writer.close()
+        except MessageError as error:
+            self._complain(peer, "a FetchRequest", error)
+            writer.close()
+        except (OSError, EOFError, RuntimeError, asyncio.TimeoutError) as error:
+            logger.debug("upload to %s ended: %r", peer, error)
+            writer.transport.abort()
+        except asyncio.CancelledError:
+            writer.transport.abort()
+            raise
+
+    async def _answer_fetch(
+        self, peer: str, request: FetchRequest, writer: asyncio.StreamWriter
+    ) -> None:
+        if (
+            self._uploads.total() >= self._max_uploads
+            or self._uploads[peer] >= self._max_uploads_per_peer
+        ):
+            await _reply(writer, FetchReply(status="busy", retry_after_s=RETRY_AFTER_S))
+            return
+        self._uploads[peer] += 1
+        try:
+            async with self._shelf.open(request.sha256) as content:
+                if content is None:
+                    await _reply(writer, FetchReply(status="absent"))
+                elif request.offset > content.size_bytes:
+                    beyond = FetchReply(status="beyond", total_bytes=content.size_bytes)
+                    await _reply(writer, beyond)
+                else:
+                    await _reply(writer, FetchReply(status="ok", total_bytes=content.size_bytes))
+                    await self._send(content, request.offset, writer)
+        finally:
+            self._uploads[peer] -= 1
+            if not self._uploads[peer]:
+                del self._uploads[peer]
+
+    async def _send(self, content: OpenContent, offset: int, writer: asyncio.StreamWriter) -> None:
+        while offset < content.size_bytes:
+            data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
+            if not data:
+                raise EOFError("the file was cut off while it was served")
+            view = memoryview(data)
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                writer.write(chunk)
+                await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
+                self.bytes_up += len(chunk)
+            offset += len(view)
+
+
+def holding_of(held: HeldContent, peer_id: str) -> HoldingRecord:
+    """Return the record of a state that `peer_id`, whom libp2p authenticated, says it holds."""
+    return HoldingRecord(
+        peer_id=peer_id,
+        module=held.module,
+        version=held.version,
+        digest=held.digest,
+        tokens=held.tokens,
+        round=held.round,
+        bytes=held.bytes,
+    )
+
+
+def content_of(held: HeldState) -> HeldContent:
+    """Return what the wire says of a state held here."""
+    return HeldContent(
+        module=held.module,
+        version=held.version,
+        digest=held.digest,
+        tokens=held.tokens,
+        round=max(0, held.last_round),
+        bytes=held.size_bytes,
+    )
+
+
+def _response(message: Message) -> runtime_pb2.ExpertResponse:
+    return runtime_pb2.ExpertResponse(metadata=encode(message))
+
+
+async def _reply(writer: asyncio.StreamWriter, message: FetchReply) -> None:
+    write_message(writer, message)
+    await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)

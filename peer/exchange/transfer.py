@@ -1,0 +1,366 @@
+"""Fetching content by its SHA-256 from any of several holders, in pieces that can resume.
+
+Knows no network: a holder is a `Source`, and the exchange makes one of every peer and of every
+mirror. What a download has received stays in the blob store's partial file, so another holder, or
+another life of this process, goes on where it ended. Nothing is believed: a holder may send other
+bytes, too many, too few, too slowly or none. When the finished file has the wrong hash and one
+holder sent all of it, that holder is named in the log and skipped. When several did, nobody knows
+who lied: the file is started over, and from then on each holder has to send all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NoReturn, Protocol
+
+import fsspec
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
+
+from .loop_thread import run_blocking
+from .partial_file import PartialFile
+from .reasons import short_reason
+
+logger = logging.getLogger("dipaco.peer.exchange.transfer")
+
+# Written to disk at once; arrives within the limit, or the holder is too slow to be waited for.
+BLOCK_BYTES = 2**20
+BLOCK_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 15.0
+# Failures of one holder in a row without this much progress in between: then it is given up. A
+# slow one that does send is left for the others, and asked again.
+MAX_FAILURES = 3
+PROGRESS_BYTES = 2**16
+RETRY_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
+# How often a download that somebody else has begun is looked at.
+POLL_S = 0.1
+
+# Stands for bytes that an earlier process or download left in the partial file.
+_EARLIER = "an earlier download"
+
+
+class ContentAbsent(Exception):
+    """The source does not hold the content."""
+
+
+class SourceBusy(Exception):
+    """The source has no free slot; ask again after `retry_after_s`."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("it is busy")
+        self.retry_after_s = min(max(retry_after_s, 0.1), LONGEST_PAUSE_S)
+
+
+class OffsetBeyondEnd(Exception):
+    """More bytes lie in the partial file than the source's content has."""
+
+
+class ContentStream(Protocol):
+    """Bytes on their way from a source."""
+
+    total_bytes: int
+    """Size of the whole content, as the source says."""
+
+    async def read(self, count: int) -> bytes:
+        """Return up to `count` more bytes, and b"" at the end."""
+        ...
+
+    def close(self) -> None:
+        """Stop; may be called at any time."""
+        ...
+
+
+class Source(Protocol):
+    """Somebody who may hold the content."""
+
+    name: str
+    """For log lines and error messages."""
+
+    async def open(self, sha256: str, offset: int) -> ContentStream:
+        """Begin to send from `offset`.
+
+        Raises `ContentAbsent`, `SourceBusy`, `OffsetBeyondEnd`, or anything else when it fails.
+        """
+        ...
+
+
+def spread(sha256: str, holders: Iterable[str], me: str) -> tuple[str, ...]:
+    """Order holders by a hash of content, holder and fetcher.
+
+    Every fetcher has another order, so that many who want one content at once spread over all
+    who hold it (rendezvous hashing).
+    """
+
+    def weight(holder: str) -> bytes:
+        return hashlib.sha256(f"{sha256}/{holder}/{me}".encode()).digest()
+
+    return tuple(sorted({holder for holder in holders if holder != me}, key=weight))
+
+
+async def download(
+    sha256: str,
+    sources: Sequence[Source],
+    destination: BlobStore,
+    *,
+    max_bytes: int,
+    timeout_s: float,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Path:
+    """Fetch content into `destination` and return its file; at once when it is there.
+
+    `sources` are asked in their order. Content larger than `max_bytes` is refused before it is
+    sent. `on_bytes` is told how much has arrived. Raises `NetworkError` when no source can give
+    the content within `timeout_s`, `IntegrityError` when those that could gave another, and
+    `StorageError` when it cannot be written. What has arrived is kept for the next attempt.
+    """
+    deadline = time.monotonic() + timeout_s
+    with PartialFile(destination, sha256) as partial:
+        while not destination.has(sha256):
+            if await run_blocking(partial.try_open):
+                attempt = _Download(sha256, sources, partial, max_bytes, deadline, on_bytes)
+                return await attempt.run()
+            if time.monotonic() > deadline:
+                raise NetworkError(f"{sha256[:12]} is being fetched by another process, slowly")
+            await asyncio.sleep(POLL_S)
+        return destination.path(sha256)
+
+
+@dataclass
+class _Holder:
+    """What this download knows of one source."""
+
+    source: Source
+    reason: str = "it was not asked"
+    failures: int = 0
+    gone: bool = False
+    refused: bool = False
+    """It sent something that is not the content asked for."""
+    retry_at: float = field(default_factory=time.monotonic)
+
+
+class _Download:
+    """One download, from a locked partial file to a blob."""
+
+    def __init__(
+        self,
+        sha256: str,
+        sources: Sequence[Source],
+        partial: PartialFile,
+        max_bytes: int,
+        deadline: float,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._sha256 = sha256
+        self._holders = [_Holder(source) for source in sources]
+        self._partial = partial
+        self._max_bytes = max_bytes
+        self._deadline = deadline
+        self._on_bytes = on_bytes
+        self._whole = False
+        """Each holder has to send everything, because a mixed file was wrong."""
+        self._senders = {_EARLIER} if partial.size_bytes else set[str]()
+
+    async def run(self) -> Path:
+        """Ask one holder after the other until the content is here."""
+        while True:
+            for holder in self._holders:
+                if holder.gone or holder.retry_at > time.monotonic():
+                    continue
+                path = await self._attempt(holder)
+                if path is not None:
+                    return path
+                if time.monotonic() > self._deadline:
+                    raise self._failure("in time")
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until a holder may be asked again; raise when none ever will be."""
+        waiting = [holder.retry_at for holder in self._holders if not holder.gone]
+        if not waiting:
+            raise self._failure("")
+        now = time.monotonic()
+        if min(waiting) > self._deadline:
+            await asyncio.sleep(max(0.0, self._deadline - now))
+            raise self._failure("in time")
+        # Spread in time, so that many who were told "busy" at once don't come back at once.
+        await asyncio.sleep(max(0.0, min(waiting) - now) * random.uniform(1.0, 1.3))
+
+    def _failure(self, when: str) -> NetworkError | IntegrityError:
+        """Return the error that says what every holder answered."""
+        asked = [f"{holder.source.name}: {holder.reason}" for holder in self._holders[:4]]
+        more = len(self._holders) - len(asked)
+        what = f"nobody gave {self._sha256[:12]} {when}".rstrip()
+        if not asked:
+            return NetworkError(f"nobody is known to hold {self._sha256[:12]}")
+        message = f"{what} ({'; '.join(asked)}{f'; and {more} more' if more else ''})"
+        if not when and any(holder.refused for holder in self._holders):
+            return IntegrityError(message)
+        return NetworkError(message)
+
+    async def _attempt(self, holder: _Holder) -> Path | None:
+        """Fetch from one holder; return the file when it is complete and right."""
+        before = self._partial.size_bytes
+        try:
+            stream = await self._open(holder)
+            try:
+                await self._receive(stream, holder)
+            finally:
+                stream.close()
+            return await self._commit(holder)
+        except ContentAbsent:
+            holder.gone, holder.reason = True, "it does not hold it"
+        except SourceBusy as busy:
+            holder.retry_at = time.monotonic() + busy.retry_after_s
+            holder.reason = "it is busy"
+        except _StartedOver:
+            holder.reason = "what it sent did not fit to what others had sent"
+        except (StorageError, NetworkError):
+            raise
+        except _Refused as refusal:
+            holder.gone = holder.refused = True
+            holder.reason = str(refusal)
+            logger.warning("%s: refused %s: %s", holder.source.name, self._sha256[:12], refusal)
+        except Exception as error:
+            self._note_failure(holder, error, self._partial.size_bytes - before)
+        return None
+
+    def _note_failure(self, holder: _Holder, error: Exception, received: int) -> None:
+        holder.reason = short_reason(error)
+        holder.failures = 1 if received >= PROGRESS_BYTES else holder.failures + 1
+        holder.gone = holder.failures >= MAX_FAILURES
+        holder.retry_at = time.monotonic() + RETRY_PAUSE_S * holder.failures
+        logger.debug("%s: %s failed: %r", holder.source.name, self._sha256[:12], error)
+
+    async def _open(self, holder: _Holder) -> ContentStream:
+        """Begin a stream that goes on where the partial file ends, or refuse what it claims."""
+        alone = self._whole and bool(self._senders - {holder.source.name})
+        offset = 0 if alone else self._partial.size_bytes
+        remaining = max(0.1, self._deadline - time.monotonic())
+        opening = holder.source.open(self._sha256, offset)
+        try:
+            stream = await asyncio.wait_for(opening, min(OPEN_TIMEOUT_S, remaining))
+        except OffsetBeyondEnd:
+            await self._disagree(holder, "it has fewer bytes than it sent before")
+        if stream.total_bytes > self._max_bytes:
+            stream.close()
+            raise _Refused(f"it says {stream.total_bytes} bytes, at most {self._max_bytes} can be")
+        if stream.total_bytes < offset:
+            stream.close()
+            await self._disagree(holder, "it has fewer bytes than it sent before")
+        if alone:
+            await self._start_over()
+        return stream
+
+    async def _receive(self, stream: ContentStream, holder: _Holder) -> None:
+        """Append what the stream sends, a block at a time, until it is complete."""
+        while self._partial.size_bytes < stream.total_bytes:
+            wanted = min(BLOCK_BYTES, stream.total_bytes - self._partial.size_bytes)
+            block = bytearray()
+            try:
+                remaining = max(0.1, self._deadline - time.monotonic())
+                await asyncio.wait_for(
+                    _fill(block, stream, wanted), min(BLOCK_TIMEOUT_S, remaining)
+                )
+            finally:
+                # Also what arrived before the stream broke: the next holder goes on from there.
+                if block:
+                    self._senders.add(holder.source.name)
+                    self._on_bytes(len(block))
+                    await run_blocking(self._partial.append, block)
+
+    async def _commit(self, holder: _Holder) -> Path:
+        """Check the hash of the complete file and make it a blob."""
+        try:
+            return await run_blocking(self._partial.commit)
+        except IntegrityError as error:
+            await self._reopen()
+            await self._disagree(holder, str(error))
+
+    async def _disagree(self, holder: _Holder, complaint: str) -> NoReturn:
+        """Drop what was received: refuse its only sender, or start over when there were several."""
+        others = self._senders - {holder.source.name}
+        await self._start_over()
+        if not others:
+            raise _Refused(complaint)
+        names = ", ".join(sorted(others | {holder.source.name}))
+        logger.warning("%s: parts from %s do not fit, starting over", self._sha256[:12], names)
+        self._whole = True
+        raise _StartedOver
+
+    async def _start_over(self) -> None:
+        await run_blocking(self._partial.clear)
+        self._senders.clear()
+
+    async def _reopen(self) -> None:
+        """Take a new partial file in place of the wrong one, which the store has removed."""
+        while not await run_blocking(self._partial.try_open):
+            if time.monotonic() > self._deadline:
+                raise self._failure("in time")
+            await asyncio.sleep(POLL_S)
+
+
+class _Refused(Exception):
+    """The holder sent something that cannot be the content."""
+
+
+class _StartedOver(Exception):
+    """Parts from several senders did not make the content."""
+
+
+async def _fill(block: bytearray, stream: ContentStream, wanted: int) -> None:
+    """Read until `block` has `wanted` bytes; what arrived is in it even when this fails."""
+    while len(block) < wanted:
+        data = await stream.read(wanted - len(block))
+        if not data:
+            raise EOFError("the stream ended too early")
+        block += data
+
+
+class MirrorSource:
+    """One mirror as a source of `transfer.download`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address.rstrip("/")
+        self.name = f"mirror {self._address}"
+
+    async def open(self, sha256: str, offset: int) -> ContentStream:
+        """Open the mirror's file; blocks a thread, not the loop."""
+        return await run_blocking(self._open, sha256, offset)
+
+    def _open(self, sha256: str, offset: int) -> ContentStream:
+        system, path = fsspec.core.url_to_fs(f"{self._address}/{sha256}")
+        try:
+            total_bytes = system.size(path)
+            if total_bytes is None:
+                raise OSError("the mirror does not tell the size of its files")
+            if offset > total_bytes:
+                raise OffsetBeyondEnd
+            file = system.open(path, "rb")
+        except FileNotFoundError:
+            raise ContentAbsent from None
+        file.seek(offset)
+        return _MirrorStream(file, int(total_bytes))
+
+
+class _MirrorStream:
+    """An open file of a mirror."""
+
+    def __init__(self, file: BinaryIO, total_bytes: int) -> None:
+        self._file = file
+        self.total_bytes = total_bytes
+
+    async def read(self, count: int) -> bytes:
+        """Return up to `count` bytes."""
+        return await run_blocking(self._file.read, count)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,1 @@
+"""What several tests and benchmarks need: runs, nodes, swarms, faults, an all-reduce in memory."""

@@ -1,0 +1,261 @@
+"""All-reduces in memory: the real runners, codecs and partition, but no p2pd and no processes.
+
+`MemoryNetwork` connects runners the way Hivemind's streams do: bounded queues of serialised
+messages, a handler task for each stream that is cancelled when its caller goes, and an ordinary
+end of the stream when the other side goes. Peers can be killed and messages changed on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from dipaco.modules.outer import (
+    Contribution,
+    WireCodec,
+    average_contributions,
+    canonical_table,
+    contribution_weights,
+)
+from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
+from dipaco.peer.averaging.codec import PartCodec
+from dipaco.peer.averaging.group import AgreedGroup, reduce_shares
+from dipaco.peer.averaging.parts import AveragingFailed
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+
+PART_BYTES = 4096
+_END = None
+
+Message = averaging_pb2.AveragingData
+Tamper = Callable[["Transit", Message], Awaitable[Message]]
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Where a message is: which way, between whom, and its place in the stream."""
+
+    kind: str
+    """"part" to a reducer, "average" back from it."""
+    source: PeerID
+    target: PeerID
+    index: int
+
+
+def make_peer_id(number: int) -> PeerID:
+    return PeerID(b"\x12\x20" + hashlib.sha256(str(number).encode()).digest())
+
+
+async def untouched(transit: Transit, message: Message) -> Message:
+    return message
+
+
+@dataclass
+class MemoryNetwork:
+    tamper: Tamper = untouched
+    runners: dict[PeerID, MemoryRunner] = field(default_factory=dict)
+    dead: set[PeerID] = field(default_factory=set)
+    _links: list[tuple[PeerID, PeerID, list[asyncio.Task[Any]], list[asyncio.Queue[Any]]]] = field(
+        default_factory=list
+    )
+
+    def kill(self, peer: PeerID) -> None:
+        """Let a peer vanish as with SIGKILL: all of its streams end, its tasks stop."""
+        self.dead.add(peer)
+        for source, target, tasks, queues in self._links:
+            if peer in (source, target):
+                for task in tasks:
+                    task.cancel()
+                for queue in queues:
+                    while not queue.empty():
+                        queue.get_nowait()
+                    queue.put_nowait(_END)
+
+    async def open(
+        self, source: PeerID, target: PeerID, inputs: AsyncIterator[Message]
+    ) -> AsyncIterator[Message]:
+        if target in self.dead or target not in self.runners:
+            raise ConnectionError("failed to dial")
+        requests: asyncio.Queue[bytes | None] = asyncio.Queue(5)
+        answers: asyncio.Queue[bytes | None] = asyncio.Queue(5)
+        context = P2PContext(handle_name="test", local_id=target, remote_id=source)
+
+        async def write() -> None:
+            async for message in self._in_transit("part", source, target, inputs):
+                await requests.put(message)
+            await requests.put(_END)
+
+        all_read, broken = asyncio.Event(), asyncio.Event()
+
+        async def read_requests() -> AsyncIterator[Message]:
+            async for message in _read(requests):
+                yield message
+            all_read.set()
+
+        async def handle() -> None:
+            runner = self.runners[target]
+            handler = runner.rpc_aggregate_part(read_requests(), context)
+            async for message in self._in_transit("average", target, source, handler):
+                await answers.put(message)
+            if not all_read.is_set():
+                # As with real sockets: who writes to a closed stream loses what was not read yet.
+                while not answers.empty():
+                    answers.get_nowait()
+                broken.set()
+            await answers.put(_END)
+
+        tasks = [asyncio.create_task(write()), asyncio.create_task(handle())]
+        self._links.append((source, target, tasks, [requests, answers]))
+
+        async def read_answers() -> AsyncIterator[Message]:
+            try:
+                async for message in _read(answers):
+                    yield message
+                if broken.is_set():
+                    raise BrokenPipeError("broken pipe")
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        return read_answers()
+
+    async def _in_transit(
+        self, kind: str, source: PeerID, target: PeerID, messages: AsyncIterator[Message]
+    ) -> AsyncIterator[bytes]:
+        index = 0
+        async for message in messages:
+            changed = await self.tamper(Transit(kind, source, target, index), message)
+            yield changed.SerializeToString()
+            index += 1
+
+
+async def _read(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Message]:
+    while (message := await queue.get()) is not _END:
+        yield Message.FromString(message)
+
+
+@dataclass
+class _MemoryP2P:
+    peer_id: PeerID
+
+
+@dataclass
+class _MemoryStub:
+    network: MemoryNetwork
+    source: PeerID
+    target: PeerID
+
+    async def rpc_aggregate_part(self, inputs: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        return await self.network.open(self.source, self.target, inputs)
+
+
+class MemoryRunner(ExactAllReduceRunner):
+    def __init__(self, network: MemoryNetwork, peer_id: PeerID, **kwargs: Any) -> None:
+        super().__init__(
+            p2p=_MemoryP2P(peer_id), servicer_type=ExactAllReduceRunner, prefix=None, **kwargs
+        )
+        self.network = network
+        network.runners[peer_id] = self
+
+    def _get_peer_stub(self, peer: PeerID) -> _MemoryStub:
+        return _MemoryStub(self.network, self.peer_id, peer)
+
+
+@dataclass
+class Group:
+    """Peers of one all-reduce and what they bring, in the leader's (shuffled) order."""
+
+    flats: list[torch.Tensor]
+    paths: Sequence[int]
+    tokens: Sequence[int]
+    bandwidths: Sequence[int]
+    codec: str = "float16"
+    shard_sequences: Mapping[int, int] | None = None
+    silence_s: float = 5.0
+    timeout_s: float = 20.0
+    absent: frozenset[int] = frozenset()
+
+    @classmethod
+    def random(cls, size: int, elements: int, seed: int = 0, **kwargs: Any) -> Group:
+        generator = torch.Generator().manual_seed(seed)
+        return cls(
+            flats=[torch.randn(elements, generator=generator) * 1e-3 for _ in range(size)],
+            paths=kwargs.pop("paths", [(index * 2) % 3 for index in range(size)]),
+            tokens=[1000 + 37 * ((index * 5) % 7) for index in range(size)],
+            bandwidths=kwargs.pop("bandwidths", [100] * size),
+            **kwargs,
+        )
+
+    @property
+    def peer_ids(self) -> list[PeerID]:
+        return [make_peer_id(index) for index in range(len(self.flats))]
+
+    @property
+    def agreed(self) -> AgreedGroup:
+        names = tuple(peer_id.to_base58() for peer_id in self.peer_ids)
+        table = canonical_table(
+            Contribution(path, name, tokens)
+            for path, name, tokens in zip(self.paths, names, self.tokens, strict=True)
+        )
+        return AgreedGroup(b"group", names, table, reduce_shares(self.bandwidths))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return contribution_weights(self.agreed.table, self.shard_sequences)
+
+    def expected(self) -> torch.Tensor:
+        """What one process computes alone."""
+        group = self.agreed
+        ordered = [self.flats[group.peers.index(row.peer)] for row in group.table]
+        return average_contributions(ordered, self.weights, WireCodec(self.codec))
+
+    async def run(
+        self, tamper: Tamper = untouched, network: MemoryNetwork | None = None
+    ) -> list[torch.Tensor | BaseException | None]:
+        """Run all members; a member's result, its exception, or None if it is absent."""
+        network = network or MemoryNetwork()
+        network.tamper = tamper
+        codec = PartCodec(self.codec)
+        runners = [
+            None
+            if index in self.absent
+            else MemoryRunner(
+                network,
+                peer_id,
+                group=self.agreed,
+                weights=self.weights,
+                flat=flat.clone(),
+                codec=codec,
+                part_bytes=PART_BYTES,
+                silence_s=self.silence_s,
+            )
+            for index, (peer_id, flat) in enumerate(zip(self.peer_ids, self.flats, strict=True))
+        ]
+
+        async def run_one(runner: MemoryRunner | None) -> torch.Tensor | None:
+            if runner is None:
+                return None
+            async for flat in runner:
+                result = flat
+            return result
+
+        waits = [asyncio.wait_for(run_one(runner), self.timeout_s) for runner in runners]
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        await _settle()
+        return list(results)
+
+
+async def _settle() -> None:
+    """Let handlers end that only have to notice that their caller is gone."""
+    pending = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+def failures(results: Sequence[object]) -> list[AveragingFailed]:
+    return [result for result in results if isinstance(result, AveragingFailed)]

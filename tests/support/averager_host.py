@@ -1,0 +1,131 @@
+"""A process with a DHT and one exact averager, told what to do by lines of JSON on its input.
+
+Run by `tests/test_averager_processes.py`. It prints its addresses, then one line for each command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from dipaco.modules.outer import Contribution
+from dipaco.peer.averaging.averager import AveragingFailed, ExactAverager
+from dipaco.peer.averaging.codec import PartCodec
+from dipaco.peer.averaging.group import averager_prefix, group_bits
+from hivemind.proto import runtime_pb2
+
+from support.host_process import ANCHOR, digest, loopback_dht, outer_gradient
+
+
+class DeadlyCodec(PartCodec):
+    """Kills its host, and so its averager, when it has decoded so many parts."""
+
+    def __init__(self, name: str, parts: int) -> None:
+        super().__init__(name)
+        self.parts_left = parts
+
+    def decode(self, message: runtime_pb2.Tensor, elements: int) -> torch.Tensor:
+        self.parts_left -= 1
+        if self.parts_left == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        return super().decode(message, elements)
+
+
+def average(averager: ExactAverager, number: int, command: dict[str, Any]) -> dict[str, Any]:
+    round_index = command["round"]
+    flat = outer_gradient(number, round_index, command["size"])
+    before = flat.clone()
+    started = time.monotonic()
+    answer: dict[str, Any]
+    try:
+        outcome = averager.average(
+            flat,
+            group_bits=group_bits(0, round_index, command.get("attempt", 0), ANCHOR),
+            scheduled_time=command["close_s"],
+            timeout_s=command["close_s"] - time.time() + 20.0,
+            contribution=Contribution(
+                command.get("path", number % 2), averager.peer_id.to_base58(), 1000 + number
+            ),
+            module=command.get("module", "L0.E0"),
+            round_index=command.get("claimed_round", round_index),
+            anchor_digest=command.get("anchor", ANCHOR),
+            greatest_tokens=command.get("greatest_tokens", 10_000),
+            expected_peers=command.get("expected"),
+        )
+        answer = {
+            "digest": digest(outcome.average),
+            "table": [(row.path, row.peer, row.tokens) for row in outcome.table],
+            "reduce_s": outcome.reduce_s,
+        }
+    except AveragingFailed as failure:
+        answer = {
+            "failed": str(failure),
+            "peers_seen": failure.peers_seen,
+            "culprits": failure.culprits,
+            "notices": failure.notices,
+        }
+    answer["seconds"] = time.monotonic() - started
+    answer["unchanged"] = torch.equal(flat, before)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--codec", default="float16")
+    parser.add_argument("--initial-peers", nargs="*", default=[])
+    parser.add_argument("--die-after-parts", type=int, default=0)
+    parser.add_argument("--debug", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.debug:
+        logging.basicConfig(level=logging.DEBUG)
+    torch.set_num_threads(1)
+    torch.randn(100_000).sum()  # A host that has used its threads before it forks.
+    handler = signal.getsignal(signal.SIGINT)
+    dht = loopback_dht(arguments.initial_peers)
+    signal.signal(signal.SIGINT, handler)
+    averager = ExactAverager(
+        dht,
+        prefix=averager_prefix("test", "L0"),
+        size=arguments.size,
+        codec=arguments.codec,
+        part_bytes=2**16,
+        matchmaking_s=3.0,
+        paths_of_module={"L0.E0": (0, 1)},
+        silence_s=5.0,
+        start=False,
+    )
+    if arguments.die_after_parts:
+        averager._codec = DeadlyCodec(arguments.codec, arguments.die_after_parts)
+    averager.run_in_background()
+    assert signal.getsignal(signal.SIGINT) is handler
+    hello = {
+        "addresses": [str(address) for address in dht.get_visible_maddrs()],
+        "peer_id": dht.peer_id.to_base58(),
+        "processes": [averager.pid, dht.pid],
+    }
+    print(json.dumps(hello), flush=True)
+    for line in sys.stdin:
+        command = {"size": arguments.size, **json.loads(line)}
+        if "shutdown_after_s" in command:
+            threading.Timer(command["shutdown_after_s"], averager.shutdown).start()
+        print(json.dumps(average(averager, arguments.number, command)), flush=True)
+    started = time.monotonic()
+    averager.shutdown()
+    averager.shutdown()
+    assert time.monotonic() - started < 6
+    dht.shutdown()
+
+
+if __name__ == "__main__":
+    main()

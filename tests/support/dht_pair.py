@@ -1,0 +1,74 @@
+"""Real DHT nodes on loopback, each with an identity of its own. For tests of `dht/`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dipaco.dht.directory import Directory
+from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.dht.identity import Identity, load_or_create_identity
+from dipaco.dht.node import join_dht
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+RUN_ID = "0123456789abcdef"
+
+
+@dataclass
+class TestNode:
+    """One node: its identity, DHT process and directory of the test's run."""
+
+    __test__ = False
+
+    identity: Identity
+    dht: GuardedDHT
+    directory: Directory
+
+    @property
+    def address(self) -> str:
+        """An address that others can join through."""
+        return str(self.dht.get_visible_maddrs()[0])
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    def close(self) -> None:
+        self.dht.shutdown()
+        self.identity.release()
+
+
+def start_node(
+    directory: Path, *initial_peers: str, client_mode: bool = False, run_id: str | None = RUN_ID
+) -> TestNode:
+    """Start a node whose key is kept in `directory`."""
+    identity = load_or_create_identity(directory / "identity.key")
+    dht = join_dht(
+        initial_peers, identity=identity, host_maddrs=(LOOPBACK,), client_mode=client_mode
+    )
+    return TestNode(identity, dht, Directory(dht, identity, run_id))
+
+
+@contextlib.contextmanager
+def node_pair(directory: Path) -> Iterator[tuple[TestNode, TestNode]]:
+    """Two nodes that know each other."""
+    first = start_node(directory / "first")
+    try:
+        second = start_node(directory / "second", first.address)
+        try:
+            yield first, second
+        finally:
+            second.close()
+    finally:
+        first.close()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+    """Poll a condition until it holds, or fail."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)

@@ -1,0 +1,111 @@
+"""What tests of accidents need: aim at a boundary, see what is left over, compare digests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+from dipaco.peer.rounds import RoundSchedule
+
+from support.swarm import Event, Member
+
+STATE_EVENTS = ("commit", "adopt")
+
+
+def schedule_of(plan: RunPlan) -> RoundSchedule:
+    """Return the boundaries of a run, to aim at."""
+    return RoundSchedule(
+        plan.rounds, Grid(plan.model, plan.grid, plan.rounds.level_offsets), plan.start_s
+    )
+
+
+def wait_until(when_s: float) -> None:
+    """Sleep until a wall-clock time."""
+    time.sleep(max(0.0, when_s - time.time()))
+
+
+def processes_of(member: Member) -> list[str]:
+    """Return the command lines of all living processes of a member.
+
+    They are in its session, or (p2pd) name its cache directory or identity.
+    """
+    folder = "run/identity.key" if member.name == "bootstrap" else f"{member.name}-cache"
+    mark = str(member.directory / folder)
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        ours = int(session) == member.popen.pid or mark in line
+        if ours and state != "Z" and int(entry.name) != os.getpid():
+            found.append(f"{entry.name} {line[:120]}")
+    return found
+
+
+def assert_gone(member: Member, within_s: float = 3.0) -> None:
+    """Check that no process of a member that has ended is left."""
+    deadline = time.monotonic() + within_s
+    while left := processes_of(member):
+        assert time.monotonic() < deadline, f"left over of {member.name}: {left}"
+        time.sleep(0.1)
+
+
+def first_after(member: Member, kind: str, position: int) -> Event | None:
+    """Return the first event of a kind behind a position of the member's events."""
+    return next((e for e in member.read()[position:] if e["event"] == kind), None)
+
+
+def digests_by_version(
+    members: Iterable[Member], lost: Iterable[Event] = ()
+) -> dict[tuple[str, int], dict[str, list[str]]]:
+    """Return for each (module, version) the digests that members have had, and who had them.
+
+    `lost` are commits of a peer that was killed before anybody else could know of them.
+    """
+    ignored = {id(event) for event in lost}
+    found: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for member in members:
+        for event in member.read():
+            if event["event"] in STATE_EVENTS and id(event) not in ignored:
+                version = found.setdefault((event["module"], event["version"]), {})
+                version.setdefault(event["digest"], []).append(member.name)
+    return found
+
+
+def forks(
+    members: Iterable[Member], lost: Iterable[Event] = ()
+) -> dict[tuple[str, int], dict[str, list[str]]]:
+    """Return the versions of modules of which there is more than one digest."""
+    versions = digests_by_version(members, lost)
+    return {name: digests for name, digests in versions.items() if len(digests) > 1}
+
+
+def partial_anchors(members: Iterable[Member]) -> list[Event]:
+    """Return where a peer carried on with an anchor that nobody ever committed."""
+    members = list(members)
+    found = []
+    for member in members:
+        anchors: dict[str, str] = {}
+        for event in member.read():
+            if event["event"] in STATE_EVENTS:
+                anchors[event["module"]] = event["digest"]
+            elif event["event"] == "training":
+                anchors.clear()
+            elif event["event"] == "carry_on" and event["anchor"] != anchors.get(
+                event["module"], event["anchor"]
+            ):
+                found.append(event)
+    return found
+
+
+def last_commits(member: Member, since_s: float) -> list[Event]:
+    """Return a killed peer's own states that nobody else may have: commits after `since_s`."""
+    return [event for event in member.of("commit") if event["time_s"] >= since_s]

@@ -1,0 +1,37 @@
+"""A valid plan without any files, for tests that only need its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dipaco.modules.config import (
+    AveragingConfig,
+    GridConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    RoundsConfig,
+)
+from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan
+
+
+def make_plan(
+    *, duration_s: float = 100.0, grid: GridConfig | None = None, **fields: Any
+) -> RunPlan:
+    """Return a plan of a small 2x2 run that starts at 1000 s; `fields` replace its others."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "start_s": 1000.0,
+        "model": ModelConfig(
+            vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16
+        ),
+        "grid": grid or GridConfig(modules_per_level=(2, 2)),
+        "inner": InnerConfig(batch_sequences=2),
+        "outer": OuterConfig(),
+        "rounds": RoundsConfig(duration_s=duration_s),
+        "averaging": AveragingConfig(),
+        "routing": RoutingPlan(),
+        "blobs": RunBlobs(tokenizer="1" * 64, router="2" * 64, base="3" * 64, shards="4" * 64),
+        **fields,
+    }
+    return RunPlan(**values)

@@ -1,0 +1,257 @@
+"""A complete run directory in a second: real tokenizer, router, base model, shards, manifest.
+
+Made directly from generated text, without `dipaco-bootstrap prepare`. Every test that needs a run
+starts here:
+
+    run = make_tiny_run(tmp_path / "run", inner_steps=4)
+    plan = run.plan()
+
+The text has one made-up language per path, so the router finds the paths and training lowers the
+loss. Everything follows from `seed`: the same arguments give the same plan, blob for blob.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.modules.config import (
+    AveragingConfig,
+    GridConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    RoundsConfig,
+)
+from dipaco.modules.plan import (
+    PathShard,
+    RoutingPlan,
+    RunBlobs,
+    RunPlan,
+    ShardIndex,
+    canonical_json,
+)
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.routing.document_routing import prefix_features
+from dipaco.routing.routers import KMeansRouter, Prefixes, Router
+from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.token_files import scoring_windows, token_dtype
+from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
+
+TINY_VOCABULARY = 320
+TINY_PREFIX_TOKENS = 8
+
+
+def make_tiny_run(
+    directory: Path | str,
+    *,
+    modules_per_level: tuple[int, ...] = (2, 2),
+    private_blocks: tuple[int, ...] = (),
+    private_embedding: bool = False,
+    private_head: bool = False,
+    inner_steps: int = 4,
+    codec: str = "float16",
+    duration_s: float = 600.0,
+    start_s: float = 0.0,
+    seed: int = 0,
+    name: str = "tiny",
+    documents_per_path: int = 40,
+    validation_documents_per_path: int = 4,
+    inner: dict[str, Any] | None = None,
+    outer: dict[str, Any] | None = None,
+    rounds: dict[str, Any] | None = None,
+    **model: Any,
+) -> RunDirectory:
+    """Write a run directory and return it opened.
+
+    `inner_steps` 0 is the clock-driven mode. `inner`, `outer` and `rounds` set further fields of
+    those sections of the plan, other keywords those of `ModelConfig`. The operator's key is
+    `operator.pem` beside the manifest. Raises ConfigurationError as the configuration classes do.
+    """
+    run = RunDirectory(directory)
+    run.path.mkdir(parents=True, exist_ok=True)
+    path_count = int(np.prod(modules_per_level))
+    model_config = ModelConfig(**{**_TINY_MODEL, **model})
+    train = tiny_documents(path_count, documents_per_path, seed)
+    held_out = tiny_documents(path_count, validation_documents_per_path, seed + 1_000_003)
+
+    tokenizer_bytes = tiny_tokenizer_bytes(model_config.vocabulary_size)
+    tokenizer = Tokenizer(tokenizer_bytes)
+    base = PathModel(model_config)
+    initialise(base, seed)
+    base.eval()
+    train_tokens = [tokenizer.document_tokens(text) for text in train]
+    held_out_tokens = [tokenizer.document_tokens(text) for text in held_out]
+    features = prefix_features(base, train_tokens, TINY_PREFIX_TOKENS)
+    router = KMeansRouter.fit(features, path_count, seed=seed, balanced=True)
+
+    index = _write_shards(run, model_config, base, router, train_tokens, held_out_tokens)
+    plan = RunPlan(
+        name=name,
+        seed=seed,
+        start_s=start_s,
+        model=model_config,
+        grid=GridConfig(
+            modules_per_level=modules_per_level,
+            private_blocks=private_blocks,
+            private_embedding=private_embedding,
+            private_head=private_head,
+        ),
+        inner=InnerConfig(**{**_TINY_INNER, **(inner or {})}),
+        outer=OuterConfig(**(outer or {})),
+        rounds=RoundsConfig(
+            **{
+                "duration_s": duration_s,
+                "inner_steps": inner_steps,
+                "matchmaking_s": min(2.0, duration_s * 0.2),
+                **(rounds or {}),
+            }
+        ),
+        averaging=AveragingConfig(codec=codec),
+        routing=RoutingPlan(kind="kmeans", prefix_tokens=TINY_PREFIX_TOKENS),
+        blobs=RunBlobs(
+            tokenizer=run.blobs.add_bytes(tokenizer_bytes),
+            router=run.blobs.add_bytes(router.to_bytes()),
+            base=run.blobs.add_bytes(safetensors.torch.save(tiny_parameters(base))),
+            shards=run.blobs.add_bytes(canonical_json(index.model_dump(mode="json"))),
+        ),
+    )
+    sign_tiny_run(run, plan)
+    return run
+
+
+def sign_tiny_run(run: RunDirectory, plan: RunPlan) -> None:
+    """Sign `plan` with the run's operator key and write it as the manifest.
+
+    For tests that change a plan, for instance to start it now.
+    """
+    key = load_or_create_operator_key(run.path / "operator.pem")
+    run.manifest_path.write_bytes(sign_manifest(plan, key))
+
+
+def tiny_shard(
+    run: RunDirectory,
+    model: ModelConfig,
+    path: int,
+    rows: np.ndarray,
+    validation: np.ndarray,
+    documents: int,
+) -> PathShard:
+    """Put a path's training rows and scoring windows [N, T] into the blobs and describe them."""
+    dtype = token_dtype(model.vocabulary_size)
+    return PathShard(
+        path=path,
+        train_sha256=run.blobs.add_bytes(rows.astype(dtype).tobytes()),
+        train_sequences=len(rows),
+        train_documents=documents,
+        validation_sha256=run.blobs.add_bytes(validation.astype(dtype).tobytes()),
+        validation_sequences=len(validation),
+    )
+
+
+def tiny_parameters(model: PathModel) -> dict[str, Any]:
+    """Return copies of a model's parameters, fp32 on the CPU, each in its own memory."""
+    return {
+        name: parameter.detach().float().cpu().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def tiny_documents(languages: int, documents_per_language: int, seed: int) -> list[str]:
+    """Return documents of about 60 words, one language after the other: deterministic.
+
+    A document of language `i` stands at `i * documents_per_language` and behind.
+    """
+    return [
+        _document(language, np.random.default_rng((seed, language, number)))
+        for language in range(languages)
+        for number in range(documents_per_language)
+    ]
+
+
+# Options of `make_tiny_run` for a run with path-specific modules of every kind but the head.
+PRIVATE: dict[str, Any] = {"private_blocks": (0, 3), "private_embedding": True}
+_TINY_MODEL: dict[str, Any] = {
+    "vocabulary_size": TINY_VOCABULARY,
+    "block_count": 4,
+    "hidden_size": 16,
+    "head_count": 2,
+    "feed_forward_size": 32,
+    "sequence_length": 32,
+}
+_TINY_INNER: dict[str, Any] = {
+    "learning_rate": 3e-3,
+    "batch_sequences": 2,
+    "warmup_steps": 2,
+    "fresh_state_warmup_steps": 2,
+}
+_CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
+
+
+@functools.lru_cache(maxsize=64)
+def _words(language: int) -> tuple[str, ...]:
+    """Return the dozen words of a language, made of its own few syllables."""
+    random = np.random.default_rng((77, language))
+    syllables = [
+        str(random.choice(list(_CONSONANTS))) + str(random.choice(list(_VOWELS))) for _ in range(4)
+    ]
+    return tuple(
+        "".join(str(part) for part in random.choice(syllables, size=int(random.integers(2, 4))))
+        for _ in range(12)
+    )
+
+
+def _document(language: int, random: np.random.Generator) -> str:
+    """Return a text in which some words are likelier to follow others."""
+    words = _words(language)
+    position, text = int(random.integers(len(words))), []
+    for _ in range(60):
+        step = int(random.choice([1, 2, 5], p=[0.6, 0.3, 0.1]))
+        position = (position + step) % len(words)
+        text.append(words[position])
+    return " ".join(text) + ".\n"
+
+
+@functools.lru_cache(maxsize=4)
+def tiny_tokenizer_bytes(vocabulary_size: int) -> bytes:
+    """Train the tokenizer once per process; it is the same for every tiny run of that size."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "tokenizer.model"
+        train_tokenizer(
+            tiny_documents(8, 6, seed=0), vocabulary_size, output, character_limit=100_000, seed=0
+        )
+        return output.read_bytes()
+
+
+def _write_shards(
+    run: RunDirectory,
+    model: ModelConfig,
+    base: PathModel,
+    router: Router,
+    train: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+) -> ShardIndex:
+    """Route the documents and write each path's token files into the blobs."""
+    length = model.sequence_length
+    train_paths = router.route(Prefixes(prefix_features(base, train, TINY_PREFIX_TOKENS)))
+    held_out_paths = router.route(Prefixes(prefix_features(base, held_out, TINY_PREFIX_TOKENS)))
+    shards = []
+    for path in range(router.path_count):
+        own = [document for document, at in zip(train, train_paths, strict=True) if at == path]
+        stream = np.array([token for document in own for token in document], dtype=np.int64)
+        rows = stream[: len(stream) // length * length].reshape(-1, length)
+        assert len(rows), f"the tiny run has no text for path {path}; choose another seed"
+        windows = [
+            scoring_windows(document, length, TINY_PREFIX_TOKENS)
+            for document, at in zip(held_out, held_out_paths, strict=True)
+            if at == path
+        ]
+        validation = np.concatenate([np.empty((0, length), dtype=np.int64), *windows])
+        shards.append(tiny_shard(run, model, path, rows, validation, len(own)))
+    return ShardIndex(sequence_length=length, paths=tuple(shards))
