@@ -21,7 +21,7 @@ from common import build_parser
 from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 
 def options() -> argparse.Namespace:
@@ -41,7 +41,7 @@ def main() -> int:
     keep_freed_memory()
     torch.set_num_threads(chosen.threads)
     device = torch.device(chosen.device)
-    run = RunDirectory(chosen.run)
+    run = RunFolder(chosen.run)
     plan = run.plan()
     model = run.base_model(plan).to(device)
     # As the peers have it, which score and train in turns.

@@ -30,7 +30,7 @@ from typing import Any
 
 from common import HERE, Report, build_parser, process_tree, scratch_directory
 from dipaco.modules.blobs import BlobStore
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from varied_corpus import VariedCorpus, write_varied_corpus
 
 TINY_CORPUS = HERE.parent / "examples" / "tiny" / "data" / "train-00000.jsonl.gz"
@@ -271,9 +271,7 @@ def killed_preparation(
 
 def compare(whole: Path, killed: Path) -> dict[str, bool]:
     """Tell whether two run directories are the same run."""
-    plans = [
-        RunDirectory(out).plan().model_copy(update={"start_s": 0.0}) for out in (whole, killed)
-    ]
+    plans = [RunFolder(out).plan().model_copy(update={"start_s": 0.0}) for out in (whole, killed)]
     blobs = BlobStore(killed / "blobs")
     return {
         "same_plan": plans[0] == plans[1],

@@ -213,7 +213,7 @@ def run_cell(cell: Cell, data: Path, out: Path, size: Size) -> None:
     # Importing PyTorch takes seconds; --help, --list and mistakes should not.
     import torch
     from dipaco.modules.device import keep_freed_memory
-    from dipaco.routing.run_directory import RunDirectory
+    from dipaco.routing.run_folder import RunFolder
     from paper_table_rerouting import reroute
     from paper_table_runs import Runs
     from paper_table_scores import (
@@ -238,7 +238,7 @@ def run_cell(cell: Cell, data: Path, out: Path, size: Size) -> None:
         figures["training_cpu_seconds"] = time.process_time() - cpu_started
         losses = score_model(run.base_model(run.plan()), held_out, size.prefix_tokens)
     elif cell.of:
-        run = RunDirectory(runs.trained(cell.of))
+        run = RunFolder(runs.trained(cell.of))
         held_out = HeldOut.open(runs.folder("one-path"), size)
         if cell.kind == "best":
             losses = score_routed(run, held_out, best=True)

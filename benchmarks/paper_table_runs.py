@@ -20,7 +20,7 @@ from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import GridConfig
 from dipaco.modules.files import atomic_write
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from paper_table_cells import LEARNING_RATES, PRIVATE_BLOCKS, SHAPES, Cell, Size
 
 RUN_TOML = (
@@ -81,11 +81,11 @@ class Runs:
         """Return where a cell keeps the states of half of its steps."""
         return self._work / "half" / (cell if isinstance(cell, str) else cell.name)
 
-    def prepared(self, cell: Cell) -> RunDirectory:
+    def prepared(self, cell: Cell) -> RunFolder:
         """Prepare the shards of a cell, if no cell before it has, and return their run."""
         folder = self.folder(cell.routing)
-        if RunDirectory(folder).manifest_path.exists():
-            return RunDirectory(folder)
+        if RunFolder(folder).manifest_path.exists():
+            return RunFolder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         toml = folder / "RUN.toml"
         toml.write_text(self._toml(cell))
@@ -101,9 +101,9 @@ class Runs:
         elif base != folder and cell.model == "path":
             options["operator_key"] = base / "operator.pem"
         prepare(toml, folder, **options)
-        return RunDirectory(folder)
+        return RunFolder(folder)
 
-    def derived(self, cell: Cell) -> RunDirectory:
+    def derived(self, cell: Cell) -> RunFolder:
         """Return the run of a cell: the prepared shards with the cell's grid, batch and seed."""
         prepared = self.prepared(cell)
         plan, size = prepared.plan(), self._size
@@ -132,9 +132,9 @@ class Runs:
             own = plan
         return self._written(prepared, own, self.trained(cell))
 
-    def _written(self, source: RunDirectory, plan: RunPlan, folder: Path) -> RunDirectory:
+    def _written(self, source: RunFolder, plan: RunPlan, folder: Path) -> RunFolder:
         """Make a run directory with the blobs of `source` and another plan."""
-        run = RunDirectory(folder)
+        run = RunFolder(folder)
         if not run.manifest_path.exists():
             shutil.copytree(
                 source.path / "blobs", folder / "blobs", copy_function=_link, dirs_exist_ok=True

@@ -13,10 +13,10 @@ import safetensors.torch
 import torch
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import IntegrityError
-from dipaco.modules.evaluate import score_rows
+from dipaco.modules.evaluate import row_losses
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.token_files import even_sample, scoring_windows, token_dtype
 from paper_table_cells import Size
@@ -97,7 +97,7 @@ def score_model(model: PathModel, held_out: HeldOut, prefix_tokens: int) -> Docu
     return DocumentLosses(nll, tokens, np.zeros(len(chosen), dtype=np.int64))
 
 
-def score_dense(run: RunDirectory, held_out: HeldOut) -> DocumentLosses:
+def score_dense(run: RunFolder, held_out: HeldOut) -> DocumentLosses:
     """Score the dense model of a run directory."""
     plan = run.plan()
     model = PathModel(plan.model)
@@ -105,7 +105,7 @@ def score_dense(run: RunDirectory, held_out: HeldOut) -> DocumentLosses:
     return score_model(model.eval(), held_out, plan.routing.prefix_tokens)
 
 
-def score_routed(run: RunDirectory, held_out: HeldOut, *, best: bool = False) -> DocumentLosses:
+def score_routed(run: RunFolder, held_out: HeldOut, *, best: bool = False) -> DocumentLosses:
     """Score every document with the path that it is routed to by its first tokens.
 
     With `best`, by the states that early stopping kept (section 2.7), else by the newest.
@@ -127,8 +127,8 @@ def score_routed(run: RunDirectory, held_out: HeldOut, *, best: bool = False) ->
     return DocumentLosses(nll, tokens, paths)
 
 
-def _load_best(model: PathModel, run: RunDirectory, path: int) -> None:
-    store = run.best_paths(run.grid(run.plan()))
+def _load_best(model: PathModel, run: RunFolder, path: int) -> None:
+    store = run.best_parameters(run.grid(run.plan()))
     store.load_from_disk()
     best = store.load(path)
     if best is None:
@@ -136,7 +136,7 @@ def _load_best(model: PathModel, run: RunDirectory, path: int) -> None:
     best.load_into(model)
 
 
-def load_states(run: RunDirectory) -> Mapping[str, ModuleState]:
+def load_states(run: RunFolder) -> Mapping[str, ModuleState]:
     """Return the trained states of all modules. Raises IntegrityError if one is missing."""
     grid = run.grid(run.plan())
     states = {m: run.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
@@ -152,6 +152,6 @@ def _score(
     """Return (nll, tokens) of the chosen documents."""
     windows = [held_out.windows[index] for index in chosen.tolist()]
     with torch.inference_mode():
-        nll, tokens = score_rows(model, np.concatenate(windows), prefix_tokens)
+        nll, tokens = row_losses(model, np.concatenate(windows), prefix_tokens)
     starts = np.cumsum([0, *(len(rows) for rows in windows[:-1])])
     return np.add.reduceat(nll, starts), np.add.reduceat(tokens, starts)

@@ -13,8 +13,8 @@ from typing import Any
 import safetensors.torch
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
-from dipaco.routing.run_directory import RunDirectory
-from dipaco.simulator.checkpoint import CheckpointDirectory, link_run
+from dipaco.routing.run_folder import RunFolder
+from dipaco.simulator.checkpoint import CheckpointFolder, link_run
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm
@@ -58,7 +58,7 @@ class Diary:
         atomic_write(self.file, json.dumps(self.values).encode())
 
 
-def train_dense_cell(run: RunDirectory, size: Size, say: Say) -> Diary:
+def train_dense_cell(run: RunFolder, size: Size, say: Say) -> Diary:
     """Train the dense model of a cell and keep its parameters in the run directory."""
     diary = Diary(run.path / "diary.json")
     losses: list[float] = []
@@ -88,12 +88,12 @@ def train_dense_cell(run: RunDirectory, size: Size, say: Say) -> Diary:
     return diary
 
 
-def train_swarm_cell(cell: Cell, run: RunDirectory, half: Path, size: Size, say: Say) -> Diary:
+def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Say) -> Diary:
     """Train all paths of a cell; leave their states in the run directory, and half-way in `half`.
 
     A cell that goes on from another's half is trained for the other half.
     """
-    checkpoints = CheckpointDirectory(run.path / "checkpoint")
+    checkpoints = CheckpointFolder(run.path / "checkpoint")
     checkpoint = checkpoints.latest()
     plan = run.plan()
     grid = run.grid(plan)
@@ -110,7 +110,7 @@ def train_swarm_cell(cell: Cell, run: RunDirectory, half: Path, size: Size, say:
         first_round=first,
         states=states,
         validation_sequences=plan.rounds.validation_sequences if cell.early_stopping else 0,
-        best_directory=run.path / "best" if cell.early_stopping else None,
+        best_folder=run.path / "best" if cell.early_stopping else None,
     )
     if checkpoint:
         checkpoints.restore(checkpoint, swarm)
@@ -141,6 +141,6 @@ def train_swarm_cell(cell: Cell, run: RunDirectory, half: Path, size: Size, say:
     return diary
 
 
-def _save_states(swarm: ReferenceSwarm, run: RunDirectory) -> None:
+def _save_states(swarm: ReferenceSwarm, run: RunFolder) -> None:
     for state in swarm.states.values():
         run.states.save(state)

@@ -114,7 +114,7 @@ def path_steps(events: list[dict[str, Any]]) -> dict[int, int]:
     return steps
 
 
-def train_swarm(options: argparse.Namespace, run_directory: Path) -> dict[str, Any]:
+def train_swarm(options: argparse.Namespace, run_folder: Path) -> dict[str, Any]:
     """Train with real processes until every path has its steps; evaluate over the network."""
     out: Path = options.out
     address_file = out / "bootstrap.address"
@@ -124,7 +124,7 @@ def train_swarm(options: argparse.Namespace, run_directory: Path) -> dict[str, A
             "dipaco-bootstrap",
             out / "bootstrap.jsonl",
             "serve",
-            str(run_directory),
+            str(run_folder),
             "--host-maddrs",
             LOOPBACK,
             "--address-file",
@@ -204,18 +204,18 @@ def main() -> int:
             data=options.data.resolve(), base_steps=options.base_steps, round_s=options.round_s
         )
     )
-    run_directory = options.out / "run"
-    print(run("dipaco-bootstrap", "prepare", str(run_toml), "--out", str(run_directory)))
+    run_folder = options.out / "run"
+    print(run("dipaco-bootstrap", "prepare", str(run_toml), "--out", str(run_folder)))
     if options.prepare_only:
         return 0
     run(
-        "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(run_directory),
+        "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(run_folder),
         "--start-in-s", "30",
     )  # fmt: skip
-    result = train_swarm(options, run_directory)
+    result = train_swarm(options, run_folder)
     dense_steps = round(sum(result["steps"].values()) / PATHS)
     run(
-        "dipaco-simulate", str(run_directory), "--rounds", "0", "--dense-steps", str(dense_steps),
+        "dipaco-simulate", str(run_folder), "--rounds", "0", "--dense-steps", str(dense_steps),
         "--out", str(options.out / "dense"), "--validation-sequences", "0", "--json",
     )  # fmt: skip
     dense = json.loads(

@@ -23,7 +23,7 @@ from dipaco.modules.config import (
 from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex, canonical_json
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.routers import KMeansRouter
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.tiny_run import (
     TINY_VOCABULARY,
     sign_tiny_run,
@@ -47,9 +47,9 @@ def make_synthetic_run(
     validation_sequences: int = 16,
     seed: int = 0,
     **rounds: Any,
-) -> RunDirectory:
+) -> RunFolder:
     """Write a run directory and return it opened; `rounds` are fields of `RoundsConfig`."""
-    run = RunDirectory(directory)
+    run = RunFolder(directory)
     run.path.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     path_count = int(np.prod(modules_per_level))
@@ -81,7 +81,7 @@ def make_synthetic_run(
 
 
 def _shards(
-    run: RunDirectory,
+    run: RunFolder,
     model: ModelConfig,
     path_count: int,
     train_sequences: int,

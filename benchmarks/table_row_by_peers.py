@@ -24,7 +24,7 @@ from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
 from dipaco.peer.client import ReadOnlyClient
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from paper_table_cells import CELLS_BY_NAME, Cell, Size
 from paper_table_runs import Runs
 from paper_table_scores import HeldOut, load_states, score_routed
@@ -45,7 +45,7 @@ def main() -> int:
     if cell is None or cell.kind != "swarm" or cell.replicas > 1 or cell.half_of:
         parser.error(f"--cell {options.cell} is no row with one peer per path from the base on")
     size = Size(**json.loads((options.table / "size.json").read_bytes()))
-    simulated = RunDirectory(Runs(options.table, options.table, size).trained(cell))
+    simulated = RunFolder(Runs(options.table, options.table, size).trained(cell))
     expected = load_states(simulated)
     run = signed_to_begin(
         simulated, options.out / "run", options.table / "operator.pem",
@@ -88,8 +88,8 @@ def main() -> int:
 
 
 def signed_to_begin(
-    simulated: RunDirectory, folder: Path, key_file: Path, start_s: float, round_s: float
-) -> RunDirectory:
+    simulated: RunFolder, folder: Path, key_file: Path, start_s: float, round_s: float
+) -> RunFolder:
     """Return a run directory with the blobs of another and a manifest that starts at `start_s`."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(simulated.path / "blobs", folder / "blobs")
@@ -99,7 +99,7 @@ def signed_to_begin(
     begun = plan.model_copy(
         update={"start_s": start_s, "rounds": plan.rounds.model_copy(update=rounds)}
     )
-    run = RunDirectory(folder)
+    run = RunFolder(folder)
     atomic_write(run.manifest_path, sign_manifest(begun, load_or_create_operator_key(key_file)))
     return run
 
@@ -138,7 +138,7 @@ def train(
     for peer in peers:
         peer.popen.wait(60)
     with ReadOnlyClient((bootstrap.address(),)) as client:
-        states = {module: client.best_state(module) for module in grid.modules()}
+        states = {module: client.heaviest_state(module) for module in grid.modules()}
     for module, state in states.items():
         if state.version != size.rounds:
             raise SystemExit(f"{module} is of version {state.version}, not {size.rounds}")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from common import CORPUS_TOML, HERE, scratch_directory
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.faults import processes_of
 from support.swarm import Event, Member, Swarm, command
 from three_phases_report import report_of
@@ -128,7 +128,7 @@ class Chain:
         """Go through all phases; no process is left afterwards, whatever happened."""
         dense = self.phases[0]
         self._prepare(dense, "--start-in-s", "25")
-        with Swarm(self.directory, RunDirectory(dense.directory)) as self.swarm:
+        with Swarm(self.directory, RunFolder(dense.directory)) as self.swarm:
             server = self.swarm.start_bootstrap(name=f"serve-{dense.name}")
             address = self._address_of(server)
             for _ in range(PEERS):
@@ -187,7 +187,7 @@ class Chain:
             "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(phase.directory),
             "--threads", "1", "--device", "cpu", *arguments,
         )  # fmt: skip
-        phase.run_id = RunDirectory(phase.directory).plan().run_id
+        phase.run_id = RunFolder(phase.directory).plan().run_id
         phase.genesis = self.directory / f"{phase.name}-genesis"
         shutil.copytree(
             phase.directory, phase.genesis, ignore=shutil.ignore_patterns("work", "states", "*.pem")
@@ -209,7 +209,7 @@ class Chain:
             if line.startswith(("scores:", "states:", "Genesis:")):
                 self._say(f"prepare: {line}")
         new.figures["scores_by_peers"] = self._scores_by_peers(old)
-        self.swarm.run = RunDirectory(new.directory)
+        self.swarm.run = RunFolder(new.directory)
         server = self.swarm.start_bootstrap("--initial-peers", entry, name=f"serve-{new.name}")
         self._address_of(server)
         served_s = time.time()

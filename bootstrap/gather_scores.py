@@ -261,7 +261,7 @@ def open_swarm(
     node = join_run(
         initial_peers=initial_peers,
         run=predecessor.plan.run_id,
-        cache_directory=folder,
+        cache_folder=folder,
         host_maddrs=host_maddrs,
         say=say,
     )

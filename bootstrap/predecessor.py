@@ -26,7 +26,7 @@ from dipaco.modules.grow import path_parameters
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateSummary, read_state, read_state_summary
 from dipaco.modules.store import StateStore
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 from .pretrain import parameters_bytes
 from .stages import read_marker
@@ -36,7 +36,7 @@ from .stages import read_marker
 class Predecessor:
     """An opened predecessor. With `allow_genesis` a module without a state stays at its genesis."""
 
-    directory: RunDirectory
+    directory: RunFolder
     manifest: SignedManifest
     allow_genesis: bool = False
     swarm_states: Callable[[], StateStore] | None = None
@@ -150,7 +150,7 @@ def open_predecessor(directory: Path, *, allow_genesis: bool = False) -> Predece
 
     Raises StorageError when it is no run directory, ManifestError for a bad manifest.
     """
-    run = RunDirectory(directory)
+    run = RunFolder(directory)
     if not directory.is_dir() or not run.manifest_path.is_file():
         raise StorageError(
             f"--from {directory} is not a run directory: it has no manifest.json; give the --out "

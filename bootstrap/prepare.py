@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.errors import ConfigurationError, CorpusError
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex, canonical_json
@@ -29,7 +29,7 @@ from dipaco.routing.corpus import CorpusBookmark, CorpusStream
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.document_scores import RouterDocuments
 from dipaco.routing.routers import ROUTER_KINDS, load_router
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
@@ -99,7 +99,7 @@ class Preparation:
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
-        self.directory = RunDirectory(self.out)
+        self.directory = RunFolder(self.out)
         self.blobs = self.directory.blobs
         self.markers = StageMarkers(self.work, self.blobs)
 
@@ -439,7 +439,7 @@ class Preparation:
             rows = self.directory.validation_tokens(plan, path)[:each]
             if len(rows):
                 tokens = torch.from_numpy(rows.astype(np.int64))
-                nll, count = score_sequences(
+                nll, count = sum_losses(
                     self.base_model, tokens, plan.routing.prefix_tokens, device=self.device
                 )
                 total_nll, total_tokens = total_nll + nll, total_tokens + count

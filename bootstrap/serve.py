@@ -23,7 +23,7 @@ from dipaco.peer.events import EventLog
 from dipaco.peer.keeper import hand_over
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.publisher import PeerStatus, Publisher
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 logger = logging.getLogger("dipaco.bootstrap.serve")
 
@@ -33,7 +33,7 @@ LEAVE_BUDGET_S = 4.0
 def run(options: argparse.Namespace) -> int:
     """Serve until stopped. Called by `dipaco-bootstrap serve`. Returns the exit code."""
     directory: Path = options.directory
-    manifest_path = RunDirectory(directory).manifest_path
+    manifest_path = RunFolder(directory).manifest_path
     if not manifest_path.is_file():
         raise ManifestError(
             f"{directory} holds no manifest.json; prepare a run first: "
@@ -47,12 +47,12 @@ def run(options: argparse.Namespace) -> int:
     node = join_run(
         initial_peers=tuple(options.initial_peers),
         run=None,
-        cache_directory=directory,
+        cache_folder=directory,
         identity_path=options.identity_path or directory / "identity.key",
         host_maddrs=tuple(options.host_maddrs) or (f"/ip4/0.0.0.0/tcp/{options.port}",),
         announce_maddrs=tuple(options.announce_maddrs),
         own_manifest=manifest_path.read_bytes(),
-        run_directory=directory,
+        run_folder=directory,
         say=display.say,
     )
     joined.set()

@@ -19,7 +19,7 @@ from dipaco.modules.blobs import BlobStore
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import InnerConfig, OuterConfig
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.files import sha256_of_file
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis_index
@@ -27,7 +27,7 @@ from dipaco.modules.plan import RunPlan, canonical_json
 from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 from .display import Display
 from .local_scores import ScoresFolder, local_request, score_paths
@@ -179,7 +179,7 @@ class Succession:
         by_path = {scores.path: scores.nll for scores in found if scores is not None}
         return np.stack([by_path[origin] for origin in origins], axis=1)
 
-    def say_where_it_stands(self, run: RunDirectory, plan: RunPlan) -> None:
+    def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""
         each = max(1, SUMMARY_SEQUENCES // self.grid.path_count)
         model = PathModel(plan.model).to(self.device).eval()
@@ -190,8 +190,8 @@ class Succession:
                 modules = self.grid.modules_of_path(path)
                 states = {module: run.genesis_state(plan, module) for module in modules}
                 load_path(model, self.grid, path, states)
-                scores.append(Score(*score_sequences(model, rows, plan.routing.prefix_tokens)))
-        total = Score.total(scores)
+                scores.append(LossSum(*sum_losses(model, rows, plan.routing.prefix_tokens)))
+        total = LossSum.total(scores)
         if total.perplexity is not None:
             self.display.say(
                 f"Genesis: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "

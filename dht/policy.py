@@ -2,8 +2,7 @@
 
 Every peer decides for itself; the functions are made so that peers with the same view decide
 compatibly, and peers with slightly different views at worst share a path for a moment.
-What is kept where, and which state wins, is in `keeping.py` and `agreement.py`; this module
-re-exports them, so that callers find all of policy here.
+What is kept where, and which state wins, is in `keeping.py` and `agreement.py`.
 """
 
 from __future__ import annotations
@@ -15,32 +14,8 @@ from dataclasses import dataclass
 
 from dipaco.modules.grid import Grid
 
-from .agreement import (
-    better_state,
-    enough_for_commit,
-    expected_group,
-    possible_group,
-    winning_state,
-)
-from .keeping import keepers, modules_to_keep
 from .records import ClaimRecord
 from .view import SwarmView
-
-__all__ = [
-    "Decision",
-    "better_state",
-    "choose_path",
-    "enough_for_commit",
-    "expected_group",
-    "keepers",
-    "lead_rank",
-    "modules_to_keep",
-    "possible_group",
-    "resolve_collision",
-    "seniority",
-    "should_move",
-    "winning_state",
-]
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class ProgressEntry(BaseModel):
     validation_tokens: Count
     train_loss: Loss
     best_sha256: Annotated[str, _check(r"([0-9a-f]{64})?")] = ""
-    """The path's best states so far, as a blob; empty when there is none. See `best_paths`."""
+    """The path's best states so far, as a blob; empty when there is none. See `best_notices`."""
     best_nll: Annotated[float, Field(ge=0, le=1e15)] = 0.0
     best_tokens: Count = 0
     best_round: Count = 0

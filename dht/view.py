@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
-from .best_paths import BestNotice, announced_bests
+from .best_notices import BestNotice, announced_bests
 from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 
 logger = logging.getLogger("dipaco.dht.view")

@@ -96,7 +96,7 @@ class Demo:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     @property
-    def run_directory(self) -> Path:
+    def run_folder(self) -> Path:
         return self.directory / "run"
 
     def command(self, name: str, *arguments: str) -> None:
@@ -264,7 +264,7 @@ def prepare(demo: Demo) -> None:
     run_toml = demo.directory / "RUN.toml"
     run_toml.write_text("\n".join(lines) + "\n")
     demo.command(
-        "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_directory),
+        "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_folder),
         "--start-in-s", str(demo.scale.join_s),
     )  # fmt: skip
 
@@ -272,7 +272,7 @@ def prepare(demo: Demo) -> None:
 def train(demo: Demo, live: Live | None) -> Process:
     """Run the swarm through its accidents; return a peer that is still alive."""
     bootstrap = demo.start(
-        "bootstrap", "dipaco-bootstrap", "serve", str(demo.run_directory),
+        "bootstrap", "dipaco-bootstrap", "serve", str(demo.run_folder),
         "--host-maddrs", LOOPBACK, "--address-file", str(demo.directory / "bootstrap.address"),
     )  # fmt: skip
     address = demo.address_of(bootstrap)
@@ -348,7 +348,7 @@ def report(demo: Demo, survivor: Process) -> None:
     demo.end_all()
     dense_directory = demo.directory / "dense"
     demo.command(
-        "dipaco-simulate", str(demo.run_directory), "--rounds", "0", "--dense-steps", str(steps),
+        "dipaco-simulate", str(demo.run_folder), "--rounds", "0", "--dense-steps", str(steps),
         "--out", str(dense_directory), "--validation-sequences", "0",
     )  # fmt: skip
     dense = demo.json_of(

@@ -21,7 +21,7 @@ from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.corpus import Document
 from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows, token_dtype, window_stride
 
 # Documents that are routed in one go.
@@ -173,7 +173,7 @@ def tokenised(router: DocumentRouter, documents: Iterable[Document]) -> Iterator
 
 
 def shard_documents(
-    run: RunDirectory, plan: RunPlan, count: int, seed: int
+    run: RunFolder, plan: RunPlan, count: int, seed: int
 ) -> Iterator[TokenDocument]:
     """Yield up to `count` training documents drawn from the shards, the same for a seed.
 

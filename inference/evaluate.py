@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 from dipaco.modules.errors import CorpusError, IntegrityError
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
@@ -43,9 +43,9 @@ class Evaluated:
     """Some documents and how the models do on them."""
 
     documents: int
-    score: Score
-    base: Score | None = None
-    baseline: Score | None = None
+    score: LossSum
+    base: LossSum | None = None
+    baseline: LossSum | None = None
 
     @staticmethod
     def total(parts: Iterable[Evaluated]) -> Evaluated:
@@ -53,7 +53,7 @@ class Evaluated:
         parts = tuple(parts)
         return Evaluated(
             documents=sum(part.documents for part in parts),
-            score=Score.total(part.score for part in parts),
+            score=LossSum.total(part.score for part in parts),
             base=_total(part.base for part in parts),
             baseline=_total(part.baseline for part in parts),
         )
@@ -72,9 +72,9 @@ class Evaluated:
         return values
 
 
-def _total(scores: Iterable[Score | None]) -> Score | None:
+def _total(scores: Iterable[LossSum | None]) -> LossSum | None:
     present = [score for score in scores if score is not None]
-    return Score.total(present) if present else None
+    return LossSum.total(present) if present else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class EvaluationReport:
     """Documents of missing paths."""
     short_documents: int
     """Documents with no token behind the routing prefix."""
-    best_paths: tuple[int, ...] = ()
+    paths_with_best: tuple[int, ...] = ()
     """Scored paths whose best states were used (early stopping), not their newest."""
     reroute: RerouteReport | None = None
     """Rerouting every W tokens, if it was asked for."""
@@ -124,8 +124,8 @@ class EvaluationReport:
             "unscored_documents": self.unscored_documents,
             "short_documents": self.short_documents,
             "states": {
-                "best": len(self.best_paths),
-                "current": len(self.paths()) - len(self.best_paths),
+                "best": len(self.paths_with_best),
+                "current": len(self.paths()) - len(self.paths_with_best),
             },
         }
         if self.reroute is not None:
@@ -210,7 +210,7 @@ def evaluate(
             missing_paths=missing,
             unscored_documents=int((~chosen).sum()),
             short_documents=windows.short_documents,
-            best_paths=tuple(
+            paths_with_best=tuple(
                 path
                 for path in np.unique(windows.paths[chosen]).tolist()
                 if source.best_round(path) is not None
@@ -272,8 +272,8 @@ def _groups(
         members = keys == key
         tokens = int(windows.document_tokens[members].sum())
 
-        def score(nll: np.ndarray, members: np.ndarray = members, tokens: int = tokens) -> Score:
-            return Score(float(nll[members].sum()), tokens)
+        def score(nll: np.ndarray, members: np.ndarray = members, tokens: int = tokens) -> LossSum:
+            return LossSum(float(nll[members].sum()), tokens)
 
         groups[key // len(ranks), by_rank[key % len(ranks)]] = Evaluated(
             documents=int(members.sum()),

@@ -113,7 +113,7 @@ def show(report: EvaluationReport, console: Console) -> None:
         console.print(_table("label", report.labels(), overall))
     if report.reroute is not None:
         console.print(_reroute_table(report.reroute))
-    best, scored = len(report.best_paths), len(report.paths())
+    best, scored = len(report.paths_with_best), len(report.paths())
     console.print(
         f"states: the best so far by held-out loss of {best} paths, the newest of {scored - best}"
     )

@@ -72,7 +72,7 @@ class Exporter:
         if read_provenance(directory) == provenance:
             return False
         check_replaceable(directory, {key: provenance[key] for key in ("format", "run", "path")})
-        with whole_directory(directory) as staging:
+        with whole_folder(directory) as staging:
             if self._share_in is not None and self.source.best_round(path) is None:
                 self._link_modules(path, staging)
             else:
@@ -95,7 +95,7 @@ class Exporter:
             return False
         check_replaceable(directory, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
         model = self.source.base_model(torch.device("cpu"))
-        with whole_directory(directory) as staging:
+        with whole_folder(directory) as staging:
             save_parameters(dict(model.named_parameters()), staging, torch.float32)
             self._write_files(staging, provenance, readme)
             write_json(staging / CONFIG_FILE, llama_config(plan.model, torch.float32))
@@ -265,7 +265,7 @@ def check_replaceable(directory: Path, expected: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
+def whole_folder(directory: Path) -> Iterator[Path]:
     """Give a folder to fill that becomes `directory` when the body ends well, and vanishes if not.
 
     What was there before is replaced.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
 
@@ -41,7 +41,7 @@ class PathFigures:
     modules: tuple[str, ...]
     tokens: int | None
     documents: int
-    score: Score
+    score: LossSum
     best_round: int | None
 
 

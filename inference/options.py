@@ -168,10 +168,10 @@ def open_source_of(options: argparse.Namespace) -> StateSource:
     from .sources import SourceSettings, open_source
 
     return open_source(
-        state_directory=options.state_dir,
+        state_folder=options.state_dir,
         initial_peers=options.initial_peers,
         run=options.run,
-        cache_directory=options.cache_dir,
+        cache_folder=options.cache_dir,
         settings=SourceSettings(
             allow_genesis=options.allow_genesis,
             current=options.current,

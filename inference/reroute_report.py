@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 
 from .rerouter import Rerouter
 from .rerouting import (
@@ -29,11 +29,11 @@ class RerouteWindow:
     window: int
     head: int
     """The look-ahead window that decided."""
-    score: Score
+    score: LossSum
     switches: float
     """Which part of the decisions left the path of the tokens before."""
     decisions: int
-    best: Score
+    best: LossSum
     """With the best path of each window by hindsight: a bound."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,11 +52,11 @@ class RerouteWindow:
 class RerouteReport:
     """All of it is computed from the same scores of the same tokens."""
 
-    routed: Score
+    routed: LossSum
     """Every document by the path that the run's router sends it to."""
-    best_per_document: Score
+    best_per_document: LossSum
     """Every document by its best path by hindsight: a bound."""
-    single_paths: Mapping[int, Score]
+    single_paths: Mapping[int, LossSum]
     """All documents by one path."""
     windows: tuple[RerouteWindow, ...]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 
 from .document_windows import DocumentWindows
 from .token_scores import TokenScores
@@ -94,7 +94,7 @@ def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, starts, dtype=np.float64) if len(starts) else np.zeros(0)
 
 
-def rerouted_score(scores: TokenScores, choices: np.ndarray, window: int) -> Score:
+def rerouted_score(scores: TokenScores, choices: np.ndarray, window: int) -> LossSum:
     """Return the score of following `choices`, int64 [D], of `decisions(documents, window)`.
 
     As everywhere here, over the documents of `scores.kept`. Raises ValueError if there are more or
@@ -125,7 +125,7 @@ def switches(scores: TokenScores, choices: np.ndarray, window: int) -> float:
     return float((choices != previous)[kept].mean())
 
 
-def routed_score(scores: TokenScores) -> Score:
+def routed_score(scores: TokenScores) -> LossSum:
     """Return the score of routing each document once, by the run's router."""
     routed = scores.documents.paths
     return _score(
@@ -133,7 +133,7 @@ def routed_score(scores: TokenScores) -> Score:
     )
 
 
-def single_path_scores(scores: TokenScores) -> dict[int, Score]:
+def single_path_scores(scores: TokenScores) -> dict[int, LossSum]:
     """Return the score of each path on all documents."""
     kept = scores.kept
     return {
@@ -142,18 +142,18 @@ def single_path_scores(scores: TokenScores) -> dict[int, Score]:
     }
 
 
-def best_document_score(scores: TokenScores) -> Score:
+def best_document_score(scores: TokenScores) -> LossSum:
     """Return the score of the best path of each document, known by hindsight: a bound."""
     return _least(scores, scores.documents.token_starts[:-1], scores.kept)
 
 
-def best_window_score(scores: TokenScores, window: int) -> Score:
+def best_window_score(scores: TokenScores, window: int) -> LossSum:
     """Return the score of the best path of each window, known by hindsight: a bound."""
     made = decisions(scores.documents, window)
     return _least(scores, made.starts, scores.kept[made.documents])
 
 
-def _least(scores: TokenScores, starts: np.ndarray, kept: np.ndarray) -> Score:
+def _least(scores: TokenScores, starts: np.ndarray, kept: np.ndarray) -> LossSum:
     """Add up the least sums of any path, one path in memory at a time."""
     least = np.full(len(starts), np.inf)
     for path in scores.paths:
@@ -161,5 +161,5 @@ def _least(scores: TokenScores, starts: np.ndarray, kept: np.ndarray) -> Score:
     return _score(scores, [float(least[kept].sum())])
 
 
-def _score(scores: TokenScores, sums: Sequence[float]) -> Score:
-    return Score(math.fsum(sums), int(scores.documents.document_tokens[scores.kept].sum()))
+def _score(scores: TokenScores, sums: Sequence[float]) -> LossSum:
+    return LossSum(math.fsum(sums), int(scores.documents.document_tokens[scores.kept].sum()))

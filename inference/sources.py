@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from dipaco.modules.best_path import BestPath, read_best_path_summary
+from dipaco.modules.best_parameters import BestParameters, read_best_parameters_summary
 from dipaco.modules.errors import ConfigurationError, IntegrityError, NetworkError
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress, read_state_summary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from typing_extensions import Self
 
-from .best_states import BestStates
+from .best_parameters import CheckedBestParameters
 from .document_windows import TokenDocument, shard_documents
 
 if TYPE_CHECKING:
@@ -57,27 +57,27 @@ class SourceProgress:
 
     tokens: int | None = None
     last_round: int | None = None
-    score: Score = field(default_factory=Score)
+    score: LossSum = field(default_factory=LossSum)
 
 
 class StateSource(ABC):
     """A run to read from. A context manager; closing it twice is harmless."""
 
-    def __init__(self, run: RunDirectory, plan: RunPlan, settings: SourceSettings) -> None:
+    def __init__(self, run: RunFolder, plan: RunPlan, settings: SourceSettings) -> None:
         self._run = run
         self._allow_genesis = settings.allow_genesis
         self._states: dict[str, ModuleState | None] = {}
         self.plan = plan
         self.grid = run.grid(plan)
-        self._bests = run.best_paths(self.grid)
-        self._best_states: BestStates | None = None
+        self._bests = run.best_parameters(self.grid)
+        self._best_states: CheckedBestParameters | None = None
         if not settings.current:
-            self._best_states = BestStates(
+            self._best_states = CheckedBestParameters(
                 plan, self._bests, self._best_candidates, self._held_out, settings.device
             )
 
     @abstractmethod
-    def _best_candidates(self, path: int) -> Iterator[BestPath]:
+    def _best_candidates(self, path: int) -> Iterator[BestParameters]:
         """Yield the best states of a path that may be tried, the likeliest first."""
 
     @abstractmethod
@@ -114,7 +114,7 @@ class StateSource(ABC):
         """Return the round of the best states that are used for a path; None for the newest."""
         return self._best_states.round_of(path) if self._best_states is not None else None
 
-    def best_path(self, path: int) -> BestPath | None:
+    def best_path(self, path: int) -> BestParameters | None:
         """Return the best states of a path (DiPaCo section 2.7), or None to use the newest."""
         return self._best_states.load(path) if self._best_states is not None else None
 
@@ -158,9 +158,9 @@ class StateSource(ABC):
     def progress(self, path: int) -> SourceProgress:
         """Return how far a path is, as the source shows it without fetching any state."""
 
-    def _best_score(self, path: int) -> Score:
+    def _best_score(self, path: int) -> LossSum:
         file = self._bests.file(path)
-        return read_best_path_summary(file).score if file.is_file() else Score()
+        return read_best_parameters_summary(file).score if file.is_file() else LossSum()
 
     def forget(self, path: int) -> None:
         """Drop the private state of a path from memory: no other path needs it."""
@@ -198,10 +198,10 @@ class DiskSource(StateSource):
     """A run directory: a peer's cache, the output of a simulation, or a prepared run."""
 
     def __init__(self, directory: Path, settings: SourceSettings | None = None) -> None:
-        run = RunDirectory(directory)
+        run = RunFolder(directory)
         super().__init__(run, run.plan(), settings or SourceSettings())
 
-    def _best_candidates(self, path: int) -> Iterator[BestPath]:
+    def _best_candidates(self, path: int) -> Iterator[BestParameters]:
         best = self._bests.load(path)
         if best is not None:
             yield best
@@ -228,7 +228,7 @@ class DiskSource(StateSource):
             for module in self.grid.modules_of_path(path)
             if (entry := self._module_progress.get(module, {}).get(path)) is not None
         ]
-        score = self._best_score(path) if self.best_round(path) is not None else Score()
+        score = self._best_score(path) if self.best_round(path) is not None else LossSum()
         if not entries:
             return SourceProgress(score=score)
         latest = max(entries, key=lambda entry: (entry.last_round, entry.tokens))
@@ -258,11 +258,11 @@ class SwarmSource(StateSource):
 
     def __init__(self, client: ReadOnlyClient, settings: SourceSettings | None = None) -> None:
         self._client = client
-        run = RunDirectory(client.directory_path)
+        run = RunFolder(client.folder)
         super().__init__(run, client.plan, settings or SourceSettings())
         self._bests.load_from_disk()
 
-    def _best_candidates(self, path: int) -> Iterator[BestPath]:
+    def _best_candidates(self, path: int) -> Iterator[BestParameters]:
         for notice in self._client.view().bests.get(path, ()):
             held = self._bests.get(path)
             try:
@@ -279,7 +279,7 @@ class SwarmSource(StateSource):
 
     def _committed_state(self, module: str) -> ModuleState | None:
         try:
-            return self._client.best_state(module)
+            return self._client.heaviest_state(module)
         except (NetworkError, IntegrityError) as error:
             logger.warning("no state of %s: %s", module, error)
             return None
@@ -294,8 +294,8 @@ class SwarmSource(StateSource):
         service = self._client.view().progress.get(path)
         best = self._best_score(path) if self.best_round(path) is not None else None
         if service is None:
-            return SourceProgress(score=best or Score())
-        score = best or Score(service.validation_nll, service.validation_tokens)
+            return SourceProgress(score=best or LossSum())
+        score = best or LossSum(service.validation_nll, service.validation_tokens)
         # Who only holds best states publishes a path without knowing its tokens.
         return SourceProgress(service.tokens or None, service.last_round, score)
 
@@ -314,26 +314,26 @@ class SwarmSource(StateSource):
 
 def open_source(
     *,
-    state_directory: Path | None = None,
+    state_folder: Path | None = None,
     initial_peers: Sequence[str] = (),
     run: str | None = None,
-    cache_directory: Path | None = None,
+    cache_folder: Path | None = None,
     settings: SourceSettings | None = None,
 ) -> StateSource:
     """Open the source that a command line names: `--state-dir` or `--initial-peers`.
 
     Raises ConfigurationError unless exactly one is given, and what the source raises.
     """
-    if (state_directory is None) == (not initial_peers):
+    if (state_folder is None) == (not initial_peers):
         raise ConfigurationError(
             "give either --state-dir DIR (a run on disk) or --initial-peers ADDRESS (a live swarm)"
         )
-    if state_directory is not None:
-        return DiskSource(state_directory, settings)
+    if state_folder is not None:
+        return DiskSource(state_folder, settings)
     # Imported here: what is on disk can be used without the network layer, and sooner.
     from dipaco.peer.client import ReadOnlyClient
 
-    client = ReadOnlyClient(tuple(initial_peers), run=run, cache_directory=cache_directory)
+    client = ReadOnlyClient(tuple(initial_peers), run=run, cache_folder=cache_folder)
     try:
         return SwarmSource(client, settings)
     except BaseException:

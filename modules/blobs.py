@@ -21,7 +21,7 @@ from .files import (
     remove_stale_temporaries,
     sha256_of_file,
     storage_errors,
-    sync_directory,
+    sync_folder,
 )
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -155,7 +155,7 @@ class BlobStore:
         with source.open("rb") as handle:
             os.fsync(handle.fileno())
         os.replace(source, target)
-        sync_directory(target.parent)
+        sync_folder(target.parent)
 
     def _copy(self, source: Path, sha: str) -> None:
         """Copy a file to its place, hashing what is written: it may change meanwhile."""

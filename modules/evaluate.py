@@ -17,7 +17,7 @@ from .transformer import PathModel, target_mask, token_losses
 
 
 @dataclass(frozen=True)
-class Score:
+class LossSum:
     """Summed negative log-likelihood in nats, and the tokens it is the sum of."""
 
     nll: float = 0.0
@@ -38,10 +38,10 @@ class Score:
             return None
 
     @staticmethod
-    def total(scores: Iterable[Score]) -> Score:
+    def total(scores: Iterable[LossSum]) -> LossSum:
         """Add scores up, so that every token counts alike."""
         scores = tuple(scores)
-        return Score(math.fsum(score.nll for score in scores), sum(s.tokens for s in scores))
+        return LossSum(math.fsum(score.nll for score in scores), sum(s.tokens for s in scores))
 
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 Rows = torch.Tensor | np.ndarray
 
 
-def score_sequences(
+def sum_losses(
     model: PathModel,
     tokens: Rows,
     skip_tokens: int,
@@ -58,13 +58,13 @@ def score_sequences(
 ) -> tuple[float, int]:
     """Return the summed negative log-likelihood in nats of all rows, and the targets counted.
 
-    See `score_rows`. Perplexity is the exponential of their quotient.
+    See `row_losses`. Perplexity is the exponential of their quotient.
     """
-    losses, counts = score_rows(model, tokens, skip_tokens, batch_sequences, device)
+    losses, counts = row_losses(model, tokens, skip_tokens, batch_sequences, device)
     return float(losses.sum()), int(counts.sum())
 
 
-def score_rows(
+def row_losses(
     model: PathModel,
     tokens: Rows,
     skip_tokens: int,

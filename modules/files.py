@@ -66,7 +66,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync_directory(path.parent)
+        sync_folder(path.parent)
 
 
 def atomic_write(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> None:
@@ -76,7 +76,7 @@ def atomic_write(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> No
             handle.write(chunk)
 
 
-def sync_directory(directory: Path) -> None:
+def sync_folder(directory: Path) -> None:
     """Make a rename in `directory` durable, where the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

@@ -20,7 +20,7 @@ from dipaco.modules.files import atomic_write
 from hivemind.utils.limits import increase_file_limit
 
 from .averaging.pool import AveragingPool
-from .best_copies import BestCopies
+from .best_copies import BestParametersCopies
 from .display import Display
 from .events import EventLog
 from .exchange.reachability import classify
@@ -53,7 +53,7 @@ def run_peer(settings: PeerSettings) -> int:
         node = join_run(
             initial_peers=settings.initial_peers,
             run=settings.run,
-            cache_directory=settings.cache_directory,
+            cache_folder=settings.cache_folder,
             identity_path=settings.identity_path,
             host_maddrs=settings.listen_maddrs(),
             announce_maddrs=settings.announce_maddrs,
@@ -90,7 +90,7 @@ def _greet(node: Node, display: Display) -> None:
         f"{node.grid.path_count} paths of {counts['path'] / 1e6:.1f} M parameters, "
         f"{counts['total'] / 1e6:.1f} M in all; a round is {plan.rounds.duration_s:.0f} s"
     )
-    display.say(f"this peer is {node.me}, its files are in {node.directory_path}")
+    display.say(f"this peer is {node.me}, its files are in {node.folder}")
 
 
 def _train(
@@ -160,7 +160,7 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
     node.held.load_from_disk()
     node.serve_run()
-    best_copies = BestCopies(node, status, lambda: publisher.announce(), events)
+    best_copies = BestParametersCopies(node, status, lambda: publisher.announce(), events)
     best_copies.load_from_disk()
     status.addresses = visible_addresses(node.dht)
     status.reachable = classify(status.addresses, node.initial_peers or status.addresses)

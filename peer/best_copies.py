@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from dipaco.dht.best_paths import BestNotice, entry_of_kept
+from dipaco.dht.best_notices import BestNotice, entry_of_kept
 from dipaco.dht.directory import Directory
 from dipaco.dht.keeping import is_best_keeper
 from dipaco.dht.records import BlobRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_path import HeldBest
+from dipaco.modules.best_parameters import HeldBest
 from dipaco.modules.errors import DipacoError
 
 from .events import EventLog
@@ -31,7 +31,7 @@ RETRY_AFTER_S = 20.0
 DROP_EVERY_S = 60.0
 
 
-class BestCopies:
+class BestParametersCopies:
     """Copies of foreign best states, on the keeper's thread; records, on the publisher's."""
 
     def __init__(

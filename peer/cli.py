@@ -14,7 +14,7 @@ from pathlib import Path
 from dipaco.dht.logs import configure_logging
 from dipaco.modules.errors import run_command
 
-from .settings import PeerSettings, default_cache_directory
+from .settings import PeerSettings, default_cache_folder
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--cache-dir",
         type=Path,
-        default=default_cache_directory(),
+        default=default_cache_folder(),
         metavar="DIR",
         help="states, shards and AdamW states; a restart resumes from it (default: %(default)s)",
     )
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def body() -> int:
         settings = PeerSettings(
             initial_peers=tuple(options.initial_peers),
-            cache_directory=options.cache_dir,
+            cache_folder=options.cache_dir,
             run=options.run,
             stay=options.stay,
             identity_path=options.identity_path,

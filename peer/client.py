@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_path import BestPath
+from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -21,7 +21,7 @@ from .node import Node, join_run
 class ReadOnlyClient:
     """Joins in client mode and fetches blobs and the heaviest states. A context manager.
 
-    Files go to `cache_directory`, or to a temporary folder that is removed at the end.
+    Files go to `cache_folder`, or to a temporary folder that is removed at the end.
     """
 
     def __init__(
@@ -29,17 +29,17 @@ class ReadOnlyClient:
         initial_peers: tuple[str, ...],
         *,
         run: str | None = None,
-        cache_directory: Path | None = None,
+        cache_folder: Path | None = None,
     ) -> None:
         self._temporary: str | None = None
-        if cache_directory is None:
+        if cache_folder is None:
             self._temporary = tempfile.mkdtemp(prefix="dipaco-reader-")
-            cache_directory = Path(self._temporary)
+            cache_folder = Path(self._temporary)
         try:
             self._node: Node = join_run(
                 initial_peers=initial_peers,
                 run=run,
-                cache_directory=cache_directory,
+                cache_folder=cache_folder,
                 client_mode=True,
             )
             self._node.load_shard_index()
@@ -80,9 +80,9 @@ class ReadOnlyClient:
         return self._node.grid
 
     @property
-    def directory_path(self) -> Path:
-        """A run directory (manifest and blobs) that `RunDirectory` can open."""
-        return self._node.directory_path
+    def folder(self) -> Path:
+        """A run directory (manifest and blobs) that `RunFolder` can open."""
+        return self._node.folder
 
     def view(self) -> SwarmView:
         """Read the swarm once and keep the answer, so that all modules are of one moment."""
@@ -95,14 +95,14 @@ class ReadOnlyClient:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
         return self._node.fetcher.blob(sha256, what)
 
-    def fetch_best_path(self, path: int, sha256: str) -> BestPath:
+    def fetch_best_path(self, path: int, sha256: str) -> BestParameters:
         """Fetch announced best states of a path; their score is a claim that nobody checked here.
 
         Raises `NetworkError` when nobody has them, `IntegrityError` when they are malformed.
         """
         return self._node.fetcher.best_path(path, sha256)
 
-    def best_state(self, module: str) -> ModuleState | None:
+    def heaviest_state(self, module: str) -> ModuleState | None:
         """Fetch the heaviest state of a module; None when nobody holds one (still genesis).
 
         Raises `NetworkError` when it is announced but cannot be had.

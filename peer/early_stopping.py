@@ -14,10 +14,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
-from dipaco.dht.best_paths import BestNotice
-from dipaco.modules.best_path import BestPath, HeldBest, best_path_of, claim_holds
+from dipaco.dht.best_notices import BestNotice
+from dipaco.modules.best_parameters import BestParameters, HeldBest, best_parameters_of, claim_holds
 from dipaco.modules.errors import DipacoError, IntegrityError
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 
 from .events import EventLog
 from .node import Node
@@ -52,7 +52,7 @@ class EarlyStopping:
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="best-path")
         self._rows = torch.empty(0, 0, dtype=torch.int64)
         self._best: HeldBest | None = None
-        self._found: tuple[BestNotice, Future[BestPath]] | None = None
+        self._found: tuple[BestNotice, Future[BestParameters]] | None = None
         self._writing: Future[HeldBest] | None = None
         self._has_looked = False
         self._patience = PATIENCE_ROUNDS
@@ -73,7 +73,7 @@ class EarlyStopping:
         """The best states of the path, checked, on this disk and served."""
         return self._best
 
-    def consider(self, round_index: int, score: Score) -> None:
+    def consider(self, round_index: int, score: LossSum) -> None:
         """Compare the committed states' score after a round with the best so far."""
         self._check_found(round_index)
         loss = score.loss
@@ -89,7 +89,7 @@ class EarlyStopping:
             path = self._trainer.path
             assert path is not None
             anchors = self._trainer.anchors()
-            self._write(best_path_of(self._node.grid, path, round_index, score, anchors))
+            self._write(best_parameters_of(self._node.grid, path, round_index, score, anchors))
 
     def poll(self) -> HeldBest | None:
         """Return the best states that have been written since the last call, if there are any."""
@@ -146,7 +146,7 @@ class EarlyStopping:
                 self._found = notice, self._executor.submit(self._fetch, path, notice.sha256)
                 return
 
-    def _fetch(self, path: int, sha256: str) -> BestPath:
+    def _fetch(self, path: int, sha256: str) -> BestParameters:
         """Read or fetch best states; in the background."""
         on_disk = self._node.bests.get(path)
         if on_disk is not None and on_disk.sha256 == sha256:
@@ -176,10 +176,10 @@ class EarlyStopping:
         if self._best is None or _loss(best.score) < _loss(self._best.score):
             self._write(best)
 
-    def _check(self, best: BestPath, round_index: int) -> None:
+    def _check(self, best: BestParameters, round_index: int) -> None:
         if best.round_index > round_index:
             raise IntegrityError(f"they say that they are of round {best.round_index}, yet to come")
-        score = Score(
+        score = LossSum(
             *self._trainer.score_best(best, self._rows, self._node.plan.routing.prefix_tokens)
         )
         if not claim_holds(best.score, score):
@@ -189,7 +189,7 @@ class EarlyStopping:
                 f"tokens; here it is {found} over {score.tokens}"
             )
 
-    def _write(self, best: BestPath) -> None:
+    def _write(self, best: BestParameters) -> None:
         held = self._node.bests.get(best.path)
         if held is not None and held.sha256 == best.sha256:
             self._writing = self._executor.submit(lambda: held)
@@ -197,5 +197,5 @@ class EarlyStopping:
             self._writing = self._executor.submit(self._node.bests.hold, best)
 
 
-def _loss(score: Score) -> float:
+def _loss(score: LossSum) -> float:
     return score.nll / score.tokens

@@ -19,7 +19,7 @@ from dipaco.modules.errors import DipacoError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
-from .best_copies import BestCopies
+from .best_copies import BestParametersCopies
 from .exchange.fetching import ContentFetcher
 from .exchange.held_states import HeldState, HeldStates
 from .node import Node
@@ -47,7 +47,7 @@ class Keeper:
         me: str,
         own_modules: Callable[[], tuple[str, ...]],
         on_kept: Callable[[str, int], None] = lambda module, version: None,
-        best_copies: BestCopies | None = None,
+        best_copies: BestParametersCopies | None = None,
     ) -> None:
         self._plan = plan
         self._grid = grid

@@ -24,7 +24,7 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, load_or_create_identity
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
-from dipaco.modules.best_path import BestPathStore
+from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
     AddressError,
@@ -38,7 +38,7 @@ from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex
 from dipaco.modules.store import StateStore
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 from .exchange.clock import Clock, measure_clock
 from .exchange.diagnosis import diagnose
@@ -81,13 +81,13 @@ class Node:
     plan: RunPlan
     grid: Grid
     schedule: RoundSchedule
-    run_directory: RunDirectory
+    run_folder: RunFolder
     blobs: BlobStore
     states: StateStore
-    bests: BestPathStore
+    bests: BestParametersStore
     held: HeldStates
     fetcher: ContentFetcher
-    cache_directory: Path
+    cache_folder: Path
     earlier: Node | None = None
     """The run that this process worked on before, whose content it still serves."""
     _lock_file: int | None = None
@@ -124,9 +124,9 @@ class Node:
         return self.identity.peer_id
 
     @property
-    def directory_path(self) -> Path:
+    def folder(self) -> Path:
         """Where the run's files are on this machine."""
-        return self.run_directory.path
+        return self.run_folder.path
 
     @property
     def run_id(self) -> str:
@@ -138,11 +138,11 @@ class Node:
         the fetcher."""
         if self.shard_index is None:
             self.fetcher.blob(self.plan.blobs.shards, "the shard index")
-            self.shard_index = self.run_directory.shard_index(self.plan)
+            self.shard_index = self.run_folder.shard_index(self.plan)
             self.fetcher.use_shards(self.shard_index)
             if self.plan.blobs.genesis is not None:
                 self.fetcher.blob(self.plan.blobs.genesis, "the genesis index")
-                self.fetcher.use_genesis(self.run_directory.genesis_index(self.plan) or {})
+                self.fetcher.use_genesis(self.run_folder.genesis_index(self.plan) or {})
         return self.shard_index
 
     def shard_sequences(self) -> dict[int, int]:
@@ -155,8 +155,8 @@ class Node:
         What both runs consist of is copied, not fetched again. Raises `AddressError` when another
         process uses the run's folder, `StorageError` when the disk is full. `release` undoes it.
         """
-        path = self.cache_directory / manifest.plan.run_id
-        node = _open_run(self.membership, manifest, path, self.cache_directory, earlier=self)
+        path = self.cache_folder / manifest.plan.run_id
+        node = _open_run(self.membership, manifest, path, self.cache_folder, earlier=self)
         try:
             for sha256 in core_blobs(node.plan):
                 if self.blobs.has(sha256):
@@ -196,13 +196,13 @@ def join_run(
     *,
     initial_peers: tuple[str, ...],
     run: str | None,
-    cache_directory: Path,
+    cache_folder: Path,
     identity_path: Path | None = None,
     host_maddrs: tuple[str, ...] = (),
     announce_maddrs: tuple[str, ...] = (),
     client_mode: bool = False,
     own_manifest: bytes | None = None,
-    run_directory: Path | None = None,
+    run_folder: Path | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Node:
     """Join a swarm and a run of it, and return the joined node.
@@ -210,8 +210,8 @@ def join_run(
     A bootstrap node gives `own_manifest` and its `run_directory` instead of looking a run up.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
-    make_directory(cache_directory)
-    identity = load_or_create_identity(identity_path or cache_directory / "identity.key")
+    make_folder(cache_folder)
+    identity = load_or_create_identity(identity_path or cache_folder / "identity.key")
     try:
         dht = join_dht(
             initial_peers,
@@ -236,9 +236,9 @@ def join_run(
             if abs(membership.clock.offset_s) > 0.5:
                 say(f"clock: {membership.clock.offset_s:+.2f} s against the swarm, corrected")
         manifest = _find_manifest(dht, identity, run, own_manifest)
-        path = run_directory or cache_directory / manifest.plan.run_id
+        path = run_folder or cache_folder / manifest.plan.run_id
         node = _open_run(
-            membership, manifest, path, cache_directory, write_manifest=run_directory is None
+            membership, manifest, path, cache_folder, write_manifest=run_folder is None
         )
         node.serve_run()
         return node
@@ -251,7 +251,7 @@ def _open_run(
     membership: Membership,
     manifest: SignedManifest,
     path: Path,
-    cache_directory: Path,
+    cache_folder: Path,
     *,
     write_manifest: bool = True,
     earlier: Node | None = None,
@@ -263,14 +263,14 @@ def _open_run(
             f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
             f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; install a matching version"
         )
-    make_directory(path)
-    lock_file = _lock_directory(path)
+    make_folder(path)
+    lock_file = _lock_folder(path)
     try:
         if write_manifest:
             atomic_write(path / "manifest.json", [manifest.envelope])
         grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-        files = RunDirectory(path)
-        blobs, states, bests = files.blobs, files.states, files.best_paths(grid)
+        files = RunFolder(path)
+        blobs, states, bests = files.blobs, files.states, files.best_parameters(grid)
         directory = Directory(membership.dht, membership.identity, plan.run_id)
         incoming = BlobStore(path / "incoming")
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
@@ -282,13 +282,13 @@ def _open_run(
             plan=plan,
             grid=grid,
             schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
-            run_directory=files,
+            run_folder=files,
             blobs=blobs,
             states=states,
             bests=bests,
             held=HeldStates(grid, states, blobs, bests),
             fetcher=fetcher,
-            cache_directory=cache_directory,
+            cache_folder=cache_folder,
             earlier=earlier,
             _lock_file=lock_file,
         )
@@ -315,7 +315,7 @@ def _find_manifest(
             threading.Event().wait(1.0)
 
 
-def make_directory(path: Path) -> None:
+def make_folder(path: Path) -> None:
     """Create a directory, or say which one cannot be had."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -325,7 +325,7 @@ def make_directory(path: Path) -> None:
         ) from None
 
 
-def _lock_directory(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     """Keep a second process out of a run's directory while this one lives."""
     descriptor = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:

@@ -65,7 +65,7 @@ class PathFiles:
         waiting(f"the shard of path {path}")
         node.fetcher.blob(shard.train_sha256, f"the shard of path {path}")
         node.fetcher.blob(shard.validation_sha256, f"the held-out split of path {path}")
-        tokens = node.run_directory.train_tokens(plan, path)
+        tokens = node.run_folder.train_tokens(plan, path)
         check_tokens(tokens, plan.model.vocabulary_size, f"the shard of path {path}")
         stream = BatchStream(
             tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
@@ -75,7 +75,7 @@ class PathFiles:
     def _held_out_rows(self, path: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the held-out rows of the published loss, and those of early stopping."""
         plan, rounds = self._node.plan, self._node.plan.rounds
-        rows = self._node.run_directory.validation_tokens(plan, path)
+        rows = self._node.run_folder.validation_tokens(plan, path)
         check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
         reported = _as_tensor(reported_rows(rows, rounds, rounds.validation_sequences))
         if are_shared(rounds):
@@ -91,17 +91,17 @@ class PathFiles:
         node, plan = self._node, self._node.plan
         if plan.blobs.genesis is None:
             if self._base is None:
-                self._base = node.run_directory.base_parameters(plan)
-            return node.run_directory.genesis_state(plan, module, self._base)
+                self._base = node.run_folder.base_parameters(plan)
+            return node.run_folder.genesis_state(plan, module, self._base)
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
-        digests = node.run_directory.genesis_index(plan)
+        digests = node.run_folder.genesis_index(plan)
         assert digests is not None
         node.fetcher.blob(
             digests[module],
             f"the genesis state of {module}",
             max_bytes=greatest_state_bytes(node.grid.layout(module), 0),
         )
-        return node.run_directory.genesis_state(plan, module)
+        return node.run_folder.genesis_state(plan, module)
 
     def release(self) -> None:
         """Forget the base model, which is as large as a path; called when training begins."""

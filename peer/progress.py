@@ -12,8 +12,8 @@ import math
 
 import torch
 from dipaco.dht.records import ProgressEntry
-from dipaco.modules.best_path import HeldBest
-from dipaco.modules.evaluate import Score
+from dipaco.modules.best_parameters import HeldBest
+from dipaco.modules.evaluate import LossSum
 
 from .early_stopping import EarlyStopping
 from .events import EventLog
@@ -74,12 +74,12 @@ class ProgressReports:
 
     def end_round(self, round_index: int, train_loss: float) -> None:
         """Score the committed states when it is their round, and publish how far the path is."""
-        score = Score()
+        score = LossSum()
         if (round_index + 1) % self._node.plan.rounds.validation_every_rounds == 0:
             score = self._validate(round_index)
         self._publish(round_index, score, train_loss)
 
-    def _validate(self, round_index: int) -> Score:
+    def _validate(self, round_index: int) -> LossSum:
         """Score the committed states; compare them with the best so far."""
         assert self._files is not None
         reported, choosing = self._files.validation, self._files.early_stopping
@@ -98,14 +98,14 @@ class ProgressReports:
             self._early_stopping.consider(round_index, chosen_by)
         return score
 
-    def _score(self, rows: torch.Tensor) -> Score:
+    def _score(self, rows: torch.Tensor) -> LossSum:
         nll, count = self._trainer.score_anchors(rows, self._node.plan.routing.prefix_tokens)
         if count and not math.isfinite(nll):
             logger.warning("the held-out loss is not finite, so it is not published")
-            return Score()
-        return Score(nll, count)
+            return LossSum()
+        return LossSum(nll, count)
 
-    def _publish(self, round_index: int, score: Score, train_loss: float) -> None:
+    def _publish(self, round_index: int, score: LossSum, train_loss: float) -> None:
         path = self._trainer.path
         assert path is not None
         counted = [s.progress.get(path) for s in self._trainer.anchors().values()]

@@ -306,7 +306,7 @@ class Scoring:
             for path, entry in sorted(answer.entries.items())
             if entry.state == "done"
         }
-        file = self._node.directory_path / "scores" / f"{answer.signed.request_id}.json"
+        file = self._node.folder / "scores" / f"{answer.signed.request_id}.json"
         try:
             atomic_write(file, [json.dumps(done, indent=1).encode()])
         except StorageError as error:
@@ -314,7 +314,7 @@ class Scoring:
 
     def _remembered(self, request_id: str) -> dict[int, ScoreEntry]:
         """Return the scores that an earlier life of this peer finished, as far as they are here."""
-        file = self._node.directory_path / "scores" / f"{request_id}.json"
+        file = self._node.folder / "scores" / f"{request_id}.json"
         try:
             found = {
                 int(path): str(sha256) for path, sha256 in json.loads(file.read_bytes()).items()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def default_cache_directory() -> Path:
+def default_cache_folder() -> Path:
     """Return where a volunteer's states and blobs live when no flag says otherwise."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "dipaco"
@@ -25,7 +25,7 @@ class PeerSettings:
 
     initial_peers: tuple[str, ...]
     """Addresses of any peers of the swarm."""
-    cache_directory: Path
+    cache_folder: Path
     """Blobs, states and AdamW states; one folder a run inside."""
     run: str | None = None
     """Run id, its beginning, or its name; needed when the DHT holds several."""

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from dipaco.modules.best_path import BestPath
+from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import outer_gradient
@@ -259,16 +259,16 @@ class PathTrainer:
         assert self.path is not None
         states = {**self.anchors(), **(replaced or {})}
         with self.model_of(self.path, states) as model:
-            return score_sequences(model, tokens, skip_tokens, device=self.device)
+            return sum_losses(model, tokens, skip_tokens, device=self.device)
 
     def score_best(
-        self, best: BestPath, tokens: torch.Tensor, skip_tokens: int
+        self, best: BestParameters, tokens: torch.Tensor, skip_tokens: int
     ) -> tuple[float, int]:
         """Score `tokens` with the best states of the path, as `score_anchors` does."""
         assert self.path is not None
         with self.model_of(self.path, self.anchors()) as model:
             best.load_into(model)
-            return score_sequences(model, tokens, skip_tokens, device=self.device)
+            return sum_losses(model, tokens, skip_tokens, device=self.device)
 
     @contextlib.contextmanager
     def model_of(self, path: int, states: Mapping[str, ModuleState]) -> Iterator[PathModel]:

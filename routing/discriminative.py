@@ -90,7 +90,7 @@ def fit_discriminative(
 
     `regularisation` is the L2 penalty on weight and bias. Full-batch L-BFGS in float64 from zero:
     the objective is strictly convex and there is no chance in it. `seed` decides only which of
-    several paths that score alike, as untrained ones do, a document counts for (`best_paths`).
+    several paths that score alike, as untrained ones do, a document counts for (`preferred_paths`).
 
     Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
     scores do not fit each other or are not finite. Called by `fit_router`.
@@ -105,7 +105,7 @@ def fit_discriminative(
         )
     mean, scale, points = standardisation(features)
     targets = label_targets(np.argmin(nll, axis=1), paths, least_share)
-    labels = best_paths(nll, targets, seed)
+    labels = preferred_paths(nll, targets, seed)
     weight, bias = _logistic_regression(points, labels, paths, regularisation)
     costs = -(points @ weight.T + bias)
     if balanced:
@@ -131,7 +131,7 @@ def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndar
     return shares
 
 
-def best_paths(nll: np.ndarray, targets: np.ndarray, seed: int) -> np.ndarray:
+def preferred_paths(nll: np.ndarray, targets: np.ndarray, seed: int) -> np.ndarray:
     """Return the path that models each document best, int64 [N], every path being best for some.
 
     A path that is the best for hardly any document gets those on which it is the least behind,

@@ -23,7 +23,7 @@ import torch
 from dipaco.modules.blobs import is_sha256
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.errors import IntegrityError
-from dipaco.modules.evaluate import score_rows
+from dipaco.modules.evaluate import row_losses
 from dipaco.modules.grid import module_name_is_valid
 from dipaco.modules.plan import canonical_json
 from dipaco.modules.transformer import PathModel, target_mask
@@ -218,7 +218,7 @@ def score_router_documents(
     to be scored. Called by the peer and by `dipaco-bootstrap prepare --from`.
     """
     rows = documents.tokens[start:stop]
-    return score_rows(model, rows, documents.prefix_tokens, SCORING_BATCH, device)
+    return row_losses(model, rows, documents.prefix_tokens, SCORING_BATCH, device)
 
 
 def _to_bytes(arrays: dict[str, np.ndarray], entry: str, header: Mapping[str, Any]) -> bytes:

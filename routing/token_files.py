@@ -19,7 +19,7 @@ def open_tokens(path: Path, sequence_length: int, vocabulary_size: int) -> np.me
     """Open a token file read-only as [N, sequence_length]; an empty file is [0, sequence_length].
 
     Raises IntegrityError if the size of the file is not a whole number of rows. Called by
-    `RunDirectory`.
+    `RunFolder`.
     """
     dtype = token_dtype(vocabulary_size)
     size = path.stat().st_size

@@ -16,19 +16,19 @@ import shutil
 from pathlib import Path
 
 from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.files import atomic_file, atomic_write, storage_errors, sync_directory
+from dipaco.modules.files import atomic_file, atomic_write, storage_errors, sync_folder
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, write_state
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 from .keeping import Luggage, read_luggage, read_notes, worker_file, write_worker
-from .live_directory import LiveDirectory
+from .live_folder import LiveFolder
 from .reference import ReferenceSwarm
 
 _LIVE, _PARTIAL = "live", ".partial"
 
 
-class CheckpointDirectory:
+class CheckpointFolder:
     """The checkpoints of one simulation: `checkpoint/` of its output directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -42,9 +42,9 @@ class CheckpointDirectory:
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or None. Raises IntegrityError."""
         found = {
-            path: int(LiveDirectory(path).settings()["next_round"])
+            path: int(LiveFolder(path).settings()["next_round"])
             for path in (*self._snapshots(), self.live)
-            if LiveDirectory(path).exists
+            if LiveFolder(path).exists
         }
         return max(found, key=lambda path: found[path]) if found else None
 
@@ -55,15 +55,15 @@ class CheckpointDirectory:
         with storage_errors(self.directory):
             for old in (partial, final):
                 shutil.rmtree(old, ignore_errors=True)
-            self._write(swarm, LiveDirectory(partial))
+            self._write(swarm, LiveFolder(partial))
             os.replace(partial, final)
-            sync_directory(self.directory)
+            sync_folder(self.directory)
         for old in (*self.directory.glob("round-*"), self.live):
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
         return final
 
-    def _write(self, swarm: ReferenceSwarm, target: LiveDirectory) -> None:
+    def _write(self, swarm: ReferenceSwarm, target: LiveFolder) -> None:
         for module, state in swarm.states.items():
             write_state(state, target.anchors / module)
         for worker in swarm.workers:
@@ -79,7 +79,7 @@ class CheckpointDirectory:
 
         Raises IntegrityError for a broken one.
         """
-        folder = LiveDirectory(checkpoint).anchors
+        folder = LiveFolder(checkpoint).anchors
         return {
             module: read_state(folder / module, grid.layout(module), module=module)
             for module in grid.modules()
@@ -92,7 +92,7 @@ class CheckpointDirectory:
         Raises ConfigurationError if the two were not made for the same simulation,
         IntegrityError if a file is broken.
         """
-        folder = LiveDirectory(checkpoint)
+        folder = LiveFolder(checkpoint)
         next_round = folder.check(swarm)
         if next_round is None:
             raise IntegrityError(f"{checkpoint} is not a checkpoint of this version; remove it")
@@ -121,7 +121,7 @@ class CheckpointDirectory:
         return [path for path in self.directory.glob("round-*") if path.suffix != _PARTIAL]
 
 
-def link_run(run: RunDirectory, output: Path) -> RunDirectory:
+def link_run(run: RunFolder, output: Path) -> RunFolder:
     """Make `output` a run directory of the same run: its manifest, and links to its blobs.
 
     Blobs are hard-linked, or copied where the file system cannot. Does nothing if `output` is the
@@ -129,7 +129,7 @@ def link_run(run: RunDirectory, output: Path) -> RunDirectory:
     """
     if output.resolve() == run.path.resolve():
         return run
-    linked = RunDirectory(output)
+    linked = RunFolder(output)
     if linked.manifest_path.exists() and linked.plan().run_id != run.plan().run_id:
         raise ConfigurationError(f"--out {output} holds another run; give an empty directory")
     for sha256 in _blob_names(run):
@@ -138,7 +138,7 @@ def link_run(run: RunDirectory, output: Path) -> RunDirectory:
     return linked
 
 
-def _blob_names(run: RunDirectory) -> tuple[str, ...]:
+def _blob_names(run: RunFolder) -> tuple[str, ...]:
     """Return the SHA-256 of every blob of a run."""
     plan = run.plan()
     names = [value for value in plan.blobs.model_dump().values() if value is not None]

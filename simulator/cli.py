@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a prepared run in one process, with the arithmetic of the swarm.",
         epilog="A swarm in the fixed-steps mode has the same digests, round by round.",
     )
-    parser.add_argument("run_directory", type=Path, metavar="RUN_DIR", help="made by prepare")
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="made by prepare")
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="rounds to train now (default 1)"
     )

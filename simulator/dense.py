@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.files import atomic_file, storage_errors
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import reported_rows
 
 
@@ -33,12 +33,12 @@ class DenseResult:
     steps: int
     train_loss: float | None
     """Of the last inner step, nats a token."""
-    validation: Score
+    validation: LossSum
     """On the held-out sequences of all paths."""
 
 
 def train_dense(
-    run: RunDirectory,
+    run: RunFolder,
     steps: int,
     *,
     device: torch.device | str = "cpu",
@@ -97,14 +97,14 @@ def train_dense(
 
 
 def score_dense(
-    run: RunDirectory, model: PathModel, validation_sequences: int | None = None
-) -> Score:
+    run: RunFolder, model: PathModel, validation_sequences: int | None = None
+) -> LossSum:
     """Score one model on the held-out sequences of all paths: the tokens a swarm is scored on."""
     plan = run.plan()
     prefix_tokens = plan.routing.prefix_tokens
-    return Score.total(
-        Score(
-            *score_sequences(
+    return LossSum.total(
+        LossSum(
+            *sum_losses(
                 model,
                 reported_rows(run.validation_tokens(plan, path), plan.rounds, validation_sequences),
                 prefix_tokens,
@@ -117,7 +117,7 @@ def score_dense(
 class MixedBatches:
     """The batches of all shards as one: every sequence alike, whichever path it belongs to."""
 
-    def __init__(self, run: RunDirectory, plan: RunPlan) -> None:
+    def __init__(self, run: RunFolder, plan: RunPlan) -> None:
         path_count = run.grid(plan).path_count
         self._shards = [run.train_tokens(plan, path) for path in range(path_count)]
         self._ends = np.cumsum([len(shard) for shard in self._shards])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.outer import (
     WireCodec,
     average_contributions,
@@ -35,10 +35,10 @@ from dipaco.modules.outer import (
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import reported_rows
 
-from .best_paths import BestPaths, BestReport
+from .early_stopping import BestReport, EarlyStopping
 from .keeping import (
     KEEP_CHOICES,
     DiskShelf,
@@ -48,7 +48,7 @@ from .keeping import (
     MemoryStates,
     WorkerShelf,
 )
-from .live_directory import LiveDirectory
+from .live_folder import LiveFolder
 from .path_worker import PathWorker, SimulatedPeer, Workbench
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class PathReport:
     """Inner steps of the path so far."""
     train_loss: float | None
     """Mean over the round's inner steps, nats a token."""
-    validation: Score
+    validation: LossSum
     """Its committed states on its held-out sequences."""
     best: BestReport | None = None
     """Its best states so far; None without early stopping."""
@@ -80,14 +80,14 @@ class RoundReport:
     seconds: float
 
     @property
-    def validation(self) -> Score:
+    def validation(self) -> LossSum:
         """All paths together, every token counting alike."""
-        return Score.total(path.validation for path in self.paths)
+        return LossSum.total(path.validation for path in self.paths)
 
     @property
-    def best_validation(self) -> Score:
+    def best_validation(self) -> LossSum:
         """All paths together, each with its best states so far, or its present ones without."""
-        return Score.total(
+        return LossSum.total(
             path.best.validation if path.best else path.validation for path in self.paths
         )
 
@@ -137,7 +137,7 @@ class ReferenceSwarm:
         bits, more memory, no copying
     :param validation_sequences: held-out sequences to score per path after each round, at most;
         None is all of them and 0 none, which also leaves early stopping out
-    :param best_directory: keep the paths' best states there, in memory without it
+    :param best_folder: keep the paths' best states there, in memory without it
     :param keep: where workers and states are while nobody uses them: `KEEP_CHOICES`
     :param directory: for "disk": the folder, `live_directory` of `checkpoint`. A simulation that
         is in it already, even one killed within a round, goes on; `first_round` and `states` are
@@ -148,7 +148,7 @@ class ReferenceSwarm:
 
     def __init__(
         self,
-        run: RunDirectory,
+        run: RunFolder,
         *,
         peers: Sequence[SimulatedPeer] | None = None,
         steps_per_round: int | None = None,
@@ -161,7 +161,7 @@ class ReferenceSwarm:
         codec: WireCodec | None = None,
         dedicated_models: bool = False,
         validation_sequences: int | None = None,
-        best_directory: Path | None = None,
+        best_folder: Path | None = None,
         keep: str = "memory",
         directory: Path | None = None,
     ) -> None:
@@ -177,8 +177,8 @@ class ReferenceSwarm:
         self.peers = _checked_peers(peers, self.grid.path_count)
         self._codec = codec or WireCodec(self.plan.averaging.codec)
         self._validation_sequences = validation_sequences
-        self.best = BestPaths(
-            run, self.plan, self.grid, sequences=validation_sequences, directory=best_directory
+        self.best = EarlyStopping(
+            run, self.plan, self.grid, sequences=validation_sequences, directory=best_folder
         )
         shards = run.shard_index(self.plan).paths
         self._shard_sequences = (
@@ -198,14 +198,14 @@ class ReferenceSwarm:
 
     def _open_live(
         self, keep: str, directory: Path | None, dedicated_models: bool
-    ) -> LiveDirectory | None:
+    ) -> LiveFolder | None:
         if keep not in KEEP_CHOICES:
             raise ConfigurationError(f"keep '{keep}' is unknown; give {', '.join(KEEP_CHOICES)}")
         if keep != "disk":
             return None
         if directory is None or dedicated_models:
             raise ConfigurationError("to keep workers on disk a simulation needs a directory")
-        live = LiveDirectory(directory)
+        live = LiveFolder(directory)
         found = live.check(self)
         if found is not None:
             self.next_round = found
@@ -392,16 +392,16 @@ class ReferenceSwarm:
 
     def _validate(
         self, path: int, round_index: int, *, trained: bool
-    ) -> tuple[Score, BestReport | None]:
+    ) -> tuple[LossSum, BestReport | None]:
         """Score the committed states of a path on its held-out sequences; keep the best."""
         if self._validation_sequences == 0:
-            return Score(), None
+            return LossSum(), None
         states = {module: self.states[module] for module in self.grid.modules_of_path(path)}
         load_path(self._scoring_model, self.grid, path, states)
         held_out = self.run.validation_tokens(self.plan, path)
         rows = reported_rows(held_out, self.plan.rounds, self._validation_sequences)
         prefix_tokens = self.plan.routing.prefix_tokens
-        score = Score(*score_sequences(self._scoring_model, rows, prefix_tokens))
+        score = LossSum(*sum_losses(self._scoring_model, rows, prefix_tokens))
         best = self.best.consider(
             path, round_index, self._scoring_model, states, score, trained=trained
         )

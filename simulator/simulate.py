@@ -15,9 +15,9 @@ from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
-from .checkpoint import CheckpointDirectory, link_run
+from .checkpoint import CheckpointFolder, link_run
 from .dense import DenseResult, train_dense
 from .display import RoundPrinter
 from .path_worker import SimulatedPeer
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     _check(options)
     keep_freed_memory()
-    source = RunDirectory(options.run_directory)
+    source = RunFolder(options.run_folder)
     source.plan()
     output = link_run(source, options.out) if options.out else None
     swarm = open_swarm(options, source, output)
@@ -52,11 +52,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def open_swarm(
-    options: argparse.Namespace, source: RunDirectory, output: RunDirectory | None
+    options: argparse.Namespace, source: RunFolder, output: RunFolder | None
 ) -> ReferenceSwarm:
     """Make the swarm: from the genesis, or with --resume from where an earlier call stopped."""
     states: dict[str, ModuleState] = {}
-    checkpoints = CheckpointDirectory(output.path / "checkpoint") if output else None
+    checkpoints = CheckpointFolder(output.path / "checkpoint") if output else None
     checkpoint = checkpoints.latest() if checkpoints and options.resume else None
     on_disk = options.keep == "disk"
     plan = source.plan()
@@ -79,7 +79,7 @@ def open_swarm(
         device=_device(options.device),
         optimizer=options.optimizer,
         validation_sequences=options.validation_sequences,
-        best_directory=output.path / "best" if output else None,
+        best_folder=output.path / "best" if output else None,
         keep=options.keep,
         directory=checkpoints.open_live() if checkpoints and on_disk else None,
     )
@@ -88,11 +88,11 @@ def open_swarm(
     return swarm
 
 
-def save(swarm: ReferenceSwarm, output: RunDirectory) -> None:
+def save(swarm: ReferenceSwarm, output: RunFolder) -> None:
     """Write a checkpoint, and the module states where the inference tools look for them."""
     swarm.best.commit()
     if not swarm.is_on_disk:
-        CheckpointDirectory(output.path / "checkpoint").save(swarm)
+        CheckpointFolder(output.path / "checkpoint").save(swarm)
     for state in swarm.states.values():
         output.states.save(state)
 
@@ -123,7 +123,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
     if options.out is None:
         return
-    exists = CheckpointDirectory(options.out / "checkpoint").latest() is not None
+    exists = CheckpointFolder(options.out / "checkpoint").latest() is not None
     if exists and not options.resume and options.rounds:
         raise ConfigurationError(
             f"--out {options.out} already holds a simulation; go on with it by --resume, or give "
@@ -160,8 +160,8 @@ def _is_due(swarm: ReferenceSwarm, done: int, rounds: int) -> bool:
 
 def _run_dense(
     options: argparse.Namespace,
-    source: RunDirectory,
-    output: RunDirectory | None,
+    source: RunFolder,
+    output: RunFolder | None,
     printer: RoundPrinter | None,
 ) -> None:
     result = train_dense(

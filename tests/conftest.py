@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dipaco.routing.run_directory import RunDirectory
+    from dipaco.routing.run_folder import RunFolder
     from support.exchange_nodes import Nodes
 
 # Before PyTorch is imported, here and in every command that a test starts: results depend on the
@@ -62,7 +62,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Give a module a tiny prepared run of 2x2 paths without path-specific modules."""
     from support.tiny_run import make_tiny_run
 
@@ -70,7 +70,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 @pytest.fixture(scope="module")
-def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Give a module the same with path-specific blocks and embedding."""
     from support.tiny_run import PRIVATE, make_tiny_run
 

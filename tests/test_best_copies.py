@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.dht.best_paths import BestNotice
+from dipaco.dht.best_notices import BestNotice
 from dipaco.dht.records import BlobRecord, ClaimRecord, PeerRecord
 from dipaco.dht.view import PathService, SwarmView
-from dipaco.modules.best_path import BestPath, BestPathStore, best_path_of
+from dipaco.modules.best_parameters import BestParameters, BestParametersStore, best_parameters_of
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.peer import best_copies
-from dipaco.peer.best_copies import BestCopies
+from dipaco.peer.best_copies import BestParametersCopies
 from dipaco.peer.publisher import PeerStatus
 from support.make_plan import make_plan
 
@@ -34,9 +34,9 @@ class Process:
         self.plan = plan.model_copy(update={"rounds": RoundsConfig(copies=copies)})
         self.grid = Grid(plan.model, plan.grid)
         self.me = ME
-        self.bests = BestPathStore(directory, self.grid)
+        self.bests = BestParametersStore(directory, self.grid)
         self.fetcher = self
-        self.served: dict[str, BestPath] = {}
+        self.served: dict[str, BestParameters] = {}
         self.holders: tuple[str, ...] = ()
         self.fetches: list[str] = []
         self.events: list[str] = []
@@ -44,7 +44,7 @@ class Process:
         self.published: list[BlobRecord] = []
         self.status = PeerStatus(state="serving")
         node: Any = self
-        self.copies = BestCopies(node, self.status, self._announce, node)
+        self.copies = BestParametersCopies(node, self.status, self._announce, node)
 
     def _announce(self) -> None:
         self.announced += 1
@@ -52,7 +52,7 @@ class Process:
     def emit(self, kind: str, **fields: Any) -> None:
         self.events.append(kind)
 
-    def best_path(self, path: int, sha256: str) -> BestPath:
+    def best_path(self, path: int, sha256: str) -> BestParameters:
         self.fetches.append(sha256)
         if sha256 not in self.served:
             raise NetworkError("nobody has it")
@@ -80,13 +80,15 @@ def states() -> dict[str, ModuleState]:
     return {m: genesis_state(m, grid.layout(m), base) for m in grid.modules_of_path(PATH)}
 
 
-def best_of(process: Process, states: dict[str, ModuleState], round_index: int) -> BestPath:
-    best = best_path_of(process.grid, PATH, round_index, Score(100.0 - round_index, 50), states)
+def best_of(process: Process, states: dict[str, ModuleState], round_index: int) -> BestParameters:
+    best = best_parameters_of(
+        process.grid, PATH, round_index, LossSum(100.0 - round_index, 50), states
+    )
     process.served[best.sha256] = best
     return best
 
 
-def view_of(last_round: int, *bests: BestPath, led: bool = True) -> SwarmView:
+def view_of(last_round: int, *bests: BestParameters, led: bool = True) -> SwarmView:
     peers = {
         name: PeerRecord.model_validate(
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dipaco.dht.best_paths import (
+from dipaco.dht.best_notices import (
     GREATEST_NOTICES,
     BestNotice,
     announced_bests,
@@ -13,7 +13,7 @@ from dipaco.dht.best_paths import (
 from dipaco.dht.keeping import is_best_keeper
 from dipaco.dht.records import ClaimRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 from pydantic import ValidationError
 
 
@@ -22,7 +22,7 @@ def name(number: int) -> str:
 
 
 def notice(digit: str, nll: float = 100.0, round_index: int = 3) -> BestNotice:
-    return BestNotice(digit * 64, Score(nll, 50), round_index)
+    return BestNotice(digit * 64, LossSum(nll, 50), round_index)
 
 
 def record(peer: int, *best: BestNotice, path: int = 1) -> ProgressRecord:
@@ -51,7 +51,7 @@ BEST = {"best_sha256": "a" * 64, "best_nll": 2.0, "best_tokens": 7, "best_round"
 def test_an_entry_without_best_states_is_one_of_before() -> None:
     assert best_of_entry(ProgressEntry.model_validate(PLAIN)) is None
     named = ProgressEntry.model_validate({**PLAIN, **BEST})
-    assert best_of_entry(named) == BestNotice("a" * 64, Score(2.0, 7), 4)
+    assert best_of_entry(named) == BestNotice("a" * 64, LossSum(2.0, 7), 4)
 
 
 @pytest.mark.parametrize(

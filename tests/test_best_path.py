@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from dipaco.modules.best_path import (
-    BestPath,
-    BestPathStore,
-    best_path_chunks,
-    best_path_of,
+from dipaco.modules.best_parameters import (
+    BestParameters,
+    BestParametersStore,
+    best_parameters_chunks,
+    best_parameters_of,
     claim_holds,
     greatest_best_path_bytes,
-    read_best_path,
-    read_best_path_summary,
+    read_best_parameters,
+    read_best_parameters_summary,
 )
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.errors import IntegrityError
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
@@ -30,7 +30,7 @@ from dipaco.modules.transformer import PathModel, initialise
 MODEL = ModelConfig(
     vocabulary_size=32, block_count=3, hidden_size=8, head_count=2, sequence_length=8
 )
-SCORE = Score(123.25, 40)
+SCORE = LossSum(123.25, 40)
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +51,16 @@ def states(grid: Grid) -> dict[str, ModuleState]:
 
 
 @pytest.fixture(scope="module")
-def best(grid: Grid, states: dict[str, ModuleState]) -> BestPath:
-    return best_path_of(grid, 2, 7, SCORE, states)
+def best(grid: Grid, states: dict[str, ModuleState]) -> BestParameters:
+    return best_parameters_of(grid, 2, 7, SCORE, states)
 
 
-def content(best: BestPath) -> bytes:
-    return b"".join(bytes(chunk) for chunk in best_path_chunks(best))
+def content(best: BestParameters) -> bytes:
+    return b"".join(bytes(chunk) for chunk in best_parameters_chunks(best))
 
 
 def test_the_model_is_that_of_the_states(
-    grid: Grid, states: dict[str, ModuleState], best: BestPath
+    grid: Grid, states: dict[str, ModuleState], best: BestParameters
 ) -> None:
     composed, loaded = PathModel(MODEL), PathModel(MODEL)
     load_path(composed, grid, 2, states)
@@ -71,36 +71,36 @@ def test_the_model_is_that_of_the_states(
 
 
 def test_bytes_come_back_and_any_tool_reads_them(
-    tmp_path: Path, grid: Grid, best: BestPath
+    tmp_path: Path, grid: Grid, best: BestParameters
 ) -> None:
-    again = read_best_path(content(best), grid, best.sha256, path=2)
+    again = read_best_parameters(content(best), grid, best.sha256, path=2)
     assert content(again) == content(best)
     assert again.score == SCORE
     assert again.round_index == 7
     assert again.sha256 == best.sha256
     assert len(content(best)) <= greatest_best_path_bytes(grid)
-    store = BestPathStore(tmp_path / "best", grid)
+    store = BestParametersStore(tmp_path / "best", grid)
     assert store.load(2) is None
     held = store.hold(best)
     file = tmp_path / "best" / "P00002.safetensors"
     assert held.size_bytes == file.stat().st_size
     assert store.find(held.sha256) == file
-    assert read_best_path_summary(file).score == SCORE
+    assert read_best_parameters_summary(file).score == SCORE
     tensors = safetensors.torch.load_file(file)
     assert set(tensors) == {name for name, _ in PathModel(MODEL).named_parameters()}
 
 
 def test_one_file_a_path_and_an_earlier_life_is_taken_up(
-    tmp_path: Path, grid: Grid, states: dict[str, ModuleState], best: BestPath
+    tmp_path: Path, grid: Grid, states: dict[str, ModuleState], best: BestParameters
 ) -> None:
-    store = BestPathStore(tmp_path, grid)
+    store = BestParametersStore(tmp_path, grid)
     store.hold(best)
-    better = best_path_of(grid, 2, 9, Score(100.0, 40), states)
+    better = best_parameters_of(grid, 2, 9, LossSum(100.0, 40), states)
     store.hold(better)
     assert store.find(best.sha256) is None
     (tmp_path / "P00001.safetensors").write_bytes(b"damaged")
     (tmp_path / "P00000.safetensors").write_bytes(content(better))  # of path 2
-    again = BestPathStore(tmp_path, grid)
+    again = BestParametersStore(tmp_path, grid)
     assert [(h.path, h.sha256, h.round_index) for h in again.load_from_disk()] == [
         (2, better.sha256, 9)
     ]
@@ -138,32 +138,32 @@ def changed_header(data: bytes, change: Callable[[dict[str, object]], None]) -> 
     ],
 )
 def test_a_header_that_lies_is_refused(
-    grid: Grid, best: BestPath, change: Callable[[dict[str, object]], None], message: str
+    grid: Grid, best: BestParameters, change: Callable[[dict[str, object]], None], message: str
 ) -> None:
     with pytest.raises(IntegrityError, match=message):
-        read_best_path(changed_header(content(best), change), grid, path=2)
+        read_best_parameters(changed_header(content(best), change), grid, path=2)
 
 
-def test_other_bytes_are_refused(grid: Grid, best: BestPath) -> None:
+def test_other_bytes_are_refused(grid: Grid, best: BestParameters) -> None:
     data = content(best)
     not_finite = bytearray(data)
     not_finite[-4:] = b"\x00\x00\xc0\x7f"
     for bad in (b"", data[:100], data[:-4], data + b"\0" * 4, bytes(not_finite)):
         with pytest.raises(IntegrityError):
-            read_best_path(bad, grid, path=2)
+            read_best_parameters(bad, grid, path=2)
     with pytest.raises(IntegrityError, match="hash"):
-        read_best_path(data, grid, "0" * 64)
+        read_best_parameters(data, grid, "0" * 64)
     other = Grid(MODEL, GridConfig(modules_per_level=(2, 2), private_embedding=True))
     with pytest.raises(IntegrityError):
-        read_best_path(data, Grid(MODEL.model_copy(update={"block_count": 4}), other.config))
+        read_best_parameters(data, Grid(MODEL.model_copy(update={"block_count": 4}), other.config))
 
 
 def test_a_claim_holds_when_the_loss_is_found_again() -> None:
-    assert claim_holds(Score(100.0, 50), Score(100.9, 50))
-    assert claim_holds(Score(100.0, 50), Score(60.0, 50))
-    assert not claim_holds(Score(100.0, 50), Score(101.1, 50))
-    assert not claim_holds(Score(100.0, 50), Score(100.0, 49))
-    assert not claim_holds(Score(100.0, 50), Score(float("nan"), 50))
-    assert not claim_holds(Score(), Score())
+    assert claim_holds(LossSum(100.0, 50), LossSum(100.9, 50))
+    assert claim_holds(LossSum(100.0, 50), LossSum(60.0, 50))
+    assert not claim_holds(LossSum(100.0, 50), LossSum(101.1, 50))
+    assert not claim_holds(LossSum(100.0, 50), LossSum(100.0, 49))
+    assert not claim_holds(LossSum(100.0, 50), LossSum(float("nan"), 50))
+    assert not claim_holds(LossSum(), LossSum())
     with pytest.raises(ValueError, match="needs a score"):
-        best_path_of(None, 0, 0, Score(float("inf"), 1), {})  # type: ignore[arg-type]
+        best_parameters_of(None, 0, 0, LossSum(float("inf"), 1), {})  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.dht.best_paths import BestNotice
+from dipaco.dht.best_notices import BestNotice
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
-from dipaco.modules.best_path import BestPath, best_path_of
+from dipaco.modules.best_parameters import BestParameters, best_parameters_of
 from dipaco.modules.errors import NetworkError, StorageError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import early_stopping_rows
 from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
@@ -24,7 +24,7 @@ PATH = 1
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_tiny_run(
         tmp_path_factory.mktemp("prepared"),
         modules_per_level=(1, 2),
@@ -34,13 +34,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 @pytest.fixture
-def run(prepared: RunDirectory, tmp_path: Path) -> RunDirectory:
+def run(prepared: RunFolder, tmp_path: Path) -> RunFolder:
     """A copy of the run that a test may write to."""
-    return RunDirectory(shutil.copytree(prepared.path, tmp_path / "run"))
+    return RunFolder(shutil.copytree(prepared.path, tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
-def best(prepared: RunDirectory) -> BestPath:
+def best(prepared: RunFolder) -> BestParameters:
     """The genesis as somebody's best states, with its true score."""
     run = prepared
     plan = run.plan()
@@ -48,25 +48,25 @@ def best(prepared: RunDirectory) -> BestPath:
     base = run.base_parameters(plan)
     states = {m: run.genesis_state(plan, m, base) for m in grid.modules_of_path(PATH)}
     model = PathModel(plan.model)
-    unscored = best_path_of(grid, PATH, 3, Score(1.0, 1), states)
+    unscored = best_parameters_of(grid, PATH, 3, LossSum(1.0, 1), states)
     unscored.load_into(model)
     rows = early_stopping_rows(run.validation_tokens(plan, PATH), plan.rounds)
-    score = Score(*score_sequences(model, rows, TINY_PREFIX_TOKENS))
-    return best_path_of(grid, PATH, 3, score, states)
+    score = LossSum(*sum_losses(model, rows, TINY_PREFIX_TOKENS))
+    return best_parameters_of(grid, PATH, 3, score, states)
 
 
-def lie(best: BestPath) -> BestPath:
-    return replace(best, score=Score(best.score.nll / 2, best.score.tokens))
+def lie(best: BestParameters) -> BestParameters:
+    return replace(best, score=LossSum(best.score.nll / 2, best.score.tokens))
 
 
-def hold(run: RunDirectory, best: BestPath) -> Path:
-    store = run.best_paths(run.grid(run.plan()))
+def hold(run: RunFolder, best: BestParameters) -> Path:
+    store = run.best_parameters(run.grid(run.plan()))
     store.hold(best)
     return store.file(best.path)
 
 
 def test_best_states_are_used_where_they_are_and_nothing_else_is_needed(
-    run: RunDirectory, best: BestPath
+    run: RunFolder, best: BestParameters
 ) -> None:
     hold(run, best)
     source = DiskSource(run.path)
@@ -80,7 +80,7 @@ def test_best_states_are_used_where_they_are_and_nothing_else_is_needed(
         assemble_path(source, 0)
 
 
-def test_the_newest_states_can_be_asked_for(run: RunDirectory, best: BestPath) -> None:
+def test_the_newest_states_can_be_asked_for(run: RunFolder, best: BestParameters) -> None:
     hold(run, best)
     source = DiskSource(run.path, SourceSettings(current=True))
     assert source.best_round(PATH) is None
@@ -88,7 +88,7 @@ def test_the_newest_states_can_be_asked_for(run: RunDirectory, best: BestPath) -
 
 
 def test_a_false_claim_on_disk_is_not_used(
-    run: RunDirectory, best: BestPath, caplog: pytest.LogCaptureFixture
+    run: RunFolder, best: BestParameters, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = hold(run, lie(best))
     source = DiskSource(run.path)
@@ -101,7 +101,7 @@ def test_a_false_claim_on_disk_is_not_used(
     assert len([r for r in caplog.records if "not used" in r.message]) == 2
 
 
-def test_what_cannot_be_checked_is_used_as_it_is(run: RunDirectory, best: BestPath) -> None:
+def test_what_cannot_be_checked_is_used_as_it_is(run: RunFolder, best: BestParameters) -> None:
     hold(run, lie(best))
     plan = run.plan()
     shard = run.shard_index(plan).paths[PATH]
@@ -112,9 +112,9 @@ def test_what_cannot_be_checked_is_used_as_it_is(run: RunDirectory, best: BestPa
 class Swarm:
     """A client's answers without a swarm."""
 
-    def __init__(self, run: RunDirectory, directory: Path, served: list[BestPath]) -> None:
+    def __init__(self, run: RunFolder, directory: Path, served: list[BestParameters]) -> None:
         self.plan = run.plan()
-        self.directory_path = directory
+        self.folder = directory
         self.served = {best.sha256: best for best in served}
         self.notices = [BestNotice(b.sha256, b.score, b.round_index) for b in served]
         self._run = run
@@ -122,7 +122,7 @@ class Swarm:
     def view(self) -> Any:
         return SimpleNamespace(bests={PATH: self.notices})
 
-    def fetch_best_path(self, path: int, sha256: str) -> BestPath:
+    def fetch_best_path(self, path: int, sha256: str) -> BestParameters:
         if sha256 not in self.served:
             raise NetworkError("nobody has it")
         return self.served[sha256]
@@ -130,7 +130,7 @@ class Swarm:
     def fetch_blob(self, sha256: str) -> Path:
         return self._run.blobs.require(sha256)
 
-    def best_state(self, module: str) -> None:
+    def heaviest_state(self, module: str) -> None:
         return None
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Swarm:
 
 
 @pytest.fixture
-def cache(run: RunDirectory, tmp_path: Path) -> Path:
+def cache(run: RunFolder, tmp_path: Path) -> Path:
     directory = tmp_path / "cache"
     directory.mkdir()
     (directory / "manifest.json").write_bytes(run.manifest_path.read_bytes())
@@ -146,10 +146,10 @@ def cache(run: RunDirectory, tmp_path: Path) -> Path:
 
 
 def test_a_swarms_false_claims_are_passed_over(
-    run: RunDirectory, best: BestPath, cache: Path, caplog: pytest.LogCaptureFixture
+    run: RunFolder, best: BestParameters, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     client: Any = Swarm(run, cache, [lie(best), best])
-    client.notices.insert(0, BestNotice("0" * 64, Score(1.0, 1), 1))
+    client.notices.insert(0, BestNotice("0" * 64, LossSum(1.0, 1), 1))
     source = SwarmSource(client)
     found = source.best_path(PATH)
     assert found is not None
@@ -161,7 +161,7 @@ def test_a_swarms_false_claims_are_passed_over(
 
 
 def test_a_swarm_of_liars_gives_the_newest_states(
-    run: RunDirectory, best: BestPath, cache: Path
+    run: RunFolder, best: BestParameters, cache: Path
 ) -> None:
     client: Any = Swarm(run, cache, [lie(best)])
     source = SwarmSource(client)

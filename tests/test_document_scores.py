@@ -9,7 +9,7 @@ import safetensors.numpy
 import torch
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import IntegrityError
-from dipaco.modules.evaluate import score_sequences
+from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.document_scores import (
     SCORING_BATCH,
@@ -75,7 +75,7 @@ def test_slices_give_the_bits_of_one_pass() -> None:
     ]
     assert np.array_equal(np.concatenate([piece[0] for piece in pieces]), nll)
     assert np.array_equal(tokens, sample.targets)
-    summed, count = score_sequences(model, torch.from_numpy(sample.tokens), 4)
+    summed, count = sum_losses(model, torch.from_numpy(sample.tokens), 4)
     assert (summed, count) == (nll.sum(), tokens.sum())
 
 

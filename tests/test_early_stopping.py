@@ -12,17 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dipaco.dht.best_paths import BestNotice
+from dipaco.dht.best_notices import BestNotice
 from dipaco.dht.records import ClaimRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_path import BestPath, BestPathStore, best_path_of, read_best_path
+from dipaco.modules.best_parameters import (
+    BestParameters,
+    BestParametersStore,
+    best_parameters_of,
+    read_best_parameters,
+)
 from dipaco.modules.config import BEGIN_TOKEN, RoundsConfig
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.early_stopping import PATIENCE_ROUNDS, EarlyStopping
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import early_stopping_rows, reported_rows
 from dipaco.simulator.reference import ReferenceSwarm
 from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
@@ -32,7 +37,7 @@ ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
-def overfitted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def overfitted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run whose paths soon know their few documents by heart."""
     return make_tiny_run(
         tmp_path_factory.mktemp("run"),
@@ -75,7 +80,7 @@ def test_shared_rows_are_the_same_and_separate_ones_of_other_documents() -> None
 # -- the simulator
 
 
-def test_the_simulator_keeps_the_least_loss_of_every_path(overfitted: RunDirectory) -> None:
+def test_the_simulator_keeps_the_least_loss_of_every_path(overfitted: RunFolder) -> None:
     swarm = ReferenceSwarm(overfitted)
     swarm.report()
     seen: dict[int, list[float]] = {0: [], 1: []}
@@ -84,9 +89,9 @@ def test_the_simulator_keeps_the_least_loss_of_every_path(overfitted: RunDirecto
     for report in swarm.rounds(ROUNDS):
         for path in report.paths:
             states = {m: swarm.states[m] for m in swarm.grid.modules_of_path(path.path)}
-            best_path_of(swarm.grid, path.path, 0, Score(1.0, 1), states).load_into(model)
+            best_parameters_of(swarm.grid, path.path, 0, LossSum(1.0, 1), states).load_into(model)
             rows = early_stopping_rows(overfitted.validation_tokens(plan, path.path), plan.rounds)
-            nll, tokens = score_sequences(model, rows, TINY_PREFIX_TOKENS)
+            nll, tokens = sum_losses(model, rows, TINY_PREFIX_TOKENS)
             seen[path.path].append(nll / tokens)
             assert path.best is not None
             assert path.best.chosen.loss == min(seen[path.path])
@@ -97,24 +102,24 @@ def test_the_simulator_keeps_the_least_loss_of_every_path(overfitted: RunDirecto
         assert best.round_index == int(np.argmin(losses)) < ROUNDS - 1, "it should overfit"
         best.load_into(model)
         rows = overfitted.validation_tokens(plan, path)
-        found = Score(*score_sequences(model, rows, TINY_PREFIX_TOKENS))
+        found = LossSum(*sum_losses(model, rows, TINY_PREFIX_TOKENS))
         assert found == report.paths[path].best.validation  # type: ignore[union-attr]
         assert found.loss < report.paths[path].validation.loss  # type: ignore[operator]
     assert report.best_validation.perplexity < report.validation.perplexity  # type: ignore[operator]
     assert report.as_dict()["best_validation"]["tokens"] == report.validation.tokens
 
 
-def test_a_resumed_simulation_keeps_its_best(tmp_path: Path, overfitted: RunDirectory) -> None:
+def test_a_resumed_simulation_keeps_its_best(tmp_path: Path, overfitted: RunFolder) -> None:
     whole = ReferenceSwarm(overfitted)
     last = list(whole.rounds(ROUNDS))[-1]
-    begun = ReferenceSwarm(overfitted, best_directory=tmp_path)
+    begun = ReferenceSwarm(overfitted, best_folder=tmp_path)
     list(begun.rounds(3))
     begun.best.commit()
     states = dict(begun.states)
     begun.run_round()
     pending = [file.name for file in tmp_path.glob("*.pending")]
     # Killed here. What was found behind the checkpoint is found again.
-    resumed = ReferenceSwarm(overfitted, states=states, first_round=3, best_directory=tmp_path)
+    resumed = ReferenceSwarm(overfitted, states=states, first_round=3, best_folder=tmp_path)
     assert not list(tmp_path.glob("*.pending"))
     for path in resumed.report().paths:
         known = begun.report().paths[path.path].best
@@ -124,7 +129,7 @@ def test_a_resumed_simulation_keeps_its_best(tmp_path: Path, overfitted: RunDire
     files = sorted(file.name for file in tmp_path.iterdir())
     assert files == ["P00000.safetensors", "P00001.safetensors"]
     for path in range(2):
-        kept = read_best_path(tmp_path / files[path], resumed.grid, path=path)
+        kept = read_best_parameters(tmp_path / files[path], resumed.grid, path=path)
         best = last.paths[path].best
         assert best is not None
         if best.round_index < 3:
@@ -135,7 +140,7 @@ def test_a_resumed_simulation_keeps_its_best(tmp_path: Path, overfitted: RunDire
 
 def test_early_stopping_can_be_off(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", rounds={"early_stopping": False})
-    swarm = ReferenceSwarm(run, best_directory=tmp_path / "best")
+    swarm = ReferenceSwarm(run, best_folder=tmp_path / "best")
     report = swarm.run_round()
     assert {path.best for path in report.paths} == {None}
     assert report.best_validation == report.validation
@@ -148,13 +153,13 @@ def test_early_stopping_can_be_off(tmp_path: Path) -> None:
 class Peer:
     """A session's surroundings for `EarlyStopping`: a real trainer's arithmetic, no network."""
 
-    def __init__(self, run: RunDirectory, directory: Path) -> None:
+    def __init__(self, run: RunFolder, directory: Path) -> None:
         self.plan = run.plan()
         self.grid = run.grid(self.plan)
         self.me = ME
-        self.bests = BestPathStore(directory, self.grid)
+        self.bests = BestParametersStore(directory, self.grid)
         self.fetcher = self
-        self.served: dict[str, BestPath] = {}
+        self.served: dict[str, BestParameters] = {}
         self.fetches: list[str] = []
         self.path: int | None = 1
         self.states: dict[str, ModuleState] = {}
@@ -165,11 +170,13 @@ class Peer:
     def anchors(self) -> dict[str, ModuleState]:
         return self.states
 
-    def score_best(self, best: BestPath, tokens: torch.Tensor, skip: int) -> tuple[float, int]:
+    def score_best(
+        self, best: BestParameters, tokens: torch.Tensor, skip: int
+    ) -> tuple[float, int]:
         best.load_into(self._model)
-        return score_sequences(self._model, tokens, skip)
+        return sum_losses(self._model, tokens, skip)
 
-    def best_path(self, path: int, sha256: str) -> BestPath:
+    def best_path(self, path: int, sha256: str) -> BestParameters:
         self.fetches.append(sha256)
         if sha256 not in self.served:
             raise NetworkError("nobody has it")
@@ -178,7 +185,7 @@ class Peer:
     def emit(self, kind: str, **fields: Any) -> None:
         self.events.append({"event": kind, **fields})
 
-    def announced(self, *bests: BestPath, lead: str | None = None) -> None:
+    def announced(self, *bests: BestParameters, lead: str | None = None) -> None:
         """Let the view show these best states, and who trains the path since longest."""
         claims = {}
         if lead is not None:
@@ -188,19 +195,19 @@ class Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path, overfitted: RunDirectory) -> Peer:
+def peer(tmp_path: Path, overfitted: RunFolder) -> Peer:
     return Peer(overfitted, tmp_path / "best")
 
 
 @pytest.fixture
-def rows(overfitted: RunDirectory) -> torch.Tensor:
+def rows(overfitted: RunFolder) -> torch.Tensor:
     plan = overfitted.plan()
     chosen = early_stopping_rows(overfitted.validation_tokens(plan, 1), plan.rounds)
     return torch.from_numpy(chosen.astype(np.int64))
 
 
 @pytest.fixture(scope="module")
-def history(overfitted: RunDirectory) -> list[dict[str, ModuleState]]:
+def history(overfitted: RunFolder) -> list[dict[str, ModuleState]]:
     """The states of all modules after each round."""
     swarm = ReferenceSwarm(overfitted, validation_sequences=0)
     states = []
@@ -220,15 +227,17 @@ def started(peer: Peer, rows: torch.Tensor) -> EarlyStopping:
     return stopping
 
 
-def scored(peer: Peer, round_index: int, states: dict[str, ModuleState], rows: Any) -> BestPath:
+def scored(
+    peer: Peer, round_index: int, states: dict[str, ModuleState], rows: Any
+) -> BestParameters:
     """Return the best path that these states make, with their true score."""
-    best = best_path_of(peer.grid, 1, round_index, Score(1.0, 1), states)
-    true = Score(*peer.score_best(best, rows, TINY_PREFIX_TOKENS))
-    return best_path_of(peer.grid, 1, round_index, true, states)
+    best = best_parameters_of(peer.grid, 1, round_index, LossSum(1.0, 1), states)
+    true = LossSum(*peer.score_best(best, rows, TINY_PREFIX_TOKENS))
+    return best_parameters_of(peer.grid, 1, round_index, true, states)
 
 
 def end_round(
-    stopping: EarlyStopping, peer: Peer, best: BestPath, states: dict[str, ModuleState]
+    stopping: EarlyStopping, peer: Peer, best: BestParameters, states: dict[str, ModuleState]
 ) -> None:
     """Let a round end with these committed states, and everything in the background finish."""
     if stopping._found is not None:
@@ -239,7 +248,7 @@ def end_round(
 
 
 def test_a_peer_keeps_what_the_simulator_keeps(
-    overfitted: RunDirectory,
+    overfitted: RunFolder,
     peer: Peer,
     rows: torch.Tensor,
     history: list[dict[str, ModuleState]],
@@ -286,16 +295,16 @@ def test_taking_a_path_over_goes_on_from_the_best_so_far(
     again.stop()
 
 
-def lie(best: BestPath) -> BestPath:
-    return replace(best, score=Score(best.score.nll / 2, best.score.tokens))
+def lie(best: BestParameters) -> BestParameters:
+    return replace(best, score=LossSum(best.score.nll / 2, best.score.tokens))
 
 
-def of_the_future(best: BestPath) -> BestPath:
+def of_the_future(best: BestParameters) -> BestParameters:
     return replace(best, round_index=10**6)
 
 
-def of_other_rows(best: BestPath) -> BestPath:
-    return replace(best, score=Score(best.score.nll / 2, best.score.tokens // 2))
+def of_other_rows(best: BestParameters) -> BestParameters:
+    return replace(best, score=LossSum(best.score.nll / 2, best.score.tokens // 2))
 
 
 @pytest.mark.parametrize("forge", [lie, of_the_future, of_other_rows])
@@ -303,7 +312,7 @@ def test_a_claim_that_does_not_hold_is_refused_once(
     peer: Peer,
     rows: torch.Tensor,
     history: list[dict[str, ModuleState]],
-    forge: Callable[[BestPath], BestPath],
+    forge: Callable[[BestParameters], BestParameters],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     true = [scored(peer, number, states, rows) for number, states in enumerate(history[:2])]
@@ -361,7 +370,7 @@ def test_somebody_who_claims_and_never_serves_costs_a_path_few_rounds(
     peer.announced(lie(best))
     stopping = started(peer, rows)
     assert stopping._found is not None
-    never: Future[BestPath] = Future()
+    never: Future[BestParameters] = Future()
     stopping._found = stopping._found[0], never
     peer.states = history[0]
     for number in range(PATIENCE_ROUNDS + 1):

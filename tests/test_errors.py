@@ -43,9 +43,9 @@ from pathlib import Path
 
 import pytest
 from dipaco.modules.plan import ShardIndex, canonical_json
-from dipaco.routing.run_directory import RunDirectory
-from tests.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
-from tests.tiny_run import make_tiny_run, sign_tiny_run
+from dipaco.routing.run_folder import RunFolder
+from support.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
+from support.tiny_run import make_tiny_run, sign_tiny_run
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 # A warning that says what was refused, and from whom, may stand before the error.
@@ -59,7 +59,7 @@ class Scene:
 
     swarm: Swarm
     bootstrap: Member
-    run: RunDirectory
+    run: RunFolder
     folder: Path
 
 
@@ -387,7 +387,7 @@ def test_a_blob_that_is_not_what_it_should_be(tmp_path: Path, scene: Scene, brok
     cache = tmp_path / "cache"
     command = Command(*peer(broken.address(), cache, "--run", "broken", "--path", "0"))
     command.fails(7, "the shard of path 0", broken.peer_id, "hash", "start again", warnings=True)
-    wrong = RunDirectory(scene.folder / "broken")
+    wrong = RunFolder(scene.folder / "broken")
     sha256 = wrong.shard_index(wrong.plan()).paths[0].train_sha256
     assert not [name for name in content(cache) if sha256 in name], "nothing of it is kept"
 

@@ -33,7 +33,7 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.state import ModuleState
 from dipaco.routing.corpus import Document
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulator_cli
 from support.tiny_run import make_tiny_run, tiny_documents
 
@@ -153,7 +153,7 @@ def test_a_path_without_a_state_can_be_taken_from_the_genesis(
     source = DiskSource(directory, SourceSettings(allow_genesis=True))
     assert evaluate(source, held_out(), device=CPU).missing_paths == ()
     model = assemble_path(source, 2)
-    genesis = RunDirectory(directory).genesis_state(source.plan, "P2")
+    genesis = RunFolder(directory).genesis_state(source.plan, "P2")
     assert torch.equal(gather_module(model, source.grid, "P2"), genesis.parameters)
 
 
@@ -286,17 +286,17 @@ class FakeClient:
     """What `SwarmSource` needs of `ReadOnlyClient`, from a directory."""
 
     def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
-        self._served = RunDirectory(served)
+        self._served = RunFolder(served)
         self._unserved = unserved
         self.plan = self._served.plan()
-        self.directory_path = cache
+        self.folder = cache
         self.fetched: list[str] = []
         self.closed = False
 
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         return self._served.blobs.require(sha256)
 
-    def best_state(self, module: str) -> ModuleState | None:
+    def heaviest_state(self, module: str) -> ModuleState | None:
         self.fetched.append(module)
         if module in self._unserved:
             raise NetworkError("none serves it")
@@ -334,7 +334,7 @@ def test_what_a_swarm_does_not_serve_is_missing(
 
 
 def test_exactly_one_source(tmp_path: Path) -> None:
-    for arguments in ({}, {"state_directory": tmp_path, "initial_peers": ["/ip4/127.0.0.1"]}):
+    for arguments in ({}, {"state_folder": tmp_path, "initial_peers": ["/ip4/127.0.0.1"]}):
         with pytest.raises(ConfigurationError, match="--state-dir"):
             open_source(**arguments)
 

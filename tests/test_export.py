@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dipaco.inference import export_all, export_cli
-from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_directory
+from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_folder
 from dipaco.inference.export_card import CardNotes, gather_figures, model_card
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
@@ -160,7 +160,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "out"
 
     def fill_half() -> None:
-        with whole_directory(folder) as staging:
+        with whole_folder(folder) as staging:
             (staging / "file").write_text("half")
             raise RuntimeError
 
@@ -168,7 +168,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         fill_half()
     assert list(tmp_path.iterdir()) == []
     for text in ("one", "two"):
-        with whole_directory(folder) as staging:
+        with whole_folder(folder) as staging:
             (staging / text).write_text(text)
     assert [file.name for file in folder.iterdir()] == ["two"]
     assert list(tmp_path.iterdir()) == [folder]

@@ -18,21 +18,21 @@ from dipaco.dht.score_request import verify_score_request
 from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.peer.exchange.clock import Clock
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run, tiny_documents
 
 OPERATOR, ALICE, BOB = (f"Qm{name:1>44}" for name in ("operatr", "aLice", "bob"))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_tiny_run(tmp_path_factory.mktemp("run"), documents_per_path=8)
 
 
 class Peers:
     """The network as `SwarmScores` sees it: what is announced, and what a fetch brings."""
 
-    def __init__(self, run: RunDirectory, folder: Path) -> None:
+    def __init__(self, run: RunFolder, folder: Path) -> None:
         self.predecessor: Predecessor = open_predecessor(run.path, allow_genesis=True)
         plan, grid = self.predecessor.plan, self.predecessor.grid
         tokenizer = run.tokenizer(plan)
@@ -50,7 +50,7 @@ class Peers:
         self.clock = Clock()
         self.said: list[str] = []
         self.folder = folder
-        own = RunDirectory(folder / "node")
+        own = RunFolder(folder / "node")
         self.node: Any = SimpleNamespace(
             me=OPERATOR,
             run_id=plan.run_id,
@@ -132,7 +132,7 @@ class Peers:
 
 
 @pytest.fixture
-def peers(run: RunDirectory, tmp_path: Path) -> Peers:
+def peers(run: RunFolder, tmp_path: Path) -> Peers:
     return Peers(run, tmp_path)
 
 

@@ -25,9 +25,9 @@ def advanced(state: ModuleState, rounds: int) -> ModuleState:
 
 
 def holder(path: Path) -> HeldStates:
-    from dipaco.routing.run_directory import RunDirectory
+    from dipaco.routing.run_folder import RunFolder
 
-    run = RunDirectory(path)
+    run = RunFolder(path)
     return HeldStates(run.grid(run.plan()), run.states, run.blobs)
 
 

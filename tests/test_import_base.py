@@ -17,7 +17,7 @@ from dipaco.inference import export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
@@ -35,9 +35,9 @@ prefix_tokens = 8
 """
 
 
-def prepared(folder: Path, toml: str = TOML, out: str = "out") -> tuple[RunDirectory, RunPlan]:
+def prepared(folder: Path, toml: str = TOML, out: str = "out") -> tuple[RunFolder, RunPlan]:
     plan = prepare(_write_run(folder, toml), folder / out, device=CPU, display=_display())
-    return RunDirectory(folder / out), plan
+    return RunFolder(folder / out), plan
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.modules.plan import RunPlan, canonical_json
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer.path_files import PathFiles
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.tiny_run import make_tiny_run
 
 MODULE = "L0.E1"
@@ -31,7 +31,7 @@ class Served:
             momentum = torch.full_like(state.momentum, 0.25)
             self.genesis[module] = dataclasses.replace(state, momentum=momentum)
         self.index = {module: self.serve(state) for module, state in self.genesis.items()}
-        self.own = RunDirectory(folder / "own")
+        self.own = RunFolder(folder / "own")
         self.fetched: list[str] = []
 
     def serve(self, state: ModuleState) -> str:
@@ -46,7 +46,7 @@ class Served:
         node: Any = SimpleNamespace(
             plan=plan,
             grid=self.own.grid(plan),
-            run_directory=self.own,
+            run_folder=self.own,
             fetcher=SimpleNamespace(blob=self._fetch),
         )
         return PathFiles(node)

@@ -23,7 +23,7 @@ from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.report import RoutingReport
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
 from rich.console import Console
 
@@ -81,15 +81,15 @@ def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirectory, str]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder, str]:
     folder = tmp_path_factory.mktemp("prepared")
     display = _display()
     _prepare(_write_run(folder), folder / "out", display=display)
     assert isinstance(display.console.file, io.StringIO)
-    return folder, RunDirectory(folder / "out"), display.console.file.getvalue()
+    return folder, RunFolder(folder / "out"), display.console.file.getvalue()
 
 
-def test_run_directory_is_complete(prepared: tuple[Path, RunDirectory, str]) -> None:
+def test_run_directory_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
     _, run, _ = prepared
     plan = run.plan()
     index, grid = run.shard_index(plan), run.grid(plan)
@@ -112,13 +112,13 @@ def test_run_directory_is_complete(prepared: tuple[Path, RunDirectory, str]) -> 
     assert sum(shard.train_documents for shard in index.paths) + _held_out(run) == 240
 
 
-def _held_out(run: RunDirectory) -> int:
+def _held_out(run: RunFolder) -> int:
     return int(json.loads((run.path / "work/tokens/validation/progress.json").read_text())[
         "documents"
     ])  # fmt: skip
 
 
-def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunDirectory, str]) -> None:
+def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, str]) -> None:
     folder, run, _ = prepared
     plan = run.plan()
     router = run.document_router(plan)
@@ -134,18 +134,18 @@ def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunDirector
     assert found == 240 - _held_out(run)
 
 
-def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunDirectory, str]) -> None:
+def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunFolder, str]) -> None:
     _, run, output = prepared
     for words in ("base model: done", "Shards", "mostly", "100.0%", "validation perplexity"):
         assert words in output
     assert f"dipaco-bootstrap serve {run.path}" in output
 
 
-def test_broken_parts_are_refused(prepared: tuple[Path, RunDirectory, str], tmp_path: Path) -> None:
+def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> None:
     _, run, _ = prepared
     plan = run.plan()
     with pytest.raises(StorageError, match="is not a run directory"):
-        RunDirectory(tmp_path).plan()
+        RunFolder(tmp_path).plan()
     missing = plan.model_copy(
         update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})}
     )
@@ -170,15 +170,15 @@ def _forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.setattr(prepare_module, name, forbidden)
 
 
-def _copied(prepared: tuple[Path, RunDirectory, str], tmp_path: Path) -> Path:
+def _copied(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared[0], tmp_path / "copy"))
 
 
 def test_what_is_done_is_not_done_again(
-    prepared: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _copied(prepared, tmp_path)
-    run = RunDirectory(folder / "out")
+    run = RunFolder(folder / "out")
     before = run.plan()
     envelope = run.manifest_path.read_bytes()
     _forbid(monkeypatch, "train_tokenizer", "pretrain", "write_token_corpora", "fit_corpus_router")
@@ -203,14 +203,14 @@ def test_what_is_done_is_not_done_again(
     ],
 )
 def test_other_routers(
-    prepared: tuple[Path, RunDirectory, str], tmp_path: Path, keys: str, agreement: float | None
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, keys: str, agreement: float | None
 ) -> None:
     folder = _copied(prepared, tmp_path)
     toml = RUN_TOML + keys
     if agreement:  # three labels make three paths
         toml = toml.replace("[2, 2]", "[1, 3]")
     plan = _prepare(_write_run(folder, toml), folder / "out")
-    run = RunDirectory(folder / "out")
+    run = RunFolder(folder / "out")
     assert plan.routing.kind == run.router(plan).kind
     report = RoutingReport.model_validate_json((run.path / "routing.json").read_bytes())
     shards = run.shard_index(plan).paths
@@ -268,7 +268,7 @@ class _Counting(StageProgress):
 
 
 def test_stopped_anywhere_it_ends_with_the_same_run(
-    prepared: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, run, _ = prepared
     for name, options in [
@@ -369,7 +369,7 @@ def test_the_example_is_valid() -> None:
 
 
 def test_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: tuple[Path, RunDirectory, str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: tuple[Path, RunFolder, str]
 ) -> None:
     folder, run, _ = prepared
     assert cli.main(["prepare", str(tmp_path / "no.toml"), "--out", str(tmp_path)]) == 3

@@ -22,7 +22,7 @@ from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestEr
 from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.document_scores import DocumentScores
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from rich.console import Console
 from test_prepare import RUN_TOML, _write_run
@@ -59,12 +59,12 @@ def successor_toml(
     return file
 
 
-def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunDirectory, str]:
+def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunFolder, str]:
     display = Display(Console(file=io.StringIO(), width=200))
     predecessor = open_predecessor(old, allow_genesis=options.pop("allow_genesis", False))
     prepare(toml, out, device=CPU, display=display, predecessor=predecessor, **options)
     assert isinstance(display.console.file, io.StringIO)
-    return RunDirectory(out), display.console.file.getvalue()
+    return RunFolder(out), display.console.file.getvalue()
 
 
 def train(run: Path, rounds: int = 1) -> None:
@@ -107,7 +107,7 @@ def test_each_run_names_the_one_before_and_has_the_same_operator(chain: dict[str
 
 
 def test_the_trained_dense_model_is_the_new_base(chain: dict[str, Path]) -> None:
-    dense, kmeans, scored, grown = (RunDirectory(run) for run in chain.values())
+    dense, kmeans, scored, grown = (RunFolder(run) for run in chain.values())
     plan, grid = dense.plan(), dense.grid(dense.plan())
     state = dense.states.load_latest("L0.E0", grid.layout("L0.E0"))
     assert state is not None
@@ -121,12 +121,12 @@ def test_the_trained_dense_model_is_the_new_base(chain: dict[str, Path]) -> None
 
 
 def test_genesis_is_what_the_run_before_ended_with(chain: dict[str, Path]) -> None:
-    runs = [RunDirectory(run) for run in chain.values()]
+    runs = [RunFolder(run) for run in chain.values()]
     for old, new in itertools.pairwise(runs):
         plan, old_grid, grid = new.plan(), old.grid(old.plan()), new.grid(new.plan())
         growth = Growth(old_grid, grid)
 
-        def load(module: str, old: RunDirectory = old) -> Any:
+        def load(module: str, old: RunFolder = old) -> Any:
             return old.states.load_latest(module, old.grid(old.plan()).layout(module))
 
         for module in grid.modules():
@@ -137,11 +137,11 @@ def test_genesis_is_what_the_run_before_ended_with(chain: dict[str, Path]) -> No
 
 
 def test_the_simulator_begins_with_the_genesis(chain: dict[str, Path], tmp_path: Path) -> None:
-    source = RunDirectory(chain["grown"])
+    source = RunFolder(chain["grown"])
     arguments = ["--paths", "5", "--rounds", "1", "--steps-per-round", "3"]
     assert simulate.main([str(source.path), "--out", str(tmp_path / "sim"), *arguments]) == 0
     plan, grid = source.plan(), source.grid(source.plan())
-    stepped = RunDirectory(tmp_path / "sim").states
+    stepped = RunFolder(tmp_path / "sim").states
     for module in grid.modules():
         genesis = source.genesis_state(plan, module)
         state = stepped.load_latest(module, grid.layout(module))
@@ -169,7 +169,7 @@ def test_scores_are_those_of_the_old_paths(chain: dict[str, Path]) -> None:
         DocumentScores.from_bytes(file.read_bytes(), 100, path=path)
         for path, file in enumerate(files)
     ]
-    old = RunDirectory(chain["kmeans"])
+    old = RunFolder(chain["kmeans"])
     grid = old.grid(old.plan())
     for path, one in enumerate(scores):
         for module, digest in one.states.items():
@@ -179,14 +179,14 @@ def test_scores_are_those_of_the_old_paths(chain: dict[str, Path]) -> None:
         assert tuple(one.states) == tuple(sorted(grid.modules_of_path(path)))
     nll = np.stack([one.nll for one in scores], axis=1)
     assert len(set(np.argmin(nll, axis=1).tolist())) > 1
-    assert RunDirectory(chain["scored"]).plan().routing.kind == "discriminative"
+    assert RunFolder(chain["scored"]).plan().routing.kind == "discriminative"
 
 
 def test_the_same_directories_give_the_same_run(chain: dict[str, Path], tmp_path: Path) -> None:
     """And what was made is not made again."""
     folder = chain["dense"].parent
     again, _ = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
-    assert again.plan().blobs == RunDirectory(chain["scored"]).plan().blobs
+    assert again.plan().blobs == RunFolder(chain["scored"]).plan().blobs
     _, output = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
     assert "Everything was done already" in output
     assert ": done in" not in output
@@ -211,7 +211,7 @@ def test_scoring_goes_on_where_it_was_stopped(
     file.write_bytes(file.read_bytes()[:-8])  # Damaged: it is scored again.
     run, _ = succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
     assert len(scored) == 3 + 3
-    assert run.plan().blobs == RunDirectory(chain["scored"]).plan().blobs
+    assert run.plan().blobs == RunFolder(chain["scored"]).plan().blobs
 
 
 def test_output_says_where_the_modules_stand(chain: dict[str, Path], tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_model_that_differs_is_refused(chain: dict[str, Path], tmp_path: Path)
     more = "[model]\nhidden_size = 16\nfeed_forward_size = 64\nblock_count = 2\n"
     same = successor_toml(folder, "same", "[2, 2]", more=more)
     run, _ = succeed(same, tmp_path / "same", chain["kmeans"])
-    assert run.plan().model == RunDirectory(chain["dense"]).plan().model
+    assert run.plan().model == RunFolder(chain["dense"]).plan().model
     for wrong, message in (
         ("hidden_size = 32", "model.hidden_size is 32, but the run .* has 16"),
         ("hiden_size = 16", "did you mean 'hidden_size'"),
@@ -284,7 +284,7 @@ def test_modules_without_a_state_are_named(chain: dict[str, Path], tmp_path: Pat
     with pytest.raises(ConfigurationError, match=r"no state of L1\.E0 .7 of 8 modules have one"):
         succeed(toml, tmp_path / "out", old)
     run, _ = succeed(toml, tmp_path / "out", old, allow_genesis=True)
-    old_run = RunDirectory(old)
+    old_run = RunFolder(old)
     layout = run.grid(run.plan()).layout("L1.E0")
     before = old_run.genesis_state(old_run.plan(), "L1.E0")
     after = run.genesis_state(run.plan(), "L1.E0")
@@ -327,7 +327,7 @@ def test_a_successor_begins_later(chain: dict[str, Path], tmp_path: Path) -> Non
     ],
 )
 def test_a_broken_genesis_is_refused(chain: dict[str, Path], spoil: Any, message: str) -> None:
-    run = RunDirectory(chain["grown"])
+    run = RunFolder(chain["grown"])
     plan: RunPlan = run.plan()
     index = run.genesis_index(plan)
     assert index is not None
@@ -345,8 +345,8 @@ def test_command_line(
     arguments = ["prepare", str(folder / "kmeans.toml"), "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--from", str(chain["dense"]), "--device", "cpu"]) == 0
     assert "Genesis: validation perplexity" in capsys.readouterr().out
-    run = RunDirectory(tmp_path / "out")
-    assert run.plan().blobs == RunDirectory(chain["kmeans"]).plan().blobs
+    run = RunFolder(tmp_path / "out")
+    assert run.plan().blobs == RunFolder(chain["kmeans"]).plan().blobs
     assert cli.main([*arguments, "--from", str(tmp_path / "none")]) == StorageError.exit_code
     assert "is not a run directory" in capsys.readouterr().err
     assert cli.main([*arguments, "--initial-peers", "x"]) == ConfigurationError.exit_code

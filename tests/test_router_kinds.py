@@ -14,7 +14,7 @@ from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RoutingPlan
 from dipaco.routing.balancing import balance_biases
-from dipaco.routing.discriminative import best_paths, fit_discriminative, label_targets
+from dipaco.routing.discriminative import fit_discriminative, label_targets, preferred_paths
 from dipaco.routing.fitting import RouterConfig, RouterSample, fit_router
 from dipaco.routing.label_router import LabelRouter
 from dipaco.routing.product_kmeans import ProductKMeansRouter
@@ -193,7 +193,7 @@ def test_every_path_is_the_best_for_a_document_however_few_there_are(documents: 
     nll = np.random.default_rng(0).normal(size=(documents, 12))
     nll[:, 0] -= 50
     targets = label_targets(np.argmin(nll, axis=1), 12, 0.1)
-    counts = np.bincount(best_paths(nll, targets, seed=0), minlength=12)
+    counts = np.bincount(preferred_paths(nll, targets, seed=0), minlength=12)
     assert (counts >= 1).all(), counts
 
 

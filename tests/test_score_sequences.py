@@ -11,7 +11,7 @@ import pytest
 import torch
 from dipaco.modules.config import PAD_TOKEN, ModelConfig
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import score_rows, score_sequences
+from dipaco.modules.evaluate import row_losses, sum_losses
 from dipaco.modules.transformer import PathModel, initialise, sequence_loss
 
 MODEL = ModelConfig(
@@ -39,10 +39,10 @@ def test_rows_are_scored_as_one_by_one(skip: int, batch: int) -> None:
     model, rows = model_of(), rows_of()
     with torch.no_grad():
         single = [sequence_loss(model, row[None], skip) for row in rows]
-    losses, counts = score_rows(model, rows, skip, batch)
+    losses, counts = row_losses(model, rows, skip, batch)
     np.testing.assert_allclose(losses, [total.item() for total, _ in single], rtol=1e-5)
     assert counts.tolist() == [count for _, count in single]
-    nll, count = score_sequences(model, rows, skip, batch)
+    nll, count = sum_losses(model, rows, skip, batch)
     assert nll == pytest.approx(losses.sum())
     assert count == counts.sum()
     assert isinstance(nll, float)
@@ -53,18 +53,18 @@ def test_token_files_can_be_scored_directly(tmp_path: Path) -> None:
     model, rows = model_of(), rows_of()
     rows.numpy().astype("<u2").tofile(tmp_path / "tokens")
     mapped = np.memmap(tmp_path / "tokens", dtype="<u2", mode="r", shape=(7, 16))
-    assert score_sequences(model, mapped, 4) == score_sequences(model, rows, 4)
+    assert sum_losses(model, mapped, 4) == sum_losses(model, rows, 4)
 
 
 def test_the_same_rows_give_the_same_bits_and_leave_no_trace() -> None:
     model, rows = model_of(), rows_of()
-    first = score_sequences(model, rows, 4)
-    assert score_sequences(model, rows, 4) == first
+    first = sum_losses(model, rows, 4)
+    assert sum_losses(model, rows, 4) == first
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_no_rows() -> None:
-    assert score_sequences(model_of(), torch.zeros(0, 16, dtype=torch.int64), 4) == (0.0, 0)
+    assert sum_losses(model_of(), torch.zeros(0, 16, dtype=torch.int64), 4) == (0.0, 0)
 
 
 class SmallMemory(PathModel):
@@ -78,12 +78,12 @@ class SmallMemory(PathModel):
 
 def test_memory_decides_how_many_rows_at_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dipaco"):
-        nll, count = score_sequences(model_of(SmallMemory), rows_of(), 4, 8)
-    expected, expected_count = score_sequences(model_of(), rows_of(), 4)
+        nll, count = sum_losses(model_of(SmallMemory), rows_of(), 4, 8)
+    expected, expected_count = sum_losses(model_of(), rows_of(), 4)
     assert nll == pytest.approx(expected, rel=1e-6)
     assert count == expected_count
     assert "scoring 2 rows at once" in caplog.text
     nothing = model_of(SmallMemory)
     nothing.greatest_rows = 0  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="does not fit"):
-        score_sequences(nothing, rows_of(), 4)
+        sum_losses(nothing, rows_of(), 4)

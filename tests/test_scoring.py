@@ -24,7 +24,7 @@ from dipaco.peer.scoring import Scoring
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments, score_router_documents
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.tiny_run import make_tiny_run, tiny_documents
 from test_score_request import KEY
 
@@ -40,7 +40,7 @@ class Swarm:
 
     period_s = 0.0
 
-    def __init__(self, run: RunDirectory, trained_path: int | None) -> None:
+    def __init__(self, run: RunFolder, trained_path: int | None) -> None:
         self.run = run
         self.plan = run.plan()
         self.grid = run.grid(self.plan)
@@ -116,8 +116,8 @@ class Peer:
             plan=swarm.plan,
             grid=swarm.grid,
             manifest=SimpleNamespace(operator_fingerprint=operator_fingerprint(KEY)),
-            directory_path=swarm.run.path,
-            run_directory=swarm.run,
+            folder=swarm.run.path,
+            run_folder=swarm.run,
             blobs=swarm.run.blobs,
             fetcher=swarm,
             held=SimpleNamespace(load=lambda module: None),
@@ -157,12 +157,12 @@ def genesis(swarm: Swarm, module: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_tiny_run(tmp_path_factory.mktemp("scoring") / "run")
 
 
 @pytest.fixture(scope="module")
-def documents(run: RunDirectory) -> RouterDocuments:
+def documents(run: RunFolder) -> RouterDocuments:
     tokenizer = run.tokenizer(run.plan())
     texts = tiny_documents(PATHS, 10, seed=5)
     return RouterDocuments.from_documents(
@@ -170,7 +170,7 @@ def documents(run: RunDirectory) -> RouterDocuments:
     )
 
 
-def expected(run: RunDirectory, documents: RouterDocuments, path: int) -> np.ndarray:
+def expected(run: RunFolder, documents: RouterDocuments, path: int) -> np.ndarray:
     plan = run.plan()
     grid = Grid(plan.model, plan.grid)
     model = PathModel(plan.model)
@@ -180,7 +180,7 @@ def expected(run: RunDirectory, documents: RouterDocuments, path: int) -> np.nda
 
 
 def test_all_paths_are_scored_and_training_is_not_touched(
-    run: RunDirectory, documents: RouterDocuments
+    run: RunFolder, documents: RouterDocuments
 ) -> None:
     swarm = Swarm(run, trained_path=2)
     peer = Peer(swarm, path=2)
@@ -219,7 +219,7 @@ def test_all_paths_are_scored_and_training_is_not_touched(
 
 
 def test_what_was_kept_is_believed_only_if_it_is_there(
-    run: RunDirectory, documents: RouterDocuments
+    run: RunFolder, documents: RouterDocuments
 ) -> None:
     swarm = Swarm(run, trained_path=0)
     request = swarm.ask(documents, len(documents), made_s=61.0)
@@ -235,7 +235,7 @@ def test_what_was_kept_is_believed_only_if_it_is_there(
 
 
 def test_it_gives_way_and_stops_when_the_request_ends(
-    run: RunDirectory, documents: RouterDocuments
+    run: RunFolder, documents: RouterDocuments
 ) -> None:
     swarm = Swarm(run, trained_path=1)
     peer = Peer(swarm, path=1)
@@ -256,7 +256,7 @@ def test_it_gives_way_and_stops_when_the_request_ends(
 
 
 def test_bad_documents_are_refused_once_and_missing_ones_tried_later(
-    run: RunDirectory, documents: RouterDocuments
+    run: RunFolder, documents: RouterDocuments
 ) -> None:
     swarm = Swarm(run, trained_path=1)
     peer = Peer(swarm, path=1)
@@ -280,7 +280,7 @@ def test_bad_documents_are_refused_once_and_missing_ones_tried_later(
 
 
 def test_a_slice_fits_into_the_time_that_there_is(
-    run: RunDirectory, documents: RouterDocuments
+    run: RunFolder, documents: RouterDocuments
 ) -> None:
     swarm = Swarm(run, trained_path=0)
     peer = Peer(swarm, path=0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dipaco.modules.compose import gather_module, load_path
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import (
     Contribution,
@@ -24,9 +24,9 @@ from dipaco.modules.outer import (
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli
-from dipaco.simulator.checkpoint import CheckpointDirectory
+from dipaco.simulator.checkpoint import CheckpointFolder
 from dipaco.simulator.dense import MixedBatches, score_dense, train_dense
 from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm, RoundReport
@@ -39,7 +39,7 @@ def last_report(swarm: ReferenceSwarm, rounds: int) -> RoundReport:
     return list(swarm.rounds(rounds))[-1]
 
 
-def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunDirectory) -> None:
+def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunFolder) -> None:
     again = make_tiny_run(tmp_path / "again")
     assert again.plan() == shared_run.plan()
     assert make_tiny_run(tmp_path / "other", seed=1).plan() != shared_run.plan()
@@ -68,7 +68,7 @@ def test_taking_turns_on_one_model_changes_no_bit(
     assert swapped.validation == dedicated.validation
 
 
-def test_taking_turns_changes_no_bit_with_8_bit_adamw(shared_run: RunDirectory) -> None:
+def test_taking_turns_changes_no_bit_with_8_bit_adamw(shared_run: RunFolder) -> None:
     swapped = last_report(ReferenceSwarm(shared_run, optimizer="adamw8bit"), 2)
     dedicated = last_report(
         ReferenceSwarm(shared_run, optimizer="adamw8bit", dedicated_models=True), 2
@@ -76,7 +76,7 @@ def test_taking_turns_changes_no_bit_with_8_bit_adamw(shared_run: RunDirectory) 
     assert swapped.digests == dedicated.digests
 
 
-def test_scoring_does_not_disturb_training(shared_run: RunDirectory) -> None:
+def test_scoring_does_not_disturb_training(shared_run: RunFolder) -> None:
     unscored = ReferenceSwarm(shared_run, validation_sequences=0)
     report = last_report(unscored, 2)
     assert report.digests == last_report(ReferenceSwarm(shared_run), 2).digests
@@ -121,7 +121,7 @@ def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
             torch.testing.assert_close(views[name], parameter.detach(), rtol=1e-5, atol=1e-7)
 
 
-def _train_peers(run: RunDirectory, peers: list[SimulatedPeer], rounds: int) -> dict[str, str]:
+def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dict[str, str]:
     """What real peers do in the fixed-steps mode, with the peers' own trainer and no network."""
     plan = run.plan()
     grid = run.grid(plan)
@@ -185,7 +185,7 @@ def test_the_trainer_of_the_peers_computes_the_same(
     assert simulated.digests == _train_peers(run, peers, 3)
 
 
-def test_replicas_share_a_path_but_no_batches(shared_run: RunDirectory) -> None:
+def test_replicas_share_a_path_but_no_batches(shared_run: RunFolder) -> None:
     swarm = ReferenceSwarm(shared_run, peers=[SimulatedPeer(1), SimulatedPeer(1, replica=1)])
     report = last_report(swarm, 1)
     assert [path.step for path in report.paths] == [8]
@@ -199,7 +199,7 @@ def test_replicas_share_a_path_but_no_batches(shared_run: RunDirectory) -> None:
     assert not torch.equal(gradients[0], gradients[1])
 
 
-def test_untrained_paths_keep_their_states(private_run: RunDirectory) -> None:
+def test_untrained_paths_keep_their_states(private_run: RunFolder) -> None:
     swarm = ReferenceSwarm(private_run, peers=[SimulatedPeer(0)])
     before = swarm.report()
     after = last_report(swarm, 1)
@@ -208,7 +208,7 @@ def test_untrained_paths_keep_their_states(private_run: RunDirectory) -> None:
     assert [path.path for path in after.paths] == [0]
 
 
-def test_the_number_of_the_first_round_stands_in_the_states(shared_run: RunDirectory) -> None:
+def test_the_number_of_the_first_round_stands_in_the_states(shared_run: RunFolder) -> None:
     swarm = ReferenceSwarm(shared_run, first_round=7)
     assert last_report(swarm, 1).round_index == 7
     assert swarm.states["L0.E0"].progress[0].last_round == 7
@@ -240,7 +240,7 @@ def test_a_level_without_new_steps_is_left_alone(tmp_path: Path) -> None:
     assert swarm.run_round().versions == {"L0.E0": 1, "L0.E1": 1, "L1.E0": 2, "L1.E1": 2}
 
 
-def test_the_codec_of_the_plan_is_used(tmp_path: Path, shared_run: RunDirectory) -> None:
+def test_the_codec_of_the_plan_is_used(tmp_path: Path, shared_run: RunFolder) -> None:
     exact = make_tiny_run(tmp_path / "run", codec="none")
     digests = last_report(ReferenceSwarm(exact), 1).digests
     assert digests != last_report(ReferenceSwarm(shared_run), 1).digests
@@ -249,7 +249,7 @@ def test_the_codec_of_the_plan_is_used(tmp_path: Path, shared_run: RunDirectory)
 
 
 def test_validation_is_of_the_committed_states_and_weighs_tokens_alike(
-    shared_run: RunDirectory,
+    shared_run: RunFolder,
 ) -> None:
     swarm = ReferenceSwarm(shared_run)
     before = swarm.report().validation
@@ -259,23 +259,23 @@ def test_validation_is_of_the_committed_states_and_weighs_tokens_alike(
     for path in range(4):
         load_path(model, swarm.grid, path, swarm.states)
         rows = shared_run.validation_tokens(plan, path)
-        scores.append(Score(*score_sequences(model, rows, TINY_PREFIX_TOKENS)))
+        scores.append(LossSum(*sum_losses(model, rows, TINY_PREFIX_TOKENS)))
     assert [path.validation for path in report.paths] == scores
-    assert report.validation == Score.total(scores)
+    assert report.validation == LossSum.total(scores)
     perplexity = report.validation.perplexity
     assert perplexity is not None
     assert perplexity < 0.5 * (before.perplexity or 0)
 
 
 def test_scores() -> None:
-    assert Score().perplexity is None
-    assert Score(1e9, 1).perplexity is None
-    total = Score.total([Score(1.0, 1), Score(2.0, 3)])
-    assert total == Score(3.0, 4)
+    assert LossSum().perplexity is None
+    assert LossSum(1e9, 1).perplexity is None
+    total = LossSum.total([LossSum(1.0, 1), LossSum(2.0, 3)])
+    assert total == LossSum(3.0, 4)
     assert total.perplexity == pytest.approx(np.exp(0.75))
 
 
-def test_states_from_elsewhere_continue_the_schedule(shared_run: RunDirectory) -> None:
+def test_states_from_elsewhere_continue_the_schedule(shared_run: RunFolder) -> None:
     first = ReferenceSwarm(shared_run)
     first.run_round()
     later = ReferenceSwarm(shared_run, states=first.states, first_round=1)
@@ -292,7 +292,7 @@ def test_states_from_elsewhere_continue_the_schedule(shared_run: RunDirectory) -
         [SimulatedPeer(1, 0, "a"), SimulatedPeer(2, 0, "a")],
     ],
 )
-def test_impossible_peers_are_refused(shared_run: RunDirectory, peers: list[SimulatedPeer]) -> None:
+def test_impossible_peers_are_refused(shared_run: RunFolder, peers: list[SimulatedPeer]) -> None:
     with pytest.raises(ConfigurationError):
         ReferenceSwarm(shared_run, peers=peers)
 
@@ -311,7 +311,7 @@ def test_the_dense_baseline_sees_every_sequence_once_an_epoch(tmp_path: Path) ->
 
 
 def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(
-    shared_run: RunDirectory,
+    shared_run: RunFolder,
 ) -> None:
     before = ReferenceSwarm(shared_run).report().validation
     steps: list[int] = []
@@ -336,7 +336,7 @@ def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dic
 
 
 def test_resuming_changes_no_bit(
-    tmp_path: Path, private_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, private_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     straight = simulate(capsys, private_run.path, "--rounds", 4)
     out = tmp_path / "out"
@@ -352,13 +352,13 @@ def test_resuming_changes_no_bit(
 
 
 def test_the_output_is_a_run_directory_with_the_states(
-    tmp_path: Path, shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     lines = simulate(capsys, shared_run.path, "--rounds", 2, "--out", out, "--dense-steps", 3)
     assert lines[-1]["dense"]["steps"] == 3
     assert (out / "dense.safetensors").is_file()
-    written = RunDirectory(out)
+    written = RunFolder(out)
     plan = written.plan()
     assert plan == shared_run.plan()
     grid = written.grid(plan)
@@ -370,7 +370,7 @@ def test_the_output_is_a_run_directory_with_the_states(
 
 
 def test_without_a_checkpoint_the_states_are_continued_with_fresh_adamw(
-    tmp_path: Path, shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     simulate(capsys, shared_run.path, "--rounds", 1, "--out", out)
@@ -381,7 +381,7 @@ def test_without_a_checkpoint_the_states_are_continued_with_fresh_adamw(
 
 
 def test_a_checkpoint_of_another_simulation_is_refused(
-    tmp_path: Path, shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     simulate(capsys, shared_run.path, "--out", out)
@@ -393,11 +393,11 @@ def test_a_checkpoint_of_another_simulation_is_refused(
 
 
 def test_a_checkpoint_holds_local_parameters_that_are_ahead_of_their_anchor(
-    tmp_path: Path, shared_run: RunDirectory
+    tmp_path: Path, shared_run: RunFolder
 ) -> None:
     swarm = ReferenceSwarm(shared_run)
     swarm.run_round()
-    checkpoints = CheckpointDirectory(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     checkpoint = checkpoints.save(swarm)
     restored = ReferenceSwarm(shared_run, states=checkpoints.anchors(checkpoint, swarm.grid))
     checkpoints.restore(checkpoint, restored)
@@ -412,7 +412,7 @@ def test_a_checkpoint_holds_local_parameters_that_are_ahead_of_their_anchor(
 
 
 def test_the_human_output_names_rounds_paths_and_modules(
-    shared_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([str(shared_run.path), "--rounds", "1", "--dense-steps", "2"]) == 0
     text = capsys.readouterr().out
@@ -435,7 +435,7 @@ def test_the_human_output_names_rounds_paths_and_modules(
     ],
 )
 def test_errors_are_one_line_that_says_what_to_type(
-    shared_run: RunDirectory,
+    shared_run: RunFolder,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     words: str,
@@ -461,7 +461,7 @@ def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "manifest.json" in capsys.readouterr().err
 
 
-def test_a_model_on_the_bench_is_really_shared(shared_run: RunDirectory) -> None:
+def test_a_model_on_the_bench_is_really_shared(shared_run: RunFolder) -> None:
     """Parameters of a worker off the bench do not follow those of the worker on it."""
     swarm = ReferenceSwarm(shared_run)
     first, second = swarm.workers[:2]

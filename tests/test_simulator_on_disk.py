@@ -15,8 +15,8 @@ from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import canonical_json
 from dipaco.modules.state import write_state
-from dipaco.routing.run_directory import RunDirectory
-from dipaco.simulator.checkpoint import CheckpointDirectory
+from dipaco.routing.run_folder import RunFolder
+from dipaco.simulator.checkpoint import CheckpointFolder
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm, RoundReport
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def straight(private_run: RunDirectory) -> list[RoundReport]:
+def straight(private_run: RunFolder) -> list[RoundReport]:
     """Two rounds of the private run in memory, never stopped."""
     torch.set_num_threads(1)
     return list(ReferenceSwarm(private_run).rounds(2))
@@ -72,7 +72,7 @@ def _add_rounds(swarm: ReferenceSwarm, reports: list[RoundReport]) -> None:
 @pytest.mark.parametrize("steps", [0, 3, 6, 15, 17, 22])
 def test_a_simulation_on_disk_that_was_killed_repeats_one_segment_at_most(
     tmp_path: Path,
-    private_run: RunDirectory,
+    private_run: RunFolder,
     straight: list[RoundReport],
     monkeypatch: pytest.MonkeyPatch,
     steps: int,
@@ -95,7 +95,7 @@ def test_a_simulation_on_disk_that_was_killed_repeats_one_segment_at_most(
 
 
 def test_killed_between_two_outer_steps_of_a_boundary(
-    tmp_path: Path, private_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, private_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = ReferenceSwarm(private_run).rounds(1)
     for boundary in (0, 1, 3, 6):
@@ -135,7 +135,7 @@ def test_a_level_without_steps_stays_alone_after_a_restart(
     assert swarm.run_round().digests == ReferenceSwarm(run).run_round().digests
 
 
-def _many_paths(directory: Path) -> RunDirectory:
+def _many_paths(directory: Path) -> RunFolder:
     """Return a run of the paper's 16x16 grid whose 256 paths have the shards of four in turns."""
     run = make_tiny_run(
         directory,
@@ -174,7 +174,7 @@ def test_256_paths_in_seconds(tmp_path: Path) -> None:
 
 
 def test_memory_and_disk_go_on_from_each_other(
-    tmp_path: Path, private_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, private_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     straight = simulate(capsys, private_run.path, "--rounds", 4)
     out, lines = tmp_path / "out", []
@@ -187,7 +187,7 @@ def test_memory_and_disk_go_on_from_each_other(
         assert kept == ["live" if keep == "disk" else f"round-{len(lines):08d}"]
     for line, other in zip(straight, lines, strict=True):
         assert other | {"seconds": 0} == line | {"seconds": 0}
-    written = RunDirectory(out)
+    written = RunFolder(out)
     grid = written.grid(written.plan())
     for module, digest in lines[-1]["digests"].items():
         state = written.states.load_latest(module, grid.layout(module))
@@ -197,11 +197,11 @@ def test_memory_and_disk_go_on_from_each_other(
 
 def test_a_simulation_within_a_round_goes_on_in_memory(
     tmp_path: Path,
-    private_run: RunDirectory,
+    private_run: RunFolder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = list(ReferenceSwarm(private_run).rounds(2))[-1]
-    checkpoints = CheckpointDirectory(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     with monkeypatch.context() as patch:
         _stop_after(patch, 22)
         swarm = ReferenceSwarm(private_run, keep="disk", directory=checkpoints.live)
@@ -217,11 +217,11 @@ def test_a_simulation_within_a_round_goes_on_in_memory(
 
 
 def test_a_successor_run_starts_from_its_genesis_states(
-    tmp_path: Path, private_run: RunDirectory
+    tmp_path: Path, private_run: RunFolder
 ) -> None:
     trained = ReferenceSwarm(private_run, validation_sequences=0)
     trained.run_round()
-    plan, run = private_run.plan(), RunDirectory(tmp_path / "run")
+    plan, run = private_run.plan(), RunFolder(tmp_path / "run")
     shutil.copytree(private_run.path / "blobs", run.path / "blobs")
     begun = {
         module: replace(state, version=0, progress={}) for module, state in trained.states.items()
@@ -244,7 +244,7 @@ def test_a_successor_run_starts_from_its_genesis_states(
     assert on_disk.run_round().digests == in_memory.run_round().digests
 
 
-def test_a_broken_worker_file_is_named(tmp_path: Path, shared_run: RunDirectory) -> None:
+def test_a_broken_worker_file_is_named(tmp_path: Path, shared_run: RunFolder) -> None:
     ReferenceSwarm(shared_run, keep="disk", directory=tmp_path).run_round()
     file = tmp_path / "workers" / "00002.safetensors"
     file.write_bytes(file.read_bytes()[:100])
@@ -253,7 +253,7 @@ def test_a_broken_worker_file_is_named(tmp_path: Path, shared_run: RunDirectory)
 
 
 def test_a_directory_of_another_simulation_is_refused(
-    tmp_path: Path, shared_run: RunDirectory
+    tmp_path: Path, shared_run: RunFolder
 ) -> None:
     ReferenceSwarm(shared_run, keep="disk", directory=tmp_path)
     with pytest.raises(ConfigurationError, match="peers"):
@@ -265,7 +265,7 @@ def test_a_directory_of_another_simulation_is_refused(
 
 
 def test_a_dense_training_that_was_killed_goes_on(
-    tmp_path: Path, shared_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = train_dense(shared_run, 6)
     file = tmp_path / "dense.pt"

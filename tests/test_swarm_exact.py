@@ -19,10 +19,10 @@ JOIN_S = 45.0
 ROUNDS = 5
 
 
-def reference_digests(run_directory: Path, rounds: int, *extra: str) -> list[dict[str, str]]:
+def reference_digests(run_folder: Path, rounds: int, *extra: str) -> list[dict[str, str]]:
     """Return the digests of every round that `dipaco-simulate` computes."""
     done = command(
-        "dipaco-simulate", str(run_directory), "--rounds", str(rounds), "--json", "--threads", "1",
+        "dipaco-simulate", str(run_folder), "--rounds", str(rounds), "--json", "--threads", "1",
         "--validation-sequences", "0", *extra,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

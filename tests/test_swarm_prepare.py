@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dipaco.routing.document_scores import DocumentScores
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.swarm import Swarm, command
 from support.tiny_run import make_tiny_run, tiny_documents
 
@@ -58,7 +58,7 @@ def test_peers_score_for_a_successor_and_go_there(tmp_path: Path) -> None:
         assert "scores: have 4, need 4 scores: complete" in result.stdout, result.stdout
         assert "modules were fetched from the swarm" in result.stdout
 
-        new, plan = RunDirectory(tmp_path / "next"), RunDirectory(tmp_path / "next").plan()
+        new, plan = RunFolder(tmp_path / "next"), RunFolder(tmp_path / "next").plan()
         assert plan.successor_of == run.plan().run_id
         assert plan.model == run.plan().model
         files = sorted((new.path / "work/scores").glob("*/*.safetensors"))

@@ -22,7 +22,7 @@ from dipaco.modules.plan import RunPlan, canonical_json
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.node import Node, join_run
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from support.swarm import Swarm, command
 from support.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
 
@@ -33,7 +33,7 @@ DURATION_S = 6.0
 RECORD_LIFE_S = 300.0
 
 
-def make_run(directory: Path, **changes: object) -> RunDirectory:
+def make_run(directory: Path, **changes: object) -> RunFolder:
     return make_tiny_run(
         directory,
         inner_steps=0,
@@ -49,7 +49,7 @@ def make_run(directory: Path, **changes: object) -> RunDirectory:
     )
 
 
-def request_scores(node: Node, run: RunDirectory) -> tuple[RouterDocuments, SignedScoreRequest]:
+def request_scores(node: Node, run: RunFolder) -> tuple[RouterDocuments, SignedScoreRequest]:
     """Do as the operator: serve router documents, and ask for their scores."""
     tokenizer = run.tokenizer(node.plan)
     texts = tiny_documents(PATHS, 12, seed=5)
@@ -95,7 +95,7 @@ def gather(node: Node, documents: RouterDocuments, request_id: str) -> dict[int,
     return found
 
 
-def make_successor(run: RunDirectory, directory: Path, start_s: float) -> RunDirectory:
+def make_successor(run: RunFolder, directory: Path, start_s: float) -> RunFolder:
     """Make a run of the same grid that goes on from the genesis of `run`, with other shards."""
     new = make_run(directory, seed=9, name="tiny-2")
     old_plan = run.plan()
@@ -128,7 +128,7 @@ def test_peers_score_and_move_to_the_successor(tmp_path: Path) -> None:
         node = join_run(
             initial_peers=(bootstrap.address(),),
             run=None,
-            cache_directory=tmp_path / "operator",
+            cache_folder=tmp_path / "operator",
             host_maddrs=("/ip4/127.0.0.1/tcp/0",),
         )
         try:

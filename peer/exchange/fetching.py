@@ -10,7 +10,11 @@ from pathlib import Path
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import HoldingRecord
 from dipaco.dht.view import SwarmView, plausible_progress
-from dipaco.modules.best_path import BestPath, greatest_best_path_bytes, read_best_path
+from dipaco.modules.best_parameters import (
+    BestParameters,
+    greatest_best_path_bytes,
+    read_best_parameters,
+)
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
@@ -99,7 +103,7 @@ class ContentFetcher:
                 f"could not fetch {what}: {error}; start again, other holders are then asked too"
             ) from None
 
-    def best_path(self, path: int, sha256: str) -> BestPath:
+    def best_path(self, path: int, sha256: str) -> BestParameters:
         """Fetch the best states of a path and check all but their score.
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of what is bad.
@@ -113,7 +117,7 @@ class ContentFetcher:
             timeout_s=FETCH_TIMEOUT_S,
         )
         try:
-            return read_best_path(file, self._grid, sha256, path=path)
+            return read_best_parameters(file, self._grid, sha256, path=path)
         finally:
             file.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from dipaco.modules.best_path import BestPathStore
+from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import StorageError
 from dipaco.modules.grid import Grid
@@ -42,7 +42,7 @@ class HeldStates:
         grid: Grid,
         store: StateStore,
         blobs: BlobStore,
-        bests: BestPathStore | None = None,
+        bests: BestParametersStore | None = None,
     ) -> None:
         self._grid = grid
         self._store = store

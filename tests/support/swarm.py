@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -98,7 +98,7 @@ class Member:
 class Swarm:
     """Starts members and ends them all."""
 
-    def __init__(self, directory: Path, run: RunDirectory) -> None:
+    def __init__(self, directory: Path, run: RunFolder) -> None:
         self.directory = directory
         self.run = run
         self.members: list[Member] = []

@@ -40,7 +40,7 @@ from dipaco.modules.plan import (
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.routers import KMeansRouter, Prefixes, Router
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows, token_dtype
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
@@ -67,14 +67,14 @@ def make_tiny_run(
     outer: dict[str, Any] | None = None,
     rounds: dict[str, Any] | None = None,
     **model: Any,
-) -> RunDirectory:
+) -> RunFolder:
     """Write a run directory and return it opened.
 
     `inner_steps` 0 is the clock-driven mode. `inner`, `outer` and `rounds` set further fields of
     those sections of the plan, other keywords those of `ModelConfig`. The operator's key is
     `operator.pem` beside the manifest. Raises ConfigurationError as the configuration classes do.
     """
-    run = RunDirectory(directory)
+    run = RunFolder(directory)
     run.path.mkdir(parents=True, exist_ok=True)
     path_count = int(np.prod(modules_per_level))
     model_config = ModelConfig(**{**_TINY_MODEL, **model})
@@ -126,7 +126,7 @@ def make_tiny_run(
     return run
 
 
-def sign_tiny_run(run: RunDirectory, plan: RunPlan) -> None:
+def sign_tiny_run(run: RunFolder, plan: RunPlan) -> None:
     """Sign `plan` with the run's operator key and write it as the manifest.
 
     For tests that change a plan, for instance to start it now.
@@ -136,7 +136,7 @@ def sign_tiny_run(run: RunDirectory, plan: RunPlan) -> None:
 
 
 def tiny_shard(
-    run: RunDirectory,
+    run: RunFolder,
     model: ModelConfig,
     path: int,
     rows: np.ndarray,
@@ -230,7 +230,7 @@ def tiny_tokenizer_bytes(vocabulary_size: int) -> bytes:
 
 
 def _write_shards(
-    run: RunDirectory,
+    run: RunFolder,
     model: ModelConfig,
     base: PathModel,
     router: Router,

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.best_path import BestPathStore
+from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
@@ -40,7 +40,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class RunDirectory:
+class RunFolder:
     """Opens the parts of a run. Nothing is read before it is asked for.
 
     Every blob but the token files is checked against its hash when it is read; token files are
@@ -66,9 +66,9 @@ class RunDirectory:
         """The last good states of the modules."""
         return StateStore(self.path / "states")
 
-    def best_paths(self, grid: Grid) -> BestPathStore:
+    def best_parameters(self, grid: Grid) -> BestParametersStore:
         """Return the store of the paths' best states so far; nothing is read yet."""
-        return BestPathStore(self.path / "best", grid)
+        return BestParametersStore(self.path / "best", grid)
 
     def plan(self) -> RunPlan:
         """Return the plan inside the manifest, validated. The signature is not checked here.

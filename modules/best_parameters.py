@@ -33,7 +33,7 @@ from .canonical_file import (
     read_header,
 )
 from .errors import IntegrityError, StorageError
-from .evaluate import Score
+from .evaluate import LossSum
 from .files import atomic_write, remove_stale_temporaries, sha256_of_file, storage_errors
 from .grid import Grid, ModuleLayout
 from .state import ModuleState
@@ -49,7 +49,7 @@ _FILE_NAME = re.compile(r"P(\d{5,8})\.safetensors")
 
 
 @dataclass(frozen=True)
-class BestPath:
+class BestParameters:
     """The parameters of a path after the round in which its held-out loss was least.
 
     `parameters` is a flat fp32 CPU tensor [layout.size], `score` that of the path's early-stopping
@@ -58,7 +58,7 @@ class BestPath:
 
     path: int
     round_index: int
-    score: Score
+    score: LossSum
     digests: Mapping[str, str]
     parameters: torch.Tensor
     layout: ModuleLayout
@@ -67,7 +67,7 @@ class BestPath:
     def sha256(self) -> str:
         """SHA-256 of the bytes, 64 hexadecimal digits."""
         hasher = hashlib.sha256()
-        for chunk in best_path_chunks(self):
+        for chunk in best_parameters_chunks(self):
             hasher.update(chunk)
         return hasher.hexdigest()
 
@@ -79,12 +79,12 @@ class BestPath:
 
 
 @dataclass(frozen=True)
-class BestPathSummary:
+class BestParametersSummary:
     """What the header of a best-path file says, read without its tensors."""
 
     path: int
     round_index: int
-    score: Score
+    score: LossSum
     digests: Mapping[str, str]
 
 
@@ -98,14 +98,14 @@ def path_layout(grid: Grid) -> ModuleLayout:
     return ModuleLayout(tuple(sorted(shapes)), tuple(shapes[name] for name in sorted(shapes)))
 
 
-def best_path_of(
-    grid: Grid, path: int, round_index: int, score: Score, states: Mapping[str, ModuleState]
-) -> BestPath:
+def best_parameters_of(
+    grid: Grid, path: int, round_index: int, score: LossSum, states: Mapping[str, ModuleState]
+) -> BestParameters:
     """Put the best path together from the states of its modules; their tensors are copied.
 
     Raises KeyError when a module of the path is missing, ValueError for a score of no tokens.
     """
-    if not is_plausible_score(score):
+    if not is_plausible_loss(score):
         raise ValueError(f"a best path needs a score, got {score}")
     layout = path_layout(grid)
     parameters = torch.empty(layout.size, dtype=torch.float32)
@@ -115,25 +115,25 @@ def best_path_of(
         for name, view in grid.layout(module).views(states[module].parameters).items():
             views[name].copy_(view)
     digests = {module: states[module].digest for module in modules}
-    return BestPath(path, round_index, score, digests, parameters, layout)
+    return BestParameters(path, round_index, score, digests, parameters, layout)
 
 
-def is_plausible_score(score: Score) -> bool:
+def is_plausible_loss(score: LossSum) -> bool:
     """Tell whether this can be the score of some tokens."""
     return score.tokens > 0 and math.isfinite(score.nll) and score.nll >= 0
 
 
-def claim_holds(claimed: Score, found: Score) -> bool:
+def claim_holds(claimed: LossSum, found: LossSum) -> bool:
     """Tell whether a loss found by scoring again bears out the one that was claimed.
 
     Who gets parameters from others calls this with its own score of the same held-out rows.
     """
-    if claimed.tokens != found.tokens or not is_plausible_score(found):
+    if claimed.tokens != found.tokens or not is_plausible_loss(found):
         return False
     return found.nll <= claimed.nll * (1 + CLAIM_TOLERANCE)
 
 
-def best_path_chunks(best: BestPath) -> Iterator[bytes | memoryview]:
+def best_parameters_chunks(best: BestParameters) -> Iterator[bytes | memoryview]:
     """Yield the bytes in order without copying the parameters."""
     header = _header(best.path, best.round_index, best.score, best.digests, best.layout)
     yield len(header).to_bytes(8, "little")
@@ -141,9 +141,9 @@ def best_path_chunks(best: BestPath) -> Iterator[bytes | memoryview]:
     yield best.parameters.numpy().astype("<f4", copy=False).data.cast("B")
 
 
-def write_best_path(best: BestPath, file: Path) -> None:
+def write_best_parameters(best: BestParameters, file: Path) -> None:
     """Write the bytes to `file`: all or nothing. Raises `StorageError`."""
-    atomic_write(file, best_path_chunks(best))
+    atomic_write(file, best_parameters_chunks(best))
 
 
 def best_path_file_name(path: int) -> str:
@@ -161,14 +161,14 @@ def greatest_best_path_bytes(grid: Grid) -> int:
     """Return the most bytes that a best-path file can have, to bound a transfer."""
     last = grid.path_count - 1
     digests = dict.fromkeys(grid.modules_of_path(last), "0" * 64)
-    score = Score(-1.2345678901234567e-123, GREATEST_COUNT)
+    score = LossSum(-1.2345678901234567e-123, GREATEST_COUNT)
     header = _header(GREATEST_COUNT, GREATEST_COUNT, score, digests, path_layout(grid))
     return 8 + len(header) + 64 * len(digests) + 4 * path_layout(grid).size
 
 
-def read_best_path(
+def read_best_parameters(
     source: Path | bytes, grid: Grid, expected_sha256: str | None = None, *, path: int | None = None
-) -> BestPath:
+) -> BestParameters:
     """Read a best path from a file or from bytes, believing nothing but its claimed score.
 
     Checks the hash, that the bytes are the canonical ones for this grid, that the modules are
@@ -194,7 +194,7 @@ def read_best_path(
             "canonical form"
         )
     numbers = numbers_behind(data, header, layout.size, f"the best of path {summary.path}")
-    best = BestPath(
+    best = BestParameters(
         summary.path, summary.round_index, summary.score, summary.digests, numbers, layout
     )
     # The bytes are canonical; this spares hashing them again.
@@ -202,13 +202,13 @@ def read_best_path(
     return best
 
 
-def read_best_path_summary(file: Path) -> BestPathSummary:
+def read_best_parameters_summary(file: Path) -> BestParametersSummary:
     """Read only the header of a best-path file. Raises `IntegrityError` when it is none."""
     return _parse_header(read_header(file, "a best path"))
 
 
 def _header(
-    path: int, round_index: int, score: Score, digests: Mapping[str, str], layout: ModuleLayout
+    path: int, round_index: int, score: LossSum, digests: Mapping[str, str], layout: ModuleLayout
 ) -> bytes:
     """Return the one header that a best path may have."""
     content = {
@@ -222,15 +222,15 @@ def _header(
     return encode_header(BEST_PATH_FORMAT, "best_path", content, tensors)
 
 
-def _parse_header(header: bytes) -> BestPathSummary:
+def _parse_header(header: bytes) -> BestParametersSummary:
     """Read what a header says that may be anything."""
     try:
         content = parse_metadata(header, BEST_PATH_FORMAT, "best_path")
-        score = Score(_number(content["nll"]), _count(content["tokens"]))
-        if not is_plausible_score(score):
+        score = LossSum(_number(content["nll"]), _count(content["tokens"]))
+        if not is_plausible_loss(score):
             raise ValueError("no score")
         digests = {_text(module): _digest(digest) for module, digest in content["modules"].items()}
-        return BestPathSummary(
+        return BestParametersSummary(
             _count(content["path"]), _count(content["round"]), score, dict(sorted(digests.items()))
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -270,12 +270,12 @@ class HeldBest:
 
     path: int
     round_index: int
-    score: Score
+    score: LossSum
     sha256: str
     size_bytes: int
 
 
-class BestPathStore:
+class BestParametersStore:
     """One best path of every path at most, so disk use is bounded. Thread-safe; one writer.
 
     Nothing is created before something is held.
@@ -302,7 +302,7 @@ class BestPathStore:
         return self.all()
 
     def _register(self, file: Path, path: int) -> None:
-        summary = read_best_path_summary(file)
+        summary = read_best_parameters_summary(file)
         if summary.path != path:
             raise IntegrityError(f"{file} is of path {summary.path}")
         with storage_errors(self.directory):
@@ -316,10 +316,10 @@ class BestPathStore:
         with self._lock:
             self._held[path] = held
 
-    def hold(self, best: BestPath) -> HeldBest:
+    def hold(self, best: BestParameters) -> HeldBest:
         """Write a best path in place of the one held of its path. Raises `StorageError`."""
         file = self.file(best.path)
-        write_best_path(best, file)
+        write_best_parameters(best, file)
         with storage_errors(self.directory):
             size_bytes = file.stat().st_size
         held = HeldBest(best.path, best.round_index, best.score, best.sha256, size_bytes)
@@ -344,13 +344,13 @@ class BestPathStore:
         with self._lock:
             return tuple(self._held[path] for path in sorted(self._held))
 
-    def load(self, path: int) -> BestPath | None:
+    def load(self, path: int) -> BestParameters | None:
         """Read the best of a path; None when there is none. Raises `IntegrityError`.
 
         Read from the file, not from what was registered: another process may have written it.
         """
         file = self.file(path)
-        return read_best_path(file, self._grid, path=path) if file.is_file() else None
+        return read_best_parameters(file, self._grid, path=path) if file.is_file() else None
 
     def find(self, sha256: str) -> Path | None:
         """Return the file of the best path with this hash, for serving it."""

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.best_path import (
-    BestPath,
-    BestPathStore,
-    best_path_of,
-    read_best_path,
-    write_best_path,
+from dipaco.modules.best_parameters import (
+    BestParameters,
+    BestParametersStore,
+    best_parameters_of,
+    read_best_parameters,
+    write_best_parameters,
 )
-from dipaco.modules.evaluate import Score, score_sequences
-from dipaco.modules.files import storage_errors, sync_directory
+from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.files import storage_errors, sync_folder
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.run_directory import RunDirectory
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import are_shared, early_stopping_rows, reported_rows
 
 
@@ -36,9 +36,9 @@ class BestReport:
     """The best states of a path so far."""
 
     round_index: int
-    chosen: Score
+    chosen: LossSum
     """On the held-out rows that choose."""
-    validation: Score
+    validation: LossSum
     """On the rows that are reported for the current states too."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class BestReport:
         }
 
 
-class BestPaths:
+class EarlyStopping:
     """Keeps the best states of every path: in `directory`, or in memory without one.
 
     `sequences` are the held-out rows reported for a path, at most; None is all of them.
@@ -58,7 +58,7 @@ class BestPaths:
 
     def __init__(
         self,
-        run: RunDirectory,
+        run: RunFolder,
         plan: RunPlan,
         grid: Grid,
         *,
@@ -70,15 +70,15 @@ class BestPaths:
         self._grid = grid
         self._sequences = sequences
         self._directory = directory
-        self._in_memory: dict[int, BestPath] = {}
+        self._in_memory: dict[int, BestParameters] = {}
         self._reports: dict[int, BestReport] = {}
-        self._earlier: dict[int, tuple[int, Score]] = {}
+        self._earlier: dict[int, tuple[int, LossSum]] = {}
         if directory is not None and directory.is_dir():
             for pending in directory.glob("*.pending"):
                 pending.unlink(missing_ok=True)
             self._earlier = {
                 held.path: (held.round_index, held.score)
-                for held in BestPathStore(directory, grid).load_from_disk()
+                for held in BestParametersStore(directory, grid).load_from_disk()
             }
 
     def consider(
@@ -87,7 +87,7 @@ class BestPaths:
         round_index: int,
         model: PathModel,
         states: Mapping[str, ModuleState],
-        validation: Score,
+        validation: LossSum,
         *,
         trained: bool = True,
     ) -> BestReport | None:
@@ -106,20 +106,20 @@ class BestPaths:
             if chosen.loss is not None and (
                 best is None or best.loss is None or chosen.loss < best.loss
             ):
-                self._keep(best_path_of(self._grid, path, round_index, chosen, states))
+                self._keep(best_parameters_of(self._grid, path, round_index, chosen, states))
                 self._reports[path] = BestReport(round_index, chosen, validation)
         if path not in self._reports and path in self._earlier:
             self._reports[path] = self._report_earlier(path, model)
         return self._reports.get(path)
 
-    def load(self, path: int) -> BestPath | None:
+    def load(self, path: int) -> BestParameters | None:
         """Return the best states of a path so far; None when there are none."""
         if self._directory is None:
             return self._in_memory.get(path)
         pending = self._pending(path)
         if pending.is_file():
-            return read_best_path(pending, self._grid, path=path)
-        return BestPathStore(self._directory, self._grid).load(path)
+            return read_best_parameters(pending, self._grid, path=path)
+        return BestParametersStore(self._directory, self._grid).load(path)
 
     def commit(self) -> None:
         """Let what was found since the last call stay; called before a checkpoint is written."""
@@ -128,21 +128,21 @@ class BestPaths:
         with storage_errors(self._directory):
             for pending in sorted(self._directory.glob("*.pending")):
                 os.replace(pending, pending.with_suffix(".safetensors"))
-        sync_directory(self._directory)
+        sync_folder(self._directory)
 
-    def _best_score(self, path: int) -> Score | None:
+    def _best_score(self, path: int) -> LossSum | None:
         if path in self._reports:
             return self._reports[path].chosen
         return self._earlier[path][1] if path in self._earlier else None
 
-    def _chosen_score(self, path: int, model: PathModel, validation: Score) -> Score:
+    def _chosen_score(self, path: int, model: PathModel, validation: LossSum) -> LossSum:
         """Score the rows that choose, unless they are the reported ones."""
         rounds = self._plan.rounds
         rows = self._run.validation_tokens(self._plan, path)
         chosen = early_stopping_rows(rows, rounds)
         if are_shared(rounds) and len(chosen) == len(reported_rows(rows, rounds, self._sequences)):
             return validation
-        return Score(*score_sequences(model, chosen, self._plan.routing.prefix_tokens))
+        return LossSum(*sum_losses(model, chosen, self._plan.routing.prefix_tokens))
 
     def _report_earlier(self, path: int, model: PathModel) -> BestReport:
         """Score the best states that an earlier life of the simulation kept."""
@@ -153,16 +153,14 @@ class BestPaths:
         rows = self._run.validation_tokens(self._plan, path)
         reported = reported_rows(rows, self._plan.rounds, self._sequences)
         prefix_tokens = self._plan.routing.prefix_tokens
-        return BestReport(
-            round_index, chosen, Score(*score_sequences(model, reported, prefix_tokens))
-        )
+        return BestReport(round_index, chosen, LossSum(*sum_losses(model, reported, prefix_tokens)))
 
-    def _keep(self, best: BestPath) -> None:
+    def _keep(self, best: BestParameters) -> None:
         if self._directory is None:
             self._in_memory[best.path] = best
         else:
-            write_best_path(best, self._pending(best.path))
+            write_best_parameters(best, self._pending(best.path))
 
     def _pending(self, path: int) -> Path:
         assert self._directory is not None
-        return BestPathStore(self._directory, self._grid).file(path).with_suffix(".pending")
+        return BestParametersStore(self._directory, self._grid).file(path).with_suffix(".pending")

@@ -1,6 +1,6 @@
 """The best states of the paths of a source: found, checked against their claims, remembered.
 
-What a swarm announces as the best states of a path is a claim (see `dipaco.dht.best_paths`), and
+What a swarm announces as the best states of a path is a claim (see `dipaco.dht.best_notices`), and
 a copy on a peer's disk may never have been checked. So the parameters are scored on the held-out
 rows that early stopping uses before they are taken for what they say they are: one pass over at
 most `validation_sequences` rows for each path.
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from dipaco.modules.best_path import BestPath, BestPathStore, claim_holds
+from dipaco.modules.best_parameters import BestParameters, BestParametersStore, claim_holds
 from dipaco.modules.errors import DipacoError, IntegrityError
-from dipaco.modules.evaluate import Score, score_sequences
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.files import sha256_of_file
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
@@ -24,7 +24,7 @@ from dipaco.routing.token_files import early_stopping_rows
 logger = logging.getLogger(__name__)
 
 
-class BestStates:
+class CheckedBestParameters:
     """Tells which paths have best states that can be used, and gives them.
 
     :param candidates: gives the best states to try of a path, one after the other
@@ -36,8 +36,8 @@ class BestStates:
     def __init__(
         self,
         plan: RunPlan,
-        store: BestPathStore,
-        candidates: Callable[[int], Iterable[BestPath]],
+        store: BestParametersStore,
+        candidates: Callable[[int], Iterable[BestParameters]],
         held_out: Callable[[int], np.ndarray | None],
         device: torch.device,
     ) -> None:
@@ -58,7 +58,7 @@ class BestStates:
             self._rounds[path] = self._find(path)
         return self._rounds[path]
 
-    def load(self, path: int) -> BestPath | None:
+    def load(self, path: int) -> BestParameters | None:
         """Return the best states of a path; None when there are none to be used."""
         return self._store.load(path) if self.round_of(path) is not None else None
 
@@ -78,7 +78,7 @@ class BestStates:
             logger.warning("best states of path %d not used: %s", path, error)
         return None
 
-    def _check(self, best: BestPath) -> None:
+    def _check(self, best: BestParameters) -> None:
         """Raise IntegrityError unless the held-out loss is what the states claim."""
         rows = self._held_out(best.path)
         if rows is None:
@@ -88,7 +88,7 @@ class BestStates:
             self._model = PathModel(self._plan.model).to(self._device).eval()
         best.load_into(self._model)
         chosen = early_stopping_rows(rows, self._plan.rounds)
-        found = Score(*score_sequences(self._model, chosen, self._plan.routing.prefix_tokens))
+        found = LossSum(*sum_losses(self._model, chosen, self._plan.routing.prefix_tokens))
         if not claim_holds(best.score, found):
             raise IntegrityError(
                 f"they claim a held-out loss of {best.score.loss} over {best.score.tokens} tokens, "

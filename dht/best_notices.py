@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dipaco.modules.evaluate import Score
+from dipaco.modules.evaluate import LossSum
 
 from .records import ClaimRecord, ProgressEntry, ProgressRecord
 
@@ -26,7 +26,7 @@ class BestNotice:
     """That a blob holds the best states of a path."""
 
     sha256: str
-    score: Score
+    score: LossSum
     round_index: int
 
     @property
@@ -39,7 +39,9 @@ def best_of_entry(entry: ProgressEntry) -> BestNotice | None:
     """Return the best states that a progress entry names, if it does."""
     if not entry.best_sha256:
         return None
-    return BestNotice(entry.best_sha256, Score(entry.best_nll, entry.best_tokens), entry.best_round)
+    return BestNotice(
+        entry.best_sha256, LossSum(entry.best_nll, entry.best_tokens), entry.best_round
+    )
 
 
 def entry_of_kept(path: int, best: BestNotice, known: ProgressEntry | None = None) -> ProgressEntry:

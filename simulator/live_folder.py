@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SIMULATION_FORMAT = "dipaco-simulation/2"
 
 
-class LiveDirectory:
+class LiveFolder:
     """One folder of this form."""
 
     def __init__(self, path: Path) -> None:
