@@ -1,4 +1,4 @@
-"""The stages of preparation that a successor has in place of its own, or besides (DESIGN 4.8).
+"""The stages of preparation that a successor has in place of its own, or besides (design 4.8).
 
 Tokenizer and base come from the old run, the modules begin with its trained ones, and a router
 that is trained on scores gets them from its paths. Called by `Preparation`.

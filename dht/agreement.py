@@ -1,4 +1,4 @@
-"""Which group may commit and which state wins: pure functions (DESIGN 4.4)."""
+"""Which group may commit and which state wins: pure functions (design 4.4)."""
 
 from __future__ import annotations
 

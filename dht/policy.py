@@ -1,4 +1,4 @@
-"""Who trains what: pure functions from a view of the swarm to a decision (DESIGN 4.5).
+"""Who trains what: pure functions from a view of the swarm to a decision (design 4.5).
 
 Every peer decides for itself; the functions are made so that peers with the same view decide
 compatibly, and peers with slightly different views at worst share a path for a moment.

@@ -2,7 +2,7 @@
 
 A module's state and a path's best parameters are files that any tool reads, but written in one way
 only, so that equal contents have equal bytes on every machine and the SHA-256 of the bytes names
-them (DESIGN 4.3): eight bytes of length, a header of canonical JSON filled up with spaces, then
+them (design 4.3): eight bytes of length, a header of canonical JSON filled up with spaces, then
 fp32 numbers in the order of the header. `docs/protocol.md` describes both formats.
 """
 

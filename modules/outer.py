@@ -141,7 +141,7 @@ def average_contributions(
     """Return what every member of a group holds after the all-reduce of `tensors`.
 
     `tensors` are the members' outer gradients, flat fp32, in the order of the canonical table.
-    Each passes through the codec, and so does the average (DESIGN 4.3). Called by the simulator
+    Each passes through the codec, and so does the average (design 4.3). Called by the simulator
     and by a peer that is alone in its group; the swarm's averager does the same in parts.
     """
     received = (codec.round_trip(tensor) for tensor in tensors)

@@ -1,7 +1,7 @@
 """A peer's states on disk: the last good one of each module and the one before it.
 
 Beside each state lies a JSON file for people. When all peers of a run were gone, the first to
-come back serves from here (DESIGN 4.6).
+come back serves from here (design 4.6).
 """
 
 from __future__ import annotations

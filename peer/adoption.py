@@ -1,4 +1,4 @@
-"""Taking over a heavier state of a module that other peers committed (DESIGN 4.4).
+"""Taking over a heavier state of a module that other peers committed (design 4.4).
 
 A peer falls behind when its group failed here and committed elsewhere, when a network split
 heals, or when it slept. It then fetches the state with more tokens behind it by digest, checks
@@ -207,7 +207,7 @@ class Adoptions:
         return behind > PATIENCE_ROUNDS
 
     def _believable(self, state: ModuleState) -> bool:
-        """Check that a foreign state does not wreck the held-out loss (DESIGN 4.4)."""
+        """Check that a foreign state does not wreck the held-out loss (design 4.4)."""
         if len(self.validation) == 0:
             return True
         rows = self.validation[:LOSS_CHECK_SEQUENCES]

@@ -1,7 +1,7 @@
 """The best states of paths that this process holds: announced, copied from others, dropped.
 
 As for private modules, rendezvous hashing names the peers that keep a path's best states besides
-its lead trainer (DESIGN 4.6), bootstrap nodes too. Copies are not scored: whoever uses them checks
+its lead trainer (design 4.6), bootstrap nodes too. Copies are not scored: whoever uses them checks
 their score. One best of a path is held at most, and those that others keep are let go of.
 """
 

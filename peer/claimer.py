@@ -1,4 +1,4 @@
-"""Claiming a path (DESIGN 4.5): look, claim, look again, give way, and say why."""
+"""Claiming a path (design 4.5): look, claim, look again, give way, and say why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One outer round of one module: gather a group, average, step; commit or carry on (DESIGN 4.4).
+"""One outer round of one module: gather a group, average, step; commit or carry on (design 4.4).
 
 Runs on a worker thread while the inner loop goes on. It changes nothing: it returns what should
 happen, and the session applies that between two inner steps.

@@ -1,7 +1,7 @@
 """What a trainer tells of its path at the end of a round: how far it is, and how good.
 
 The committed states are scored on the path's held-out split, and a progress entry goes into the
-DHT: others decide by it which path has waited longest (DESIGN 4.5), and find the path's best
+DHT: others decide by it which path has waited longest (design 4.5), and find the path's best
 states by it.
 """
 

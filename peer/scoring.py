@@ -1,4 +1,4 @@
-"""Answering the operator's score requests while training (DiPaCo section 2.4.2, DESIGN 4.8).
+"""Answering the operator's score requests while training (DiPaCo section 2.4.2, design 4.8).
 
 The publisher's thread renews what this peer says of a request and reads what the others say;
 the thread that trains decides by the pure functions of `dipaco.dht.scoring_policy`, and scores

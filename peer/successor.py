@@ -1,4 +1,4 @@
-"""Noticing that the run has a successor, and getting ready to go there (DESIGN 4.8).
+"""Noticing that the run has a successor, and getting ready to go there (design 4.8).
 
 A peer moves only when the successor is at hand: its folder is open and what everybody needs of it
 has been fetched. Until then it goes on in its run, so a manifest without content moves nobody.

@@ -2,7 +2,7 @@
 
 No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
 one of `commit`, `adopt` when an outer round ended; when it did not, nothing is called and the
-work stays in `anchor - local` for the next round (DESIGN 4.4).
+work stays in `anchor - local` for the next round (design 4.4).
 
 A module's local parameters go on changing while its outer round runs in the background, so a
 commit sets `local = new anchor + (local - snapshot)`. Without steps in between the difference is
@@ -195,7 +195,7 @@ class PathTrainer:
         self._advance_path_step(state, progress)
 
     def adopt(self, module: str, state: ModuleState, snapshot: Snapshot | None = None) -> bool:
-        """Put another peer's heavier state under the own unmerged work (DESIGN 4.4).
+        """Put another peer's heavier state under the own unmerged work (design 4.4).
 
         With a `snapshot` whose work `state` already counts, only the steps since then are put on
         top; contributions that `state` lacks are put back. Returns whether the snapshot's work

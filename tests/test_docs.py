@@ -36,7 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
 PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("examples/**/README.md")])
-SOURCES = sorted(file for package in PACKAGES for file in (ROOT / package).glob("*.py"))
+SOURCES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples", "docs")
+EVERYTHING = [
+    ROOT / "README.md",
+    *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))),
+    *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.md"))),
+]
 
 
 def page(name: str) -> str:
@@ -169,10 +175,37 @@ def test_links_lead_somewhere(file: Path) -> None:
             assert (file.parent / target).exists(), f"{file.name} links to {target}"
 
 
-def test_the_pages_that_the_code_names_exist() -> None:
-    for file in SOURCES:
-        for name in re.findall(r"docs/([a-z-]+\.md)", file.read_text(encoding="utf-8")):
-            assert (DOCS / name).exists(), f"{file.relative_to(ROOT)} names docs/{name}"
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_files_that_are_named_exist(folder: str) -> None:
+    for file in EVERYTHING:
+        text = file.read_text(encoding="utf-8")
+        for name in re.findall(rf"(?<![\w./-]){folder}/[\w./-]*\.(?:py|md|toml)\b", text):
+            assert (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"
+
+
+def references(word: str, text: str) -> list[str]:
+    """Return the numbers in "design 4.3, 4.4", "Promises 1 and 2" and alike."""
+    series = rf"\b{word}\s+(\d[\d.]*(?:(?:,\s+|\s+and\s+)\d[\d.]*)*)"
+    found = re.findall(series, text, re.I)
+    return [number.rstrip(".") for numbers in found for number in re.findall(r"\d[\d.]*", numbers)]
+
+
+def test_every_reference_to_the_design_leads_somewhere() -> None:
+    text = page("design.md")
+    known = {
+        "design": set(re.findall(r"^#+ (\d[\d.]*?)\.? ", text, re.M)),
+        "promises?": set(re.findall(r"^\*\*Promise (\d+)\.\*\*", text, re.M)),
+    }
+    assert {"4.4", "5"} <= known["design"]
+    assert len(known["promises?"]) >= 10
+    count = 0
+    for file in EVERYTHING:
+        content = file.read_text(encoding="utf-8")
+        for word, numbers in known.items():
+            for number in references(word, content):
+                count += 1
+                assert number in numbers, f"{file.relative_to(ROOT)}: {word} {number}"
+    assert count > 30
 
 
 # -- docs/protocol.md

@@ -1,4 +1,4 @@
-"""The layout of DESIGN section 3: who may import whom, and how long a file may be."""
+"""The layout of design 3: who may import whom, and how long a file may be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INFERENCE_USES_OF_PEER = {"dipaco.peer.client"}
 # Hivemind, and what only makes sense with it.
 NETWORK = {"hivemind", "multiaddr", "multihash"}
 NETWORK_FOLDERS = {"dht", "peer"}
-# "About 500" (DESIGN section 3).
+# "About 500" (design 3).
 MAX_LINES = 520
 
 

@@ -1,4 +1,4 @@
-"""DESIGN 4.5 with real processes: fewer peers than paths, so peers move and all paths progress."""
+"""Design 4.5 with real processes: fewer peers than paths, so peers move and all paths progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN 4.8 with real processes: peers score for the operator, and move to a successor run."""
+"""Design 4.8 with real processes: peers score for the operator, and move to a successor run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One all-reduce in which every member ends with the same bits, or with nothing (DESIGN 4.3, 4.4).
+"""One all-reduce in which every member ends with the same bits, or with nothing (design 4.3, 4.4).
 
 Hivemind's butterfly: the vector is cut into parts, every member reduces some of them, everybody
 sends its contribution to each part to that part's reducer and gets the average back. What differs:
@@ -14,7 +14,7 @@ So whoever ends with a result ends with the same bits as everybody who does, and
 `dipaco.modules.outer.average_contributions` gives in one process. Known weakness, as without a
 commit protocol there must be one: a reducer that dies between its last answers leaves members
 with a complete result and members without. The latter learn of it from the state that the former
-publish (DESIGN 4.4, the heavier state wins). A hostile reducer can send different numbers to
+publish (design 4.4, the heavier state wins). A hostile reducer can send different numbers to
 different members, which ends the same way.
 """
 

@@ -1,6 +1,6 @@
 """Swarm time: what this machine's clock says, corrected by what its neighbours' clocks say.
 
-Rounds follow the clock (DESIGN 4.1), so peers have to agree on the time, not to know the right
+Rounds follow the clock (design 4.1), so peers have to agree on the time, not to know the right
 one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps, of
 which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the own,
 all uncorrected: peers that see the same clocks come to the same time, nobody runs after anybody,
