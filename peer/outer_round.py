@@ -105,7 +105,12 @@ class OuterRound:
     """Swarm time to this machine's clock."""
 
     def run(self, snapshot: Snapshot, boundary: Boundary) -> OuterResult:
-        """Run the attempts that fit into the commit window and return what should happen."""
+        """Run the attempts that fit into the commit window and return what should happen.
+
+        Before a second attempt, and before a step alone, the others are asked what they hold: a
+        group that committed without this peer has its state already, and a second version beside
+        it would fork the module. So a failure here may still have been a commit there.
+        """
         started = time.monotonic()
         module = snapshot.module
         mine = Contribution(path=snapshot.path, peer=self.me, tokens=snapshot.tokens)

@@ -89,7 +89,13 @@ class RoundSchedule:
 
 
 class RoundPosition:
-    """Used by the session, on its main thread."""
+    """The round that a peer is in, and each level's next boundary. Used on the session's thread.
+
+    A level's next boundary and the levels closed in this round are kept apart, because a boundary
+    comes (`due`) before its outer round ends (`closed`), may be missed altogether, and a level
+    with an offset can be a round ahead. A round ends when every level is closed, so each level
+    has had its turn, or has missed it, before the peer scores, saves and thinks of moving.
+    """
 
     def __init__(self, schedule: RoundSchedule) -> None:
         self._schedule = schedule

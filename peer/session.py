@@ -1,8 +1,8 @@
-"""The life of a training peer: join, claim, train by the clock, average, move, leave.
+"""The life of a training peer: join, claim, train by the clock, end a round, move, leave.
 
-The main thread owns the model and takes inner steps; outer rounds, transfers and records are
-background work whose results are applied between two steps. What a peer does is decided from its
-view of the swarm by the pure functions of `dipaco.dht.policy`.
+The main thread owns the model and takes inner steps; outer rounds (`outer_rounds`), transfers and
+records are background work whose results are applied between two steps. What a peer does is
+decided from its view of the swarm by the pure functions of `dipaco.dht.policy`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
-from dipaco.dht.agreement import expected_group, possible_group
-from dipaco.dht.policy import Decision, lead_rank, seniority, should_move
+from dipaco.dht.policy import Decision, lead_rank, should_move
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState
 
@@ -26,30 +23,21 @@ from .claimer import Claimer
 from .events import EventLog
 from .keeper import Keeper, hand_over
 from .node import Node
-from .outer_round import CarriedOn, Committed, CommittedElsewhere, OuterResult, OuterRound
+from .outer_rounds import OuterRounds
 from .path_files import PathFiles, starting_state
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
-from .rounds import Boundary, RateMeter, RoundPosition
+from .rounds import RateMeter, RoundPosition
 from .scoring import Scoring
 from .settings import PeerSettings
 from .successor import SuccessorWatch
-from .trainer import PathTrainer, Snapshot
+from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.session")
 
 LEAVE_BUDGET_S = 4.0
 BEGIN_LIMIT_S = 300.0
 BEGIN_RETRY_S = 3.0
-
-
-@dataclass
-class _Job:
-    """An outer round under way."""
-
-    snapshot: Snapshot
-    boundary: Boundary
-    future: Future[OuterResult]
 
 
 class Session:
@@ -73,7 +61,6 @@ class Session:
         self.status = status
         self.events = events
         self.stopping = stopping
-        self._pool = pool
         self._publisher = publisher
         self._keeper = keeper
         self._trainer = trainer_factory()
@@ -92,15 +79,28 @@ class Session:
         )
         self._saving: Future[None] = self._executor.submit(lambda: None)
         self._wake = threading.Event()
-        self._jobs: dict[str, _Job] = {}
-        self._in_vain: Counter[str] = Counter()
         self._position = RoundPosition(node.schedule)
         self._meter = RateMeter()
         self._rounds_on_path = 0
         self._rounds_done = 0
         self._last_loss = float("nan")
         self._adoptions = Adoptions(
-            node, publisher, self._trainer, self._executor, self._wake, self._hold_committed, events
+            node, publisher, self._trainer, self._executor, self._wake, self._hold_anchor, events
+        )
+        self._outer_rounds = OuterRounds(
+            node,
+            pool,
+            publisher,
+            self._trainer,
+            self._files,
+            self._adoptions,
+            self._position,
+            status,
+            events,
+            executor=self._executor,
+            hold=self._hold_anchor,
+            stopping=stopping,
+            wake=self._wake,
         )
         self._progress = ProgressReports(node, publisher, self._trainer, status, events)
         self._scoring = Scoring(node, publisher, self._trainer, events, self._wake.set)
@@ -159,7 +159,7 @@ class Session:
             )
         optimizer_state = node.states.load_optimizer(path)
         self._adoptions.clear()
-        self._in_vain.clear()
+        self._outer_rounds.begin_path()
         self._trainer.start_path(path, states, files.stream, optimizer_state=optimizer_state)
         self._progress.begin_path(files)
         self._adoptions.validation = files.validation
@@ -184,18 +184,22 @@ class Session:
     # -- one turn of the main loop
 
     def _turn(self) -> None:
-        """Apply what finished, start what is due, then take one inner step or wait for one."""
+        """Apply what finished, start what is due, then take one inner step or wait for one.
+
+        The model changes here only, between two inner steps, so it needs no lock. What ended is
+        applied before a boundary takes its snapshot: a level's next round starts from the new
+        anchor. An adoption waits while its level averages, or the anchor would change under it.
+        """
         if self._publisher.failure is not None:
             raise self._publisher.failure
         self._wake.clear()
-        self._finish_jobs()
+        self._outer_rounds.finish()
         self._progress.poll()
-        self._adoptions.finish(self._jobs)
+        self._adoptions.finish(self._outer_rounds.running)
         now = self.node.clock.now()
-        for boundary in self._position.due(now, self._meter.step_s):
-            self._start_outer_round(boundary)
-        self._adoptions.catch_up(now, self._jobs)
-        if self._position.round_ended(self._jobs):
+        self._outer_rounds.start_due(now, self._meter.step_s)
+        self._adoptions.catch_up(now, self._outer_rounds.running)
+        if self._position.round_ended(self._outer_rounds.running):
             self._end_round()
             return
         scored = self._scoring.turn(
@@ -229,7 +233,7 @@ class Session:
 
     def _wait_for_boundary(self, now: float) -> None:
         """Wait for the run to start, or, in the fixed-steps mode, for a boundary or its commit."""
-        until_s, what = self._position.waiting_for(now, self._jobs)
+        until_s, what = self._position.waiting_for(now, self._outer_rounds.running)
         self._set_waiting(what)
         self._wake.wait(min(max(until_s - now, 0.01), 0.25))
 
@@ -239,139 +243,15 @@ class Session:
             if what:
                 self.events.emit("waiting", what=what)
 
-    # -- outer rounds
-
-    def _start_outer_round(self, boundary: Boundary) -> None:
-        """Snapshot the module of the boundary's level and average it in the background."""
-        level = boundary.level
-        module = self._module_of_level(level)
-        late_s = self.node.clock.now() - boundary.time_s
-        if level in self._jobs:
-            self._carried_on(module, boundary, "the round before had not ended", 0)
-            return
-        if late_s > self.node.plan.rounds.matchmaking_s:
-            self._carried_on(module, boundary, f"came {late_s:.1f} s after the boundary", 0)
-            return
-        if self._trainer.unmerged_tokens(module) == 0:
-            self._carried_on(module, boundary, "nothing was trained since the last commit", 0)
-            return
-        self._warn_when_short(boundary)
-        snapshot = self._trainer.snapshot(module, boundary.round_index)
-        if not snapshot.is_finite:
-            logger.warning("%s is not finite any more: back to its anchor", module)
-            self._trainer.discard(module)
-            self._carried_on(module, boundary, "own outer gradient is not finite", 0)
-            return
-        try:
-            averager = self._pool.for_level(level)
-        except DipacoError as error:
-            self._carried_on(module, boundary, str(error), 0)
-            return
-        outer = OuterRound(
-            plan=self.node.plan,
-            me=self.node.me,
-            module_index=self.node.grid.modules().index(module),
-            shard_sequences=self._files.shard_weights(),
-            averager=averager,
-            expected_group=lambda name: expected_group(self._publisher.view, self.node.grid, name),
-            possible_group=lambda name: possible_group(self._publisher.view, self.node.grid, name),
-            ask_others=self._adoptions.ask_others,
-            rounds_in_vain=self._in_vain[module],
-            stopping=self.stopping.is_set,
-            seniority=lambda peer: seniority(self._publisher.view, self.node.me, peer),
-            local_time=self.node.clock.to_local,
-        )
-        future = self._executor.submit(outer.run, snapshot, boundary)
-        future.add_done_callback(lambda _: self._wake.set())
-        self._jobs[level] = _Job(snapshot, boundary, future)
-        self.events.emit(
-            "outer_round",
-            module=module,
-            round=boundary.round_index,
-            tokens=snapshot.tokens,
-            late_s=round(self.node.clock.now() - boundary.time_s, 3),
-        )
-
-    def _warn_when_short(self, boundary: Boundary) -> None:
-        missing = self._position.missing_steps(boundary.level)
-        if missing > 0:
-            logger.warning(
-                "round %d: %d inner steps were not done before the boundary of %s; give the run "
-                "a longer duration_s or fewer inner_steps",
-                boundary.round_index,
-                missing,
-                boundary.level,
-            )
-
-    def _module_of_level(self, level: str) -> str:
-        return next(m for m in self._trainer.modules if self.node.grid.level_of(m) == level)
-
-    def _finish_jobs(self) -> None:
-        for level, job in list(self._jobs.items()):
-            if not job.future.done():
-                continue
-            del self._jobs[level]
-            result = self._result_of(job)
-            module = job.snapshot.module
-            if isinstance(result, Committed):
-                self._trainer.commit(job.snapshot, result.state)
-                self._adoptions.forget(module)
-                self._in_vain[module] = 0
-                self._hold_committed(result.state)
-                self._committed_event(job, result)
-            elif isinstance(result, CommittedElsewhere):
-                self._carried_on(module, job.boundary, result.reason, 0)
-                self._adoptions.start(module, result.digest, result.holders, job.snapshot)
-                self._in_vain[module] = 0
-            else:
-                self._carried_on(module, job.boundary, result.reason, result.expected)
-                self._adoptions.remember(job.snapshot)
-                self._in_vain[module] += 1
-            self._position.closed(job.boundary)
-
-    def _result_of(self, job: _Job) -> OuterResult:
-        """Return a job's result; an unforeseen failure costs the commit, never the peer."""
-        try:
-            return job.future.result()
-        except Exception as error:
-            logger.debug("outer round of %s failed", job.snapshot.module, exc_info=True)
-            return CarriedOn(f"{type(error).__name__}: {error}", 0)
-
-    def _hold_committed(self, state: ModuleState) -> None:
+    def _hold_anchor(self, state: ModuleState) -> None:
         """Serve a new anchor at once; write it to disk in the background when a save is due."""
         self.node.held.hold(state, save=False)
         self._publisher.announce()
-        if (self._position.round_index + 1) % self.node.plan.rounds.save_every_rounds == 0:
+        if self._is_save_due(self._position.round_index):
             self._executor.submit(self.node.held.hold, state, save=True)
 
-    def _committed_event(self, job: _Job, result: Committed) -> None:
-        state = result.state
-        self.status.last_commit[state.module] = (job.boundary.round_index, len(result.table))
-        self.events.emit(
-            "commit",
-            module=state.module,
-            round=job.boundary.round_index,
-            version=state.version,
-            digest=state.digest,
-            tokens=state.tokens,
-            group=[row.peer for row in result.table],
-            paths=sorted({row.path for row in result.table}),
-            expected=result.expected,
-            attempt=result.attempt,
-            seconds_after_boundary=round(self.node.clock.now() - job.boundary.time_s, 3),
-            seconds=round(result.seconds, 3),
-        )
-
-    def _carried_on(self, module: str, boundary: Boundary, reason: str, expected: int) -> None:
-        self._position.closed(boundary)
-        self.events.emit(
-            "carry_on",
-            module=module,
-            round=boundary.round_index,
-            reason=reason,
-            expected=expected,
-            anchor=self._trainer.anchor(module).digest,
-        )
+    def _is_save_due(self, round_index: int) -> bool:
+        return (round_index + 1) % self.node.plan.rounds.save_every_rounds == 0
 
     # -- the end of a round
 
@@ -401,8 +281,7 @@ class Session:
     def _save_optimizer(self, round_index: int) -> None:
         """Write the AdamW state in the background; only copying it keeps the next step waiting."""
         path = self._trainer.path
-        due = (round_index + 1) % self.node.plan.rounds.save_every_rounds == 0
-        if not due or path is None or not self._saving.done():
+        if not self._is_save_due(round_index) or path is None or not self._saving.done():
             return
         state = self._trainer.optimizer_state()
         self._saving = self._executor.submit(self._write_optimizer, path, state)
@@ -421,7 +300,7 @@ class Session:
             logger.warning("AdamW state not kept: %s", error)
 
     def _move_if_better(self) -> None:
-        if self.settings.path is not None or self._jobs:
+        if self.settings.path is not None or self._outer_rounds.running:
             return
         decision = should_move(
             self._publisher.view,
