@@ -106,11 +106,11 @@ def run(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with open_source_of(options) as source:
         rerouter = rerouter_of(options, source).to(device) if options.reroute else None
-        router = source.document_router(device)
-        tokenizer = router.tokenizer
+        tokenizer = source.tokenizer()
         tokens = prompt_tokens(tokenizer, prompt)
-        path = int(router.route_tokens([tokens])[0]) if options.path is None else options.path
-        del router
+        path = options.path
+        if path is None:  # only then are the router and its base model needed
+            path = int(source.document_router(device).route_tokens([tokens])[0])
         chooser = None
         if rerouter is not None:
             chooser = PathChooser(source, rerouter, path, tokens, options.reroute, _say)

@@ -26,6 +26,7 @@ from dipaco.modules.state import ModuleState, PathProgress, read_state_summary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokenizer import Tokenizer
 from typing_extensions import Self
 
 from .best_parameters import CheckedBestParameters
@@ -123,6 +124,11 @@ class StateSource(ABC):
         if self.best_round(path) is not None:
             return ()
         return tuple(m for m in self.grid.modules_of_path(path) if self.state(m) is None)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the run's tokenizer."""
+        self._require_blob(self.plan.blobs.tokenizer)
+        return self._run.tokenizer(self.plan)
 
     def document_router(self, device: torch.device) -> DocumentRouter:
         """Return what finds the path of a document, its base model on `device`."""

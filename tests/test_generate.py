@@ -22,6 +22,7 @@ from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.transformer import PathModel
+from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 from hypothesis import given, settings
@@ -294,6 +295,27 @@ def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "path 3" in capsys.readouterr().err
     assert generate_cli.main([*arguments, "--path", "4"]) == ConfigurationError.exit_code
     assert "paths 0 to 3" in capsys.readouterr().err
+
+
+def test_a_chosen_path_needs_no_router(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = DiskSource(out).plan.blobs
+    asked: list[str] = []
+    require = DiskSource._require_blob
+
+    def record(self: DiskSource, sha256: str) -> None:
+        asked.append(sha256)
+        require(self, sha256)
+
+    monkeypatch.setattr(DiskSource, "_require_blob", record)
+    monkeypatch.setattr(RunFolder, "router", lambda *_: pytest.fail("the router was read"))
+    monkeypatch.setattr(RunFolder, "base_model", lambda *_: pytest.fail("the base was read"))
+    arguments = ["--state-dir", str(out), "ba", "--max-tokens", "3", "--path", "3"]
+    assert generate_cli.main(arguments) == 0
+    assert "path 3" in capsys.readouterr().err
+    assert blobs.tokenizer in asked
+    assert not {blobs.router, blobs.base} & set(asked)
 
 
 @pytest.mark.parametrize(
