@@ -34,7 +34,8 @@ def test_the_paper_s_setting() -> None:
     config, figures = load_run_config(PAPER), _paper()
     assert (config.data.hub, config.data.hub_config) == ("allenai/c4", "en")
     assert (config.model.vocabulary_size, config.model.block_count) == (32_000, 12)
-    assert config.model.hidden_size == 896
+    assert config.model.hidden_size == 14 * 64 == 896
+    assert config.model.head_count == 14
     assert config.grid.private_blocks == (0, 5, 6, 11)
     assert config.rounds.inner_steps == 150
     assert figures.paths == 256
