@@ -28,10 +28,13 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     if figures.shard_bytes is None:
         console.print("Without token files: give --corpus-tokens to have them estimated")
     console.print(
+        _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
+    )
+    console.print(
         _sizes(
-            "In a peer's memory, without activations",
-            figures.memory_bytes,
-            figures.memory_total_bytes,
+            "In a peer's main memory, at most, besides its programs",
+            figures.main_memory_bytes,
+            figures.main_memory_total_bytes,
         )
     )
     console.print(

@@ -11,17 +11,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
-from dipaco.modules.config import AveragingConfig
+from dipaco.modules.config import AveragingConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
+from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.peer.averaging.codec import encoded_bytes, part_elements
 from dipaco.peer.trainer import REMEMBERED_CONTRIBUTIONS
 from dipaco.routing.token_files import token_dtype
+from torch._subclasses import FakeTensorMode
 
 from .run_config import RunConfig
 
@@ -77,7 +80,9 @@ class PlanFigures:
     shard_bytes: int | None
     """Token file of a path on average; None when the tokens of the corpus are not given."""
     disk_bytes: dict[str, int]
-    memory_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    """Memory of the GPU, or of whatever trains the path."""
+    main_memory_bytes: dict[str, int]
     manifest_bytes: int
     greatest_manifest_bytes: int
 
@@ -87,16 +92,22 @@ class PlanFigures:
         return sum(self.disk_bytes.values())
 
     @property
-    def memory_total_bytes(self) -> int:
-        """Everything that a peer has in memory but activations, on its device and off it."""
-        return sum(self.memory_bytes.values())
+    def device_total_bytes(self) -> int:
+        """What a peer needs on its device to train one sequence at a time."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def main_memory_total_bytes(self) -> int:
+        """What a peer has in main memory at most, besides its programs."""
+        return sum(self.main_memory_bytes.values())
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as plain values."""
         return {
             **asdict(self),
             "disk_total_bytes": self.disk_total_bytes,
-            "memory_total_bytes": self.memory_total_bytes,
+            "device_total_bytes": self.device_total_bytes,
+            "main_memory_total_bytes": self.main_memory_total_bytes,
         }
 
 
@@ -152,7 +163,8 @@ def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFig
             "base model": FP32_BYTES * counts["path"],
             "token files": (1 + min(config.rounds.copies, grid.path_count)) * (shard or 0),
         },
-        memory_bytes=_memory_bytes(grid, counts["path"]),
+        device_bytes=_device_bytes(config, counts["path"]),
+        main_memory_bytes=_main_memory_bytes(config, grid, counts["path"]),
         manifest_bytes=manifest_bytes,
         greatest_manifest_bytes=MAX_MANIFEST_BYTES,
     )
@@ -207,19 +219,56 @@ def _holds(names: tuple[str, ...]) -> str:
     )
 
 
-def _memory_bytes(grid: Grid, path_parameters: int) -> dict[str, int]:
-    """Return what a peer holds at once, fp32, all levels at a boundary together."""
-    shared = sum(grid.layout(level).size for level in grid.level_names if level != PRIVATE_LEVEL)
+def _device_bytes(config: RunConfig, path_parameters: int) -> dict[str, int]:
+    """Return what training keeps on the device at least: a batch is split until it fits there."""
     return {
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         "AdamW": ADAMW_BYTES * path_parameters,
-        "anchors": FP32_BYTES * path_parameters,
-        "outer momentum": FP32_BYTES * path_parameters,
-        "contributions remembered": REMEMBERED_CONTRIBUTIONS * FP32_BYTES * path_parameters,
-        "averagers": FP32_BYTES * shared,
+        "pass of one sequence, about": pass_bytes(config.model),
+    }
+
+
+def pass_bytes(config: ModelConfig) -> int:
+    """Return what a forward pass of one sequence keeps for the backward one, beside parameters.
+
+    It is made in bfloat16, as a recent GPU does it, with tensors that have shapes but no memory:
+    activations, the parameters in bfloat16, and two gradients of the logits, which come first
+    and are the largest. Kernels differ, so it is not exact.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}
+    with FakeTensorMode():
+        model = PathModel(config)
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in parameters:
+                kept[storage._cdata] = storage
+            return tensor
+
+        tokens = torch.ones(1, config.sequence_length, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(tokens)
+            token_losses(logits, tokens)
+    return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * logits.numel()
+
+
+def _main_memory_bytes(config: RunConfig, grid: Grid, path_parameters: int) -> dict[str, int]:
+    """Return what a peer holds beside its device, fp32, if all that can happen happens at once."""
+    path = FP32_BYTES * path_parameters
+    sizes = {level: FP32_BYTES * grid.layout(level).size for level in grid.level_names}
+    return {
+        "anchors": path,
+        "outer momentum": path,
+        "contributions remembered": REMEMBERED_CONTRIBUTIONS * path,
+        "averagers' buffers": sum(sizes[level] for level in sizes if level != PRIVATE_LEVEL),
         # The snapshot, its outer gradient, and the state that comes of it.
-        "outer step": 4 * FP32_BYTES * max(grid.layout(name).size for name in grid.level_names),
+        "outer step": 4 * max(sizes.values()),
+        # Anchors are scored in the model, whose parameters are put aside.
+        "local parameters, while anchors are scored": path,
+        "best parameters, while they are written": path if config.rounds.early_stopping else 0,
     }
 
 

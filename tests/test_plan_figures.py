@@ -11,12 +11,18 @@ import pytest
 import torch
 from dipaco.bootstrap.cli import main
 from dipaco.bootstrap.plan_display import shown_bytes
-from dipaco.bootstrap.plan_figures import PlanFigures, all_reduce_bytes, plan_figures
+from dipaco.bootstrap.plan_figures import (
+    PlanFigures,
+    all_reduce_bytes,
+    pass_bytes,
+    plan_figures,
+)
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.grid import Grid
+from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
-from dipaco.modules.transformer import PathModel, initialise
+from dipaco.modules.transformer import PathModel, initialise, token_losses
 from dipaco.peer.averaging.codec import PartCodec, encoded_bytes, part_elements
 from dipaco.peer.averaging.parts import ExactPartContainer
 
@@ -64,7 +70,8 @@ def test_the_readme_shows_these_figures() -> None:
         figures.private_copy_bytes,
         figures.best_copy_bytes,
         figures.disk_total_bytes,
-        figures.memory_total_bytes,
+        figures.device_total_bytes,
+        figures.main_memory_total_bytes,
         figures.join_bytes,
         figures.shard_bytes or 0,
     ):
@@ -123,6 +130,52 @@ def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
     assert figures.disk_bytes["token files"] == 0
 
 
+def test_memory_is_what_training_keeps() -> None:
+    """A GPU holds 16 bytes a parameter and a pass; the pass is counted with real tensors here."""
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    model = PathModel(config.model)
+    loop = InnerLoop(model, config.inner, torch.device("cpu"))
+    tokens = torch.ones(config.inner.batch_sequences, config.model.sequence_length).long()
+    loop.step(tokens, 0)
+    adamw = loop.state_dict()["optimizer"]["state"]
+    moments = sum(t.nbytes for entry in adamw.values() for t in entry.values() if t.numel() > 1)
+    assert figures.device_bytes["AdamW"] == moments
+    assert figures.device_bytes["gradients"] == sum(p.nbytes for p in model.parameters())
+
+    kept: dict[int, int] = {}
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(tokens[:1])
+        loss = token_losses(logits, tokens[:1]).sum()
+    expected = sum(kept.values()) + 2 * 4 * logits.numel()
+    assert loss.requires_grad  # what was kept is alive until here
+    assert pass_bytes(config.model) == pytest.approx(expected, rel=0.05)
+
+
+def test_main_memory_follows_the_run() -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    path = 4 * figures.path_parameters
+    counted = figures.main_memory_bytes
+    assert counted["anchors"] == counted["outer momentum"] == path
+    assert counted["averagers' buffers"] == 4 * sum(
+        level.parameters for level in figures.levels if level.level != "P"
+    )
+    rounds = config.rounds.model_copy(update={"early_stopping": not config.rounds.early_stopping})
+    other = plan_figures(config.model_copy(update={"rounds": rounds}))
+    difference = other.main_memory_total_bytes - figures.main_memory_total_bytes
+    assert abs(difference) == path
+
+
 def test_the_manifest_is_as_large_as_a_real_one(tmp_path: Path) -> None:
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
     figures = plan_figures(config)
@@ -147,7 +200,11 @@ def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "256 paths of 149.80 M parameters; 18.97 B in all" in shown
     assert "outer gradient of L0" in shown
-    assert shown_bytes(figures.memory_total_bytes) in shown
+    assert values["device_total_bytes"] == figures.device_total_bytes
+    assert "In a peer's GPU memory, at least" in shown
+    assert shown_bytes(figures.device_total_bytes) in shown
+    assert "In a peer's main memory" in shown
+    assert shown_bytes(figures.main_memory_total_bytes) in shown
 
 
 @pytest.mark.parametrize(
