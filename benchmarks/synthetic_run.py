@@ -20,7 +20,8 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex, canonical_json
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.routers import KMeansRouter
 from dipaco.routing.run_folder import RunFolder

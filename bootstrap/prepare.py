@@ -21,9 +21,9 @@ import torch
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import sum_losses
-from dipaco.modules.files import atomic_write
+from dipaco.modules.files import atomic_write, canonical_json
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex, canonical_json
+from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import CorpusBookmark, CorpusStream
 from dipaco.routing.document_routing import DocumentRouter

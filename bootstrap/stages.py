@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.modules.blobs import BlobStore
-from dipaco.modules.files import atomic_write
-from dipaco.modules.plan import canonical_json
+from dipaco.modules.files import atomic_write, canonical_json
 from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
 from pydantic import BaseModel
 

@@ -20,10 +20,10 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.config import InnerConfig, OuterConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.files import sha256_of_file
+from dipaco.modules.files import canonical_json, sha256_of_file
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis_index
-from dipaco.modules.plan import RunPlan, canonical_json
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments

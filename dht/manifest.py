@@ -27,7 +27,8 @@ from dipaco.modules.errors import (
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, canonical_json
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan
 
 MAX_MANIFEST_BYTES = 2**16
 _SIGNED_PREFIX = b"dipaco-manifest/1\n"

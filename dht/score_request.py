@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from dipaco.modules.config import Config, parse_config
 from dipaco.modules.errors import ConfigurationError, DipacoError
-from dipaco.modules.plan import Sha256, canonical_json
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import Sha256
 from pydantic import Field
 
 SCORE_REQUEST_FORMAT: Final = "dipaco-score-request/1"

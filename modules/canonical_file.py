@@ -3,31 +3,30 @@
 A module's state and a path's best parameters are files that any tool reads, but written in one way
 only, so that equal contents have equal bytes on every machine and the SHA-256 of the bytes names
 them (design 4.3): eight bytes of length, a header of canonical JSON filled up with spaces, then
-fp32 numbers in the order of the header. `docs/protocol.md` describes both formats.
+fp32 numbers in the order of the header. Routers, rerouters, router documents and their scores are
+smaller files, of arrays of any kind behind one metadata entry (`write_arrays`, `read_arrays`).
+`docs/protocol.md` describes the formats.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 import torch
 
 from .errors import IntegrityError
-from .files import storage_errors
+from .files import canonical_json, storage_errors
 
 GREATEST_HEADER_BYTES = 2**26
 
 FileSource = Path | bytes | bytearray | memoryview
 NamedShape = tuple[str, tuple[int, ...]]
-
-
-def canonical_text(value: Any) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def encode_header(
@@ -36,14 +35,14 @@ def encode_header(
     """Return the header of a file of fp32 `tensors`, which lie behind it in their order; metadata
     `entry` holds `content`. Its length is a multiple of eight bytes."""
     header: dict[str, Any] = {
-        "__metadata__": {"format": format_name, entry: canonical_text(content)}
+        "__metadata__": {"format": format_name, entry: canonical_json(content).decode()}
     }
     offset = 0
     for name, shape in tensors:
         end = offset + 4 * int(np.prod(shape, dtype=np.int64))
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    encoded = canonical_text(header).encode()
+    encoded = canonical_json(header)
     return encoded + b" " * (-len(encoded) % 8)
 
 
@@ -80,7 +79,7 @@ def header_of(data: np.ndarray, what: str) -> bytes:
     """Return the header of a whole file. Raises `IntegrityError` when there is none."""
     length = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
-        raise IntegrityError(f"not {what}: {len(data)} bytes without a whole header")
+        raise IntegrityError(f"{what} is broken: {len(data)} bytes without a whole header")
     return data[8 : 8 + length].tobytes()
 
 
@@ -108,3 +107,40 @@ def numbers_behind(data: np.ndarray, header: bytes, count: int, what: str) -> to
     if not bool(torch.isfinite(numbers).all()):
         raise IntegrityError(f"{what} has numbers that are not finite")
     return numbers
+
+
+def write_arrays(arrays: dict[str, np.ndarray], entry: str, content: Mapping[str, Any]) -> bytes:
+    """Return a file of `arrays` whose metadata `entry` holds `content`: the same bytes always."""
+    # One metadata entry only: safetensors writes several in an arbitrary order.
+    metadata = {entry: canonical_json(dict(content)).decode()}
+    return safetensors.numpy.save(arrays, metadata=metadata)
+
+
+def read_arrays(
+    data: bytes,
+    entry: str,
+    format_name: str,
+    what: str,
+    *,
+    greatest_header_bytes: int = GREATEST_HEADER_BYTES,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Read what `write_arrays` wrote, believing nothing: the content, whose "format" is
+    `format_name`, and the arrays. Raises `IntegrityError`, naming `what`.
+    """
+    header = header_of(np.frombuffer(data, dtype=np.uint8), what)
+    if len(header) > greatest_header_bytes:
+        raise IntegrityError(f"{what} is broken: a header of {len(header)} bytes")
+    try:
+        metadata = json.loads(header)["__metadata__"]
+        content = json.loads(metadata[entry])
+        if len(metadata) != 1 or not isinstance(content, dict):
+            raise ValueError("other metadata")
+        arrays = safetensors.numpy.load(bytes(data))
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise IntegrityError(f"{what} is broken: {type(error).__name__} in its header") from None
+    if content.get("format") != format_name:
+        raise IntegrityError(
+            f"{what} has format {str(content.get('format'))[:40]!r}, this version reads "
+            f"{format_name!r}"
+        )
+    return content, arrays

@@ -1,23 +1,30 @@
-"""Writing files so that a crash, a full disk or a SIGKILL never leaves half of one."""
+"""Files: one text for one content, and writing so that a crash, a full disk or a SIGKILL never
+leaves half of one."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .errors import StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
+
+
+def canonical_json(value: Any) -> bytes:
+    """Serialise with sorted keys and no white space, so that equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 @contextlib.contextmanager

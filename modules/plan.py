@@ -7,9 +7,8 @@ plan from a run directory without any network. Large parts are blobs named by th
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
@@ -23,6 +22,7 @@ from .config import (
     OuterConfig,
     RoundsConfig,
 )
+from .files import canonical_json
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
 PROTOCOL_VERSION = 1
@@ -117,8 +117,3 @@ class RunPlan(Config):
     def run_id(self) -> str:
         """First 16 digits of the fingerprint: the name of the run in the DHT."""
         return self.fingerprint[:16]
-
-
-def canonical_json(value: Any) -> bytes:
-    """Serialise with sorted keys and no white space, so that equal values have equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from dipaco.modules.config import Config
 from dipaco.modules.errors import CorpusError, nearest_name
-from dipaco.modules.files import atomic_write
-from dipaco.modules.plan import canonical_json
+from dipaco.modules.files import atomic_write, canonical_json
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 

@@ -9,7 +9,6 @@ the same bytes; the formats are described in `docs/protocol.md`. No network here
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,15 +16,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 import torch
 from dipaco.modules.blobs import is_sha256
+from dipaco.modules.canonical_file import read_arrays, write_arrays
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.evaluate import row_losses
 from dipaco.modules.grid import module_name_is_valid
-from dipaco.modules.plan import canonical_json
 from dipaco.modules.transformer import PathModel, target_mask
 
 DOCUMENTS_FORMAT = "dipaco-router-documents/1"
@@ -97,12 +94,12 @@ class RouterDocuments:
     def to_bytes(self) -> bytes:
         """Return the blob: the same documents always have the same bytes."""
         header = {"format": DOCUMENTS_FORMAT, "prefix_tokens": self.prefix_tokens}
-        return _to_bytes({"tokens": np.ascontiguousarray(self.tokens)}, "documents", header)
+        return write_arrays({"tokens": np.ascontiguousarray(self.tokens)}, "documents", header)
 
     @classmethod
     def from_bytes(cls, data: bytes, vocabulary_size: int | None = None) -> RouterDocuments:
         """Read the blob, believing nothing. Raises IntegrityError with what is wrong."""
-        header, arrays = _from_bytes(data, "documents", DOCUMENTS_FORMAT, "router documents")
+        header, arrays = _read(data, "documents", DOCUMENTS_FORMAT, "a sample of router documents")
         tokens, prefix = arrays.get("tokens"), header.get("prefix_tokens")
         if tokens is None or len(arrays) != 1 or type(prefix) is not int:
             raise IntegrityError("router documents lack their tokens or the length of the prefix")
@@ -166,7 +163,7 @@ class DocumentScores:
             "path": self.path,
             "states": dict(self.states),
         }
-        return _to_bytes({"nll": self.nll, "tokens": self.tokens}, "scores", header)
+        return write_arrays({"nll": self.nll, "tokens": self.tokens}, "scores", header)
 
     @classmethod
     def from_bytes(
@@ -177,7 +174,7 @@ class DocumentScores:
         Where given, they must answer `request` and be of `path`. Raises IntegrityError with what
         is wrong. `check_documents` compares the counts of tokens too.
         """
-        header, arrays = _from_bytes(data, "scores", SCORES_FORMAT, "document scores")
+        header, arrays = _read(data, "scores", SCORES_FORMAT, "a file of document scores")
         if set(arrays) != {"nll", "tokens"} or set(header) != {
             "format", "request", "path", "states",
         }:  # fmt: skip
@@ -221,25 +218,8 @@ def score_router_documents(
     return row_losses(model, rows, documents.prefix_tokens, SCORING_BATCH, device)
 
 
-def _to_bytes(arrays: dict[str, np.ndarray], entry: str, header: Mapping[str, Any]) -> bytes:
-    # One metadata entry only: safetensors writes several in an arbitrary order.
-    return safetensors.numpy.save(arrays, metadata={entry: canonical_json(dict(header)).decode()})
-
-
-def _from_bytes(
+def _read(
     data: bytes, entry: str, format_name: str, what: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read a safetensors file and its one metadata entry. Raises IntegrityError."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8):
-        raise IntegrityError(f"not {what}: {len(data)} bytes without a whole header")
-    try:
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][entry])
-        if not isinstance(header, dict):
-            raise TypeError("its metadata is not an object")
-        arrays = safetensors.numpy.load(bytes(data))
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise IntegrityError(f"not {what}: {type(error).__name__} in its header") from None
-    if header.get("format") != format_name:
-        raise IntegrityError(f"not {format_name} but '{str(header.get('format'))[:40]}'")
-    return header, arrays
+    limit = GREATEST_HEADER_BYTES
+    return read_arrays(data, entry, format_name, what, greatest_header_bytes=limit)

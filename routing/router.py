@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import safetensors.numpy
+from dipaco.modules.canonical_file import write_arrays
 from dipaco.modules.errors import IntegrityError
-from dipaco.modules.plan import canonical_json
 
 ROUTER_FORMAT = "dipaco-router/1"
 
@@ -123,10 +122,7 @@ class Router(ABC):
         header: dict[str, Any] = {"format": ROUTER_FORMAT, "kind": self.kind}
         if settings := self.settings():
             header["settings"] = settings
-        # One metadata entry only: safetensors writes several in an arbitrary order.
-        return safetensors.numpy.save(
-            self.arrays(), metadata={"router": canonical_json(header).decode()}
-        )
+        return write_arrays(self.arrays(), "router", header)
 
 
 class FeatureRouter(Router):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-import safetensors
-import safetensors.numpy
+from dipaco.modules.canonical_file import read_arrays
 from dipaco.modules.errors import IntegrityError
 
 from .discriminative import DiscriminativeRouter
@@ -32,16 +28,7 @@ ROUTER_KINDS: dict[str, type[Router]] = {
 
 def load_router(data: bytes) -> Router:
     """Read a router file. Raises IntegrityError if it is broken or of an unknown kind."""
-    try:
-        header = _header(data)
-        arrays = safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"the router file is broken: {error}") from None
-    if header.get("format") != ROUTER_FORMAT:
-        raise IntegrityError(
-            f"the router file has format {header.get('format')!r}, this version reads "
-            f"{ROUTER_FORMAT!r}"
-        )
+    header, arrays = read_arrays(data, "router", ROUTER_FORMAT, "the router file")
     kind = ROUTER_KINDS.get(str(header.get("kind")))
     if kind is None:
         raise IntegrityError(
@@ -55,13 +42,3 @@ def load_router(data: bytes) -> Router:
         return kind.from_file(arrays, settings)
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"the router file is broken: {error}") from None
-
-
-def _header(data: bytes) -> dict[str, Any]:
-    """Return our entry in the metadata of a safetensors file."""
-    length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-    header = json.loads(metadata["router"])
-    if not isinstance(header, dict):
-        raise ValueError("its metadata is not an object")
-    return header

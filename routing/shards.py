@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.files import atomic_write, storage_errors
-from dipaco.modules.plan import PathShard, ShardIndex, canonical_json
+from dipaco.modules.files import atomic_write, canonical_json, storage_errors
+from dipaco.modules.plan import PathShard, ShardIndex
 
 from .document_routing import DocumentRouter
 from .token_corpus import TokenCorpus

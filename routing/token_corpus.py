@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 from dipaco.modules.errors import CorpusError, IntegrityError
-from dipaco.modules.files import atomic_write, storage_errors
-from dipaco.modules.plan import canonical_json
+from dipaco.modules.files import atomic_write, canonical_json, storage_errors
 
 from .corpus import Document
 from .token_files import token_dtype

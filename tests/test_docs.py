@@ -20,9 +20,9 @@ from dipaco.inference.generate_cli import build_parser as generate_parser
 from dipaco.inference.reroute_cli import build_parser as reroute_parser
 from dipaco.modules import errors
 from dipaco.modules.config import OuterConfig
+from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import Contribution, canonical_table, contribution_weights, outer_step
-from dipaco.modules.plan import canonical_json
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
 from dipaco.peer.cli import build_parser as peer_parser

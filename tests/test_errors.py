@@ -42,7 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dipaco.modules.plan import ShardIndex, canonical_json
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import ShardIndex
 from dipaco.routing.run_folder import RunFolder
 from support.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
 from support.tiny_run import make_tiny_run, sign_tiny_run

@@ -19,7 +19,7 @@ from dipaco.dht.manifest import (
     verify_manifest,
 )
 from dipaco.modules.errors import ManifestError, ProtocolVersionError, StorageError
-from dipaco.modules.plan import canonical_json
+from dipaco.modules.files import canonical_json
 from support.make_plan import make_plan
 
 

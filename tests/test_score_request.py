@@ -40,7 +40,7 @@ from dipaco.dht.score_request import (
     sign_score_request,
     verify_score_request,
 )
-from dipaco.modules.plan import canonical_json
+from dipaco.modules.files import canonical_json
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer

@@ -18,7 +18,8 @@ from dipaco.dht.score_request import (
     verify_score_request,
 )
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.plan import RunPlan, canonical_json
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.node import Node, join_run
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments

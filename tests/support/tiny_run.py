@@ -29,14 +29,8 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.plan import (
-    PathShard,
-    RoutingPlan,
-    RunBlobs,
-    RunPlan,
-    ShardIndex,
-    canonical_json,
-)
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.routers import KMeansRouter, Prefixes, Router
