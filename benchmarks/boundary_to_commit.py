@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, build_parser, ratio, scratch_directory
+from common import Report, build_parser, ratio, scratch_folder
 from dipaco.modules.config import ModelConfig, OuterConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import (
@@ -65,8 +65,8 @@ def main() -> int:
     report = Report("boundary to commit", columns)
     report.figures = {"wire": {}}
     for shown_codec, codec in CODECS.items():
-        with scratch_directory() as directory:
-            found = measure(directory, codec, chosen)
+        with scratch_folder() as folder:
+            found = measure(folder, codec, chosen)
         report.row(
             shown_codec, found["median_s"], found["slowest_s"], found["alone_s"], found["ratio"]
         )
@@ -81,12 +81,12 @@ def main() -> int:
     return 0
 
 
-def measure(directory: Path, codec: str, chosen: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, codec: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Let four peers do some rounds and return what their commits say."""
     levels = (1,) if chosen.one_module else (2, 2)
     shape = {**MODEL, **(SMALL_HIDDEN if chosen.small else {})}
     run = make_synthetic_run(
-        directory / "run",
+        folder / "run",
         ModelConfig(**shape, block_count=BLOCKS_OF_A_MODULE * len(levels)),
         modules_per_level=levels,
         batch_sequences=1,
@@ -103,7 +103,7 @@ def measure(directory: Path, codec: str, chosen: argparse.Namespace) -> dict[str
     plan = run.plan()
     grid = Grid(plan.model, plan.grid)
     group = 4 if chosen.one_module else 2
-    with Swarm(directory, run) as swarm:
+    with Swarm(folder, run) as swarm:
         bootstrap = swarm.start_bootstrap()
         address = bootstrap.address()
         peers = [

@@ -159,8 +159,8 @@ def one_thread() -> dict[str, str]:
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """Give a directory that is removed afterwards."""
+def scratch_folder() -> Iterator[Path]:
+    """Give a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="dipaco-benchmark-") as name:
         yield Path(name)
 

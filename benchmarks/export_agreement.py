@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import HERE, Report, build_parser, scratch_directory
+from common import HERE, Report, build_parser, scratch_folder
 from dipaco.inference.sources import DiskSource, StateSource, assemble_path
 from dipaco.modules.transformer import PathModel, target_mask, token_losses
 from dipaco.routing.corpus import CorpusConfig, iterate_documents
@@ -116,13 +116,13 @@ def main() -> None:
     )
     totals: dict[str, float] = defaultdict(float)
     differ = documents = 0
-    with scratch_directory() as folder:
-        directory = options.state_dir or example_run(folder, options.rounds, options.steps)
-        with DiskSource(directory) as source:
+    with scratch_folder() as scratch:
+        folder = options.state_dir or example_run(scratch, options.rounds, options.steps)
+        with DiskSource(folder) as source:
             prefix = source.plan.routing.prefix_tokens
             for path, texts in sorted(routed_texts(source, options.data).items()):
                 out = folder / f"path-{path}"
-                run("dipaco-export", "--state-dir", directory, "--path", path, "--out", out,
+                run("dipaco-export", "--state-dir", folder, "--path", path, "--out", out,
                     "--dtype", options.dtype)  # fmt: skip
                 windows, differing = windows_of(source, texts, out)
                 model = AutoModelForCausalLM.from_pretrained(out).float().eval()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_directory
+from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
 from support.swarm import Member, Swarm
@@ -74,10 +74,10 @@ def main() -> int:
     batch = 4 if chosen.rehearse else chosen.batch
     columns = ("", "tokens/s", "step s", "MFU", "of a large matrix product")
     report = Report("training a 150M path on a GPU", columns)
-    with scratch_directory() as directory:
-        found = lone(directory / "lone", model, batch, device, chosen)
-    with scratch_directory() as directory:
-        shared = four_peers(directory, model, max(1, batch // 4), device)
+    with scratch_folder() as folder:
+        found = lone(folder / "lone", model, batch, device, chosen)
+    with scratch_folder() as folder:
+        shared = four_peers(folder, model, max(1, batch // 4), device)
     measured = matrix_product_tflops(torch.device(device))
     peak = peak_tflops(device, chosen.peak_tflops)
     per_token = flops_per_token(model)
@@ -122,12 +122,12 @@ def main() -> int:
 
 
 def lone(
-    directory: Path, model: ModelConfig, batch: int, device: str, chosen: argparse.Namespace
+    folder: Path, model: ModelConfig, batch: int, device: str, chosen: argparse.Namespace
 ) -> list[Any]:
     """Measure one peer and the bare loop in turns."""
-    directory.mkdir()
+    folder.mkdir()
     run = make_synthetic_run(
-        directory / "run",
+        folder / "run",
         model,
         batch_sequences=batch,
         duration_s=max(8.0, chosen.seconds),
@@ -138,7 +138,7 @@ def lone(
         str(run.path), "--seconds", str(chosen.seconds), "--device", device,
         "--warmup-steps", str(WARMUP_STEPS),
     )  # fmt: skip
-    with Swarm(directory, run) as swarm:
+    with Swarm(folder, run) as swarm:
         address = swarm.start_bootstrap().address()
         return alternate(
             lambda: run_json("bare_loop.py", *bare_arguments),
@@ -174,10 +174,10 @@ def peer_stay(
     }
 
 
-def four_peers(directory: Path, model: ModelConfig, batch: int, device: str) -> dict[str, Any]:
+def four_peers(folder: Path, model: ModelConfig, batch: int, device: str) -> dict[str, Any]:
     """Let four peers share the device for some rounds, and compare what they committed."""
     run = make_synthetic_run(
-        directory / "run",
+        folder / "run",
         model,
         batch_sequences=batch,
         start_s=time.time(),
@@ -185,7 +185,7 @@ def four_peers(directory: Path, model: ModelConfig, batch: int, device: str) -> 
         inner_steps=4,
         matchmaking_s=2.0,
     )
-    with Swarm(directory, run) as swarm:
+    with Swarm(folder, run) as swarm:
         address = swarm.start_bootstrap().address()
         peers = [
             swarm.start_peer(address, "--path", str(path), "--device", device) for path in range(4)

@@ -26,7 +26,7 @@ from common import (
     one_thread,
     process_tree,
     ratio,
-    scratch_directory,
+    scratch_folder,
 )
 from dipaco.modules.grid import Grid
 from support.swarm import Swarm
@@ -40,16 +40,16 @@ def main() -> int:
     parser.add_argument("--levels", type=int, default=2, help="levels of the grid (2)")
     chosen = parser.parse_args()
     report = Report("memory of an idle peer", ("process", "proportional MiB", "anonymous MiB"))
-    with scratch_directory() as directory:
+    with scratch_folder() as folder:
         run = make_tiny_run(
-            directory / "run",
+            folder / "run",
             modules_per_level=(2,) * chosen.levels,
             start_s=time.time() + 3600.0,
         )
         plan = run.plan()
         parameters = Grid(plan.model, plan.grid).parameter_counts()["path"]
         bare = measure_bare(run.path)
-        with Swarm(directory, run) as swarm:
+        with Swarm(folder, run) as swarm:
             bootstrap = swarm.start_bootstrap()
             peer = swarm.start_peer(bootstrap, "--path", "0")
             swarm.wait([peer], "waiting", lambda event: "to start" in event["what"])

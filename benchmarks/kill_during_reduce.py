@@ -49,9 +49,9 @@ def _left_over(victim: Member, within_s: float = 3.0) -> list[str]:
 class Kills:
     """The swarm, and what was seen of each kill."""
 
-    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         run = make_tiny_run(
-            directory / "run",
+            folder / "run",
             modules_per_level=(1, 3),
             inner_steps=2,
             duration_s=options.duration_s,
@@ -64,7 +64,7 @@ class Kills:
         self.options = options
         self.plan = run.plan()
         self.schedule = schedule_of(self.plan)
-        self.swarm = Swarm(directory, run)
+        self.swarm = Swarm(folder, run)
         self.random = random.Random(options.seed)
         self.lives: list[Member] = []
         self.lost: list[Event] = []
@@ -186,12 +186,14 @@ def main() -> int:
     parser.add_argument("--duration-s", type=float, default=8.0)
     parser.add_argument("--latest-s", type=float, default=1.5, help="after the boundary")
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--directory", type=Path, help="keep logs here (default: thrown away)")
+    parser.add_argument(
+        "--directory", dest="folder", type=Path, help="keep logs here (default: thrown away)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = options.directory or Path(scratch)
-        directory.mkdir(parents=True, exist_ok=True)
-        kills = Kills(directory, options)
+        folder = options.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        kills = Kills(folder, options)
         kills.run()
         summary = kills.summary()
     print(json.dumps(summary, indent=2))

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HERE, Report, build_parser, process_tree, scratch_directory
+from common import HERE, Report, build_parser, process_tree, scratch_folder
 from dipaco.modules.blobs import BlobStore
 from dipaco.routing.run_folder import RunFolder
 from varied_corpus import VariedCorpus, write_varied_corpus
@@ -379,7 +379,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     chosen = options()
-    with scratch_directory() if chosen.work is None else nullcontext(chosen.work) as work:
+    with scratch_folder() if chosen.work is None else nullcontext(chosen.work) as work:
         report = measure(work, chosen.sources, chosen.gigabytes, chosen.threads)
         (work / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
     report.print(chosen.json)

@@ -33,7 +33,7 @@ from common import (
     build_parser,
     paired_ratios,
     run_json,
-    scratch_directory,
+    scratch_folder,
     thread_cpu_s,
     tree_cpu_s,
 )
@@ -67,16 +67,16 @@ def options() -> argparse.Namespace:
 def main() -> int:
     chosen = options()
     report = Report("lone peer against the bare loop", ("", "tokens/s", "tokens/CPU s", "step s"))
-    with scratch_directory() as directory:
+    with scratch_folder() as folder:
         run = make_synthetic_run(
-            directory / "run",
+            folder / "run",
             MODEL,
             batch_sequences=4,
             duration_s=chosen.round_s,
             validation_sequences=validation_sequences(chosen.round_s),
             matchmaking_s=2.0,
         )
-        with Swarm(directory, run) as swarm:
+        with Swarm(folder, run) as swarm:
             bootstrap = swarm.start_bootstrap()
             bootstrap.address()
             found = (

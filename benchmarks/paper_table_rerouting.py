@@ -45,7 +45,7 @@ def reroute(
             plan,
             work / "held-out",
         )
-        kept = {"directory": work / "scores", "device": CPU, "progress": say}
+        kept = {"folder": work / "scores", "device": CPU, "progress": say}
         training_scores = token_scores(source, fitted, **kept)
         held_out_scores = token_scores(source, scored, **kept)
         base = source.base_model(CPU)

@@ -137,7 +137,7 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
             checkpoints.save(swarm)
             saved_at = time.monotonic()
         diary.save()
-    shutil.rmtree(checkpoints.directory, ignore_errors=True)
+    shutil.rmtree(checkpoints.folder, ignore_errors=True)
     return diary
 
 

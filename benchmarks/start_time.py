@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_directory
+from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
 from support.swarm import Member, Swarm
 from support.tiny_run import make_tiny_run
 
@@ -27,9 +27,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3, help="newcomers (3)")
     chosen = parser.parse_args()
     report = Report("start to first inner step", ("", "seconds", "of which joining", "claiming"))
-    with scratch_directory() as directory:
-        run = make_tiny_run(directory / "run", inner_steps=0, duration_s=600.0)
-        with Swarm(directory, run) as swarm:
+    with scratch_folder() as folder:
+        run = make_tiny_run(folder / "run", inner_steps=0, duration_s=600.0)
+        with Swarm(folder, run) as swarm:
             bootstrap = swarm.start_bootstrap()
             bootstrap.address()
             found = alternate(

@@ -37,7 +37,7 @@ FIRST_ORDINARY_TOKEN = 4
 
 
 def make_synthetic_run(
-    directory: Path,
+    folder: Path,
     model: ModelConfig,
     *,
     modules_per_level: tuple[int, ...] = (2, 2),
@@ -50,7 +50,7 @@ def make_synthetic_run(
     **rounds: Any,
 ) -> RunFolder:
     """Write a run directory and return it opened; `rounds` are fields of `RoundsConfig`."""
-    run = RunFolder(directory)
+    run = RunFolder(folder)
     run.path.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     path_count = int(np.prod(modules_per_level))

@@ -61,8 +61,8 @@ def main() -> int:
     held_out = HeldOut.open(options.table / "runs" / "one-path", size)
     simulator_s = json.loads((simulated.path / "diary.json").read_bytes())["seconds"]
     perplexities = {
-        name: score_routed(directory, held_out).as_dict(held_out.labels)["perplexity"]
-        for name, directory in (("simulator", simulated), ("peers", run))
+        name: score_routed(folder, held_out).as_dict(held_out.labels)["perplexity"]
+        for name, folder in (("simulator", simulated), ("peers", run))
     }
     equal = sum(found[module].digest == state.digest for module, state in expected.items())
     report.row("dipaco-simulate", perplexities["simulator"], "-", simulator_s)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import CORPUS_TOML, HERE, scratch_directory
+from common import CORPUS_TOML, HERE, scratch_folder
 from dipaco.routing.run_folder import RunFolder
 from support.faults import processes_of
 from support.swarm import Event, Member, Swarm, command
@@ -89,7 +89,7 @@ class Phase:
     grid: str
     paths: int
     run_id: str = ""
-    directory: Path = Path()
+    folder: Path = Path()
     genesis: Path = Path()
     """A copy of the prepared run without states: what the phase begins with."""
     handed_over: Path | None = None
@@ -109,8 +109,8 @@ def three_phases() -> list[Phase]:
 class Chain:
     """The swarm and the operator who leads it through the phases."""
 
-    def __init__(self, directory: Path, chosen: argparse.Namespace) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
+        self.folder = folder
         self.chosen = chosen
         self.phases = three_phases()
         self.random = random.Random(chosen.seed)
@@ -128,7 +128,7 @@ class Chain:
         """Go through all phases; no process is left afterwards, whatever happened."""
         dense = self.phases[0]
         self._prepare(dense, "--start-in-s", "25")
-        with Swarm(self.directory, RunFolder(dense.directory)) as self.swarm:
+        with Swarm(self.folder, RunFolder(dense.folder)) as self.swarm:
             server = self.swarm.start_bootstrap(name=f"serve-{dense.name}")
             address = self._address_of(server)
             for _ in range(PEERS):
@@ -151,7 +151,7 @@ class Chain:
     def _train_dense_beside(self) -> None:
         """Train one dense model from the same base, as many steps as a peer has made in all
         phases, also while the operator scored and prepared."""
-        dense, beside = self.phases[0], self.directory / "dense-beside"
+        dense, beside = self.phases[0], self.folder / "dense-beside"
         steps = sum(sum(self._steps(phase).values()) for phase in self.phases)
         self.dense_steps = round(steps / PEERS)
         self._command(
@@ -169,8 +169,8 @@ class Chain:
 
     def _prepare(self, phase: Phase, *arguments: str) -> str:
         """Prepare the run of a phase and return what the command printed."""
-        chosen, phase.directory = self.chosen, self.directory / phase.name
-        run_toml = self.directory / f"{phase.name}.toml"
+        chosen, phase.folder = self.chosen, self.folder / phase.name
+        run_toml = self.folder / f"{phase.name}.toml"
         run_toml.write_text(
             RUN_TOML.format(
                 name=phase.name,
@@ -184,13 +184,13 @@ class Chain:
             )
         )
         printed = self._command(
-            "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(phase.directory),
+            "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(phase.folder),
             "--threads", "1", "--device", "cpu", *arguments,
         )  # fmt: skip
-        phase.run_id = RunFolder(phase.directory).plan().run_id
-        phase.genesis = self.directory / f"{phase.name}-genesis"
+        phase.run_id = RunFolder(phase.folder).plan().run_id
+        phase.genesis = self.folder / f"{phase.name}-genesis"
         shutil.copytree(
-            phase.directory, phase.genesis, ignore=shutil.ignore_patterns("work", "states", "*.pem")
+            phase.folder, phase.genesis, ignore=shutil.ignore_patterns("work", "states", "*.pem")
         )
         return printed
 
@@ -198,18 +198,18 @@ class Chain:
         """Prepare a successor from the live swarm, serve it there, and see the peers move."""
         entry = self.peers[0].address()
         printed = self._prepare(
-            new, "--from", str(old.directory), "--initial-peers", entry,
+            new, "--from", str(old.folder), "--initial-peers", entry,
             "--score-wait-s", str(SCORE_WAIT_S), "--start-in-s", "10",
         )  # fmt: skip
-        old.handed_over = self.directory / f"{old.name}-handed-over"
+        old.handed_over = self.folder / f"{old.name}-handed-over"
         shutil.copytree(old.genesis, old.handed_over)
-        taken = new.directory / "work" / "swarm" / old.run_id / "states"
+        taken = new.folder / "work" / "swarm" / old.run_id / "states"
         shutil.copytree(taken, old.handed_over / "states", dirs_exist_ok=True)
         for line in printed.splitlines():
             if line.startswith(("scores:", "states:", "Genesis:")):
                 self._say(f"prepare: {line}")
         new.figures["scores_by_peers"] = self._scores_by_peers(old)
-        self.swarm.run = RunFolder(new.directory)
+        self.swarm.run = RunFolder(new.folder)
         server = self.swarm.start_bootstrap("--initial-peers", entry, name=f"serve-{new.name}")
         self._address_of(server)
         served_s = time.time()
@@ -435,10 +435,10 @@ def main() -> int:
     chosen = options()
     # Ends by the same way as Ctrl+C, on which every process is ended.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with scratch_directory() as scratch:
-        directory: Path = chosen.out or scratch
-        directory.mkdir(parents=True, exist_ok=True)
-        chain = Chain(directory.resolve(), chosen)
+    with scratch_folder() as scratch:
+        folder: Path = chosen.out or scratch
+        folder.mkdir(parents=True, exist_ok=True)
+        chain = Chain(folder.resolve(), chosen)
         chain.run()
         report = report_of(chain)
     if chosen.json is not None:

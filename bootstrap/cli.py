@@ -115,7 +115,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     # Optional only for argparse; `parse` insists on it.
     parser.add_argument(
-        "directory", nargs="?", type=Path, metavar="DIR", help="a prepared run directory"
+        "folder", nargs="?", type=Path, metavar="DIR", help="a prepared run directory"
     )
     parser.add_argument(
         "--port",
@@ -283,7 +283,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     all words that it gets."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
-    last = {"prepare": ("run_toml", "RUN.toml"), "serve": ("directory", "DIR")}.get(parsed.command)
+    last = {"prepare": ("run_toml", "RUN.toml"), "serve": ("folder", "DIR")}.get(parsed.command)
     if last is not None and getattr(parsed, last[0]) is None:
         for option in ("initial_peers", "announce_maddrs", "host_maddrs"):
             words = getattr(parsed, option, ())

@@ -113,7 +113,7 @@ class Display:
                 f"{report.agreement.purity:.0%}"
             )
 
-    def run(self, plan: RunPlan, counts: dict[str, int], directory: str) -> None:
+    def run(self, plan: RunPlan, counts: dict[str, int], folder: str) -> None:
         """Show what was made and how to start it."""
         levels = " x ".join(map(str, plan.grid.modules_per_level))
         starts = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan.start_s))
@@ -123,4 +123,4 @@ class Display:
             f"({counts['shared'] / 1e6:.2f} M shared), {counts['total'] / 1e6:.2f} M in all; "
             f"rounds of {plan.rounds.duration_s:g} s from {starts}"
         )
-        self.say(f"Start it with: dipaco-bootstrap serve {directory}")
+        self.say(f"Start it with: dipaco-bootstrap serve {folder}")

@@ -233,9 +233,7 @@ class SwarmScores:
     def _take_own(self, module: str) -> None:
         """Take a module that nobody serves from the old run's directory. A bootstrap node may be
         writing there, so it is asked once, and not again by a preparation that goes on."""
-        state = self._predecessor.directory.states.load_latest(
-            module, self._node.grid.layout(module)
-        )
+        state = self._predecessor.folder.states.load_latest(module, self._node.grid.layout(module))
         if state is not None:
             self._node.states.save(state)
 

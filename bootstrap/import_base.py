@@ -45,21 +45,21 @@ class NumberedTokenizer:
 
 
 class ImportedBase:
-    """The checkpoint in `directory`. Nothing is read before it is asked for.
+    """The checkpoint in `folder`. Nothing is read before it is asked for.
 
     With `own_tokenizer` off, `[tokenizer] model_file` is used instead of the checkpoint's, and its
     pieces must be numbered as the rows of the embedding.
     """
 
-    def __init__(self, directory: Path, *, own_tokenizer: bool = True) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path, *, own_tokenizer: bool = True) -> None:
+        self.folder = folder
         self._own_tokenizer = own_tokenizer
 
     @cached_property
     def _stored_model(self) -> ModelConfig:
         """The model as the checkpoint has it."""
-        values = read_llama_config(self.directory)
-        return parse_config(ModelConfig, values, str(self.directory / CONFIG_FILE))
+        values = read_llama_config(self.folder)
+        return parse_config(ModelConfig, values, str(self.folder / CONFIG_FILE))
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -72,7 +72,7 @@ class ImportedBase:
         return parse_config(
             ModelConfig,
             {**stored.model_dump(mode="json"), "vocabulary_size": size},
-            str(self.directory / CONFIG_FILE),
+            str(self.folder / CONFIG_FILE),
         )
 
     def agreed_model(self, given: Any, source: str) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class ImportedBase:
                 kept[key] = value
             elif key in kept and value not in (kept[key], resolved.get(key, kept[key])):
                 raise ConfigurationError(
-                    f"{source}: model.{key} is {value!r}, but {self.directory / CONFIG_FILE} has "
+                    f"{source}: model.{key} is {value!r}, but {self.folder / CONFIG_FILE} has "
                     f"{kept[key]!r}; leave it out of [model], it is taken from there"
                 )
             # A key that does not exist is named, with its nearest neighbour, by whoever parses it.
@@ -104,8 +104,8 @@ class ImportedBase:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that is imported."""
-        files = (self.directory / CONFIG_FILE, *llama_weight_files(self.directory))
-        with storage_errors(self.directory):
+        files = (self.folder / CONFIG_FILE, *llama_weight_files(self.folder))
+        with storage_errors(self.folder):
             digests = [sha256_of_file(file) for file in files]
         return hashlib.sha256("".join(digests).encode() + (self.tokenizer or b"")).hexdigest()
 
@@ -114,7 +114,7 @@ class ImportedBase:
 
         Raises IntegrityError naming the parameter if one is missing or wrong.
         """
-        parameters = read_llama_parameters(self.directory, self._stored_model)
+        parameters = read_llama_parameters(self.folder, self._stored_model)
         if self._numbered is not None:
             for name in (EMBEDDING, HEAD):
                 if name in parameters:
@@ -129,23 +129,21 @@ class ImportedBase:
     def _numbered(self) -> NumberedTokenizer | None:
         if not self._own_tokenizer:
             return None
-        file = self.directory / TOKENIZER_FILE
+        file = self.folder / TOKENIZER_FILE
         if not file.is_file():
-            other = (
-                "a tokenizer.json, but " if (self.directory / "tokenizer.json").is_file() else ""
-            )
+            other = "a tokenizer.json, but " if (self.folder / "tokenizer.json").is_file() else ""
             raise ConfigurationError(
-                f"{self.directory} has {other}no {TOKENIZER_FILE}, and a run needs a SentencePiece "
+                f"{self.folder} has {other}no {TOKENIZER_FILE}, and a run needs a SentencePiece "
                 f"model; put it there, or name one with the same pieces as model_file under "
                 f"[tokenizer]"
             )
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             numbered = number_pieces(file.read_bytes(), str(file))
         pieces = sum(old is not None for old in numbered.order)
         rows = self._stored_model.vocabulary_size
         if pieces > rows:
             raise ConfigurationError(
-                f"{file} has {pieces} pieces, but {self.directory / CONFIG_FILE} has a vocab_size "
+                f"{file} has {pieces} pieces, but {self.folder / CONFIG_FILE} has a vocab_size "
                 f"of {rows}; they are of different models"
             )
         return numbered

@@ -36,7 +36,7 @@ from .stages import read_marker
 class Predecessor:
     """An opened predecessor. With `allow_genesis` a module without a state stays at its genesis."""
 
-    directory: RunFolder
+    folder: RunFolder
     manifest: SignedManifest
     allow_genesis: bool = False
     swarm_states: Callable[[], StateStore] | None = None
@@ -50,16 +50,16 @@ class Predecessor:
     @property
     def path(self) -> Path:
         """Its run directory."""
-        return self.directory.path
+        return self.folder.path
 
     @cached_property
     def grid(self) -> Grid:
         """The old grid."""
-        return self.directory.grid(self.plan)
+        return self.folder.grid(self.plan)
 
     @cached_property
     def _store(self) -> StateStore:
-        return self.swarm_states() if self.swarm_states else self.directory.states
+        return self.swarm_states() if self.swarm_states else self.folder.states
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Predecessor:
         for module in self.grid.modules():
             state = self._store.load_latest(module, self.grid.layout(module))
             if state is None and self.allow_genesis:
-                state = self.directory.genesis_state(self.plan, module)
+                state = self.folder.genesis_state(self.plan, module)
             if state is None:
                 missing.append(module)
             else:
@@ -92,7 +92,7 @@ class Predecessor:
         file = self._store.find(digest)
         if file is not None:
             return read_state(file, self.grid.layout(module), digest, module=module)
-        state = self.directory.genesis_state(self.plan, module)
+        state = self.folder.genesis_state(self.plan, module)
         if state.digest != digest:
             raise IntegrityError(
                 f"the state {digest[:12]} of {module} has gone from {self.path}; is a peer still "
@@ -110,7 +110,7 @@ class Predecessor:
         better reader of prefixes than what it began with; otherwise the old run's base."""
         if self.is_dense:
             return parameters_bytes(path_parameters(self.grid, 0, self.load))
-        return self.directory.blobs.read(self.plan.blobs.base)
+        return self.folder.blobs.read(self.plan.blobs.base)
 
     def path_steps(self) -> int:
         """Return the most inner steps that a path has behind it, `first_step` included."""
@@ -145,15 +145,15 @@ class Predecessor:
         return folder.absolute() if all(part.is_file() for part in parts) else None
 
 
-def open_predecessor(directory: Path, *, allow_genesis: bool = False) -> Predecessor:
-    """Open the run directory `directory` as a predecessor; its manifest's signature is checked.
+def open_predecessor(folder: Path, *, allow_genesis: bool = False) -> Predecessor:
+    """Open the run directory `folder` as a predecessor; its manifest's signature is checked.
 
     Raises StorageError when it is no run directory, ManifestError for a bad manifest.
     """
-    run = RunFolder(directory)
-    if not directory.is_dir() or not run.manifest_path.is_file():
+    run = RunFolder(folder)
+    if not folder.is_dir() or not run.manifest_path.is_file():
         raise StorageError(
-            f"--from {directory} is not a run directory: it has no manifest.json; give the --out "
+            f"--from {folder} is not a run directory: it has no manifest.json; give the --out "
             f"of dipaco-bootstrap prepare or of dipaco-simulate, or a peer's folder of the run"
         )
     return Predecessor(run, verify_manifest(run.manifest_path.read_bytes()), allow_genesis)

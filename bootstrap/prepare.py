@@ -99,8 +99,8 @@ class Preparation:
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
-        self.directory = RunFolder(self.out)
-        self.blobs = self.directory.blobs
+        self.folder = RunFolder(self.out)
+        self.blobs = self.folder.blobs
         self.markers = StageMarkers(self.work, self.blobs)
 
     def run(self, start_in_s: float | None) -> RunPlan:
@@ -180,9 +180,9 @@ class Preparation:
     @cached_property
     def imported(self) -> ImportedBase | None:
         """The checkpoint that the base model is imported from, if it is."""
-        directory = self.config.base.checkpoint
+        folder = self.config.base.checkpoint
         given = self.config.tokenizer.model_file
-        return ImportedBase(directory, own_tokenizer=given is None) if directory else None
+        return ImportedBase(folder, own_tokenizer=given is None) if folder else None
 
     def _train_tokenizer(self) -> str:
         limit = self.config.tokenizer.training_characters
@@ -296,7 +296,7 @@ class Preparation:
     @cached_property
     def base_model(self) -> PathModel:
         """The base model on the device of this preparation."""
-        return self.directory.load_base_model(self.config.model, self.base).to(self.device)
+        return self.folder.load_base_model(self.config.model, self.base).to(self.device)
 
     @cached_property
     def router(self) -> str:
@@ -398,16 +398,16 @@ class Preparation:
         )
         if self.predecessor:
             check_start(plan, self.predecessor.plan)
-        if start_in_s is None and self.directory.manifest_path.exists():
-            signed = self.directory.plan()
+        if start_in_s is None and self.folder.manifest_path.exists():
+            signed = self.folder.plan()
             if signed.model_copy(update={"start_s": plan.start_s}) == plan:
                 return signed, False
         key = load_or_create_operator_key(self.operator_key)
-        atomic_write(self.directory.manifest_path, sign_manifest(plan, key))
+        atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
         return plan, True
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
-        index, summaries = self.directory.shard_index(plan), self._shard_builder().summaries()
+        index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()
         self.display.shards(index, summaries)
         report = report_routing(plan, index, summaries)
         atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())
@@ -418,8 +418,8 @@ class Preparation:
                 f"Base model: validation perplexity {perplexity:.2f} over {tokens:,} tokens"
             )
         if self.succession:
-            self.succession.say_where_it_stands(self.directory, plan)
-        self.display.run(plan, self.directory.grid(plan).parameter_counts(), str(self.out))
+            self.succession.say_where_it_stands(self.folder, plan)
+        self.display.run(plan, self.folder.grid(plan).parameter_counts(), str(self.out))
         if not is_new:
             self.display.say(
                 "Everything was done already; the manifest stands as it was signed. For a new "
@@ -436,7 +436,7 @@ class Preparation:
         each = max(1, SUMMARY_SEQUENCES // self._paths)
         total_nll, total_tokens = 0.0, 0
         for path in range(self._paths):
-            rows = self.directory.validation_tokens(plan, path)[:each]
+            rows = self.folder.validation_tokens(plan, path)[:each]
             if len(rows):
                 tokens = torch.from_numpy(rows.astype(np.int64))
                 nll, count = sum_losses(

@@ -193,12 +193,12 @@ def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig
 def _import_model(values: dict[str, Any], folder: Path, source: str) -> None:
     """Fill `[model]` from the checkpoint that `base` names, if it names one."""
     base = values.get("base")
-    directory = base.get("checkpoint") if isinstance(base, dict) else base
-    if not isinstance(directory, str):
+    checkpoint = base.get("checkpoint") if isinstance(base, dict) else base
+    if not isinstance(checkpoint, str):
         return
     tokenizer = values.get("tokenizer", {})
     given = isinstance(tokenizer, dict) and "model_file" in tokenizer
-    imported = ImportedBase(folder / directory, own_tokenizer=not given)
+    imported = ImportedBase(folder / checkpoint, own_tokenizer=not given)
     values["model"] = imported.agreed_model(values.get("model", {}), source)
 
 

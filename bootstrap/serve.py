@@ -32,12 +32,12 @@ LEAVE_BUDGET_S = 4.0
 
 def run(options: argparse.Namespace) -> int:
     """Serve until stopped. Called by `dipaco-bootstrap serve`. Returns the exit code."""
-    directory: Path = options.directory
-    manifest_path = RunFolder(directory).manifest_path
+    folder: Path = options.folder
+    manifest_path = RunFolder(folder).manifest_path
     if not manifest_path.is_file():
         raise ManifestError(
-            f"{directory} holds no manifest.json; prepare a run first: "
-            f"dipaco-bootstrap prepare RUN.toml --out {directory}"
+            f"{folder} holds no manifest.json; prepare a run first: "
+            f"dipaco-bootstrap prepare RUN.toml --out {folder}"
         )
     display = Display()
     stopping = threading.Event()
@@ -47,12 +47,12 @@ def run(options: argparse.Namespace) -> int:
     node = join_run(
         initial_peers=tuple(options.initial_peers),
         run=None,
-        cache_folder=directory,
-        identity_path=options.identity_path or directory / "identity.key",
+        cache_folder=folder,
+        identity_path=options.identity_path or folder / "identity.key",
         host_maddrs=tuple(options.host_maddrs) or (f"/ip4/0.0.0.0/tcp/{options.port}",),
         announce_maddrs=tuple(options.announce_maddrs),
         own_manifest=manifest_path.read_bytes(),
-        run_folder=directory,
+        run_folder=folder,
         say=display.say,
     )
     joined.set()
@@ -78,7 +78,7 @@ def _serve(
     if options.address_file is not None:
         atomic_write(options.address_file, ["".join(f"{a}\n" for a in addresses).encode()])
     display.say(
-        f"serving run '{node.plan.name}' ({node.run_id}) from {options.directory}; "
+        f"serving run '{node.plan.name}' ({node.run_id}) from {options.folder}; "
         "a volunteer pastes this:"
     )
     display.say(f"dipaco-peer --initial-peers {addresses[0]}")

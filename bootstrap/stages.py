@@ -48,10 +48,10 @@ def corpus_fingerprint(config: CorpusConfig) -> str:
 class StageMarkers:
     """Remembers for each stage the hash of its inputs and the blobs that it made."""
 
-    def __init__(self, directory: Path, blobs: BlobStore) -> None:
-        self._directory = directory
+    def __init__(self, folder: Path, blobs: BlobStore) -> None:
+        self._folder = folder
         self._blobs = blobs
-        directory.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def done(self, stage: str, inputs: str) -> dict[str, Any] | None:
         """Return the outputs of a stage that is done for these inputs, else None.
@@ -76,7 +76,7 @@ class StageMarkers:
         atomic_write(self._path(stage), json.dumps(marker, indent=2).encode())
 
     def _path(self, stage: str) -> Path:
-        return self._directory / f"{stage}.json"
+        return self._folder / f"{stage}.json"
 
 
 def read_marker(file: Path) -> dict[str, Any] | None:

@@ -124,7 +124,7 @@ class Succession:
 
     def _take(self, sha256: str) -> str:
         """Copy a blob of the old run."""
-        return self.blobs.add_file(self.predecessor.directory.blobs.require(sha256))
+        return self.blobs.add_file(self.predecessor.folder.blobs.require(sha256))
 
     def check_scorable(self) -> None:
         """Raise ConfigurationError unless each new path goes on with one old path of its own.

@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     from .identity import load_or_create_identity
     from .node import join_dht
 
-    with tempfile.TemporaryDirectory(prefix="dipaco-status-") as directory:
-        identity = load_or_create_identity(Path(directory) / "identity.key")
+    with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
+        identity = load_or_create_identity(Path(folder) / "identity.key")
         dht = join_dht(options.initial_peers, identity=identity, client_mode=True)
         try:
             manifest = _select(Directory(dht, identity, None), options.run)

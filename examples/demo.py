@@ -82,8 +82,8 @@ class Process:
 class Demo:
     """Starts the processes, watches them, and ends every one of them."""
 
-    def __init__(self, directory: Path, scale: Scale, console: Console) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path, scale: Scale, console: Console) -> None:
+        self.folder = folder
         self.scale = scale
         self.console = console
         self.processes: list[Process] = []
@@ -97,7 +97,7 @@ class Demo:
 
     @property
     def run_folder(self) -> Path:
-        return self.directory / "run"
+        return self.folder / "run"
 
     def command(self, name: str, *arguments: str) -> None:
         """Run one of our commands in the foreground, or end the demo with its error."""
@@ -136,8 +136,8 @@ class Demo:
 
     def start(self, name: str, program: str, *arguments: str) -> Process:
         """Start a command in the background, with its output in a file."""
-        log = self.directory / f"{name}.jsonl"
-        output = (self.directory / f"{name}.out").open("wb")
+        log = self.folder / f"{name}.jsonl"
+        output = (self.folder / f"{name}.out").open("wb")
         popen = subprocess.Popen(
             # What trains gives way to the commands of whoever watches it.
             ["nice", "-n", "5", str(BIN / program), *arguments, "--log-json", str(log)],
@@ -157,18 +157,18 @@ class Demo:
             "dipaco-peer",
             "--initial-peers", address,
             "--host-maddrs", LOOPBACK,
-            "--cache-dir", str(self.directory / name),
-            "--address-file", str(self.directory / f"{name}.address"),
+            "--cache-dir", str(self.folder / name),
+            "--address-file", str(self.folder / f"{name}.address"),
             "--threads", "1",
         )  # fmt: skip
 
     def address_of(self, process: Process, timeout_s: float = 60.0) -> str:
         """Wait until a process has written its address."""
-        file = self.directory / f"{process.name}.address"
+        file = self.folder / f"{process.name}.address"
         deadline = time.monotonic() + timeout_s
         while not file.exists():
             if process.popen.poll() is not None or time.monotonic() > deadline:
-                output = (self.directory / f"{process.name}.out").read_text()
+                output = (self.folder / f"{process.name}.out").read_text()
                 raise SystemExit(f"{process.name} did not start:\n{output}")
             time.sleep(0.1)
         return file.read_text().split()[0]
@@ -261,7 +261,7 @@ def prepare(demo: Demo) -> None:
             name = line.split('"')[1]
             line = f'{key} = "{HERE / "tiny" / name}"'
         lines.append(line)
-    run_toml = demo.directory / "RUN.toml"
+    run_toml = demo.folder / "RUN.toml"
     run_toml.write_text("\n".join(lines) + "\n")
     demo.command(
         "dipaco-bootstrap", "prepare", str(run_toml), "--out", str(demo.run_folder),
@@ -273,7 +273,7 @@ def train(demo: Demo, live: Live | None) -> Process:
     """Run the swarm through its accidents; return a peer that is still alive."""
     bootstrap = demo.start(
         "bootstrap", "dipaco-bootstrap", "serve", str(demo.run_folder),
-        "--host-maddrs", LOOPBACK, "--address-file", str(demo.directory / "bootstrap.address"),
+        "--host-maddrs", LOOPBACK, "--address-file", str(demo.folder / "bootstrap.address"),
     )  # fmt: skip
     address = demo.address_of(bootstrap)
     bootstrap.note = "serving"
@@ -339,23 +339,23 @@ def report(demo: Demo, survivor: Process) -> None:
     status = demo.ask("dipaco-status", "--initial-peers", address, "--json")
     evaluation = demo.ask(
         "dipaco-eval", "--initial-peers", address, "--data", data, "--label-field", "domain",
-        "--limit-documents", limit, "--cache-dir", str(demo.directory / "reader"), "--json",
+        "--limit-documents", limit, "--cache-dir", str(demo.folder / "reader"), "--json",
     )  # fmt: skip
     asked = [demo.ask_sample(address, prompt) for prompt in PROMPTS]
     demo.json_of(status)
     swarm = demo.json_of(evaluation)
     samples = [sample.communicate()[0].decode() for sample in asked]
     demo.end_all()
-    dense_directory = demo.directory / "dense"
+    dense_folder = demo.folder / "dense"
     demo.command(
         "dipaco-simulate", str(demo.run_folder), "--rounds", "0", "--dense-steps", str(steps),
-        "--out", str(dense_directory), "--validation-sequences", "0",
+        "--out", str(dense_folder), "--validation-sequences", "0",
     )  # fmt: skip
     dense = demo.json_of(
         demo.ask(
-            "dipaco-eval", "--state-dir", str(dense_directory), "--allow-genesis", "--data", data,
+            "dipaco-eval", "--state-dir", str(dense_folder), "--allow-genesis", "--data", data,
             "--limit-documents", limit, "--json",
-            "--baseline", str(dense_directory / "dense.safetensors"),
+            "--baseline", str(dense_folder / "dense.safetensors"),
         )
     )  # fmt: skip
     scores = {
@@ -374,10 +374,10 @@ def report(demo: Demo, survivor: Process) -> None:
         demo.console.print("[dim]--- sample ---[/dim]")
         text = sample if sample.startswith(prompt) else prompt + sample
         demo.console.print(text, markup=False, highlight=False)
-    file = demo.directory / "demo.png"
+    file = demo.folder / "demo.png"
     plot(demo, scores, file)
-    demo.console.print(f"plot: {file}; everything else: {demo.directory}")
-    (demo.directory / "result.json").write_text(json.dumps(scores) + "\n")
+    demo.console.print(f"plot: {file}; everything else: {demo.folder}")
+    (demo.folder / "result.json").write_text(json.dumps(scores) + "\n")
 
 
 def main() -> int:

@@ -97,22 +97,22 @@ def collect_windows(
     router: DocumentRouter,
     documents: Iterable[TokenDocument],
     plan: RunPlan,
-    directory: Path,
+    folder: Path,
 ) -> DocumentWindows:
-    """Route documents and write their scoring windows to `directory`.
+    """Route documents and write their scoring windows to `folder`.
 
     Memory is bounded by some hundred documents at a time, beside some 50 bytes for each document.
     Raises StorageError when the disk is full. Called by evaluation and by the fit of a rerouter.
     """
     length, prefix_tokens = plan.model.sequence_length, plan.routing.prefix_tokens
     dtype = token_dtype(plan.model.vocabulary_size)
-    file = directory / "windows.bin"
+    file = folder / "windows.bin"
     names: dict[str, int] = {}
     counts, paths, labels = array("q"), array("q"), array("q")
     short = 0
     hasher = hashlib.sha256()
-    with storage_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as handle:
             for chunk in chunks(documents, _DOCUMENTS_AT_ONCE):
                 chosen = [item for item in chunk if len(item.tokens) > prefix_tokens]

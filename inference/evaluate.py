@@ -150,14 +150,14 @@ def evaluate(
     base: bool = True,
     baseline: PathModel | None = None,
     rerouting: Rerouting | None = None,
-    directory: Path | None = None,
+    folder: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> EvaluationReport:
     """Route the documents and score each with its path, one path in memory at a time.
 
     `base` is whether to score the base model too, `baseline` a dense model of the run's shape to
     score on the same tokens. With `rerouting` every path scores every document. `progress` is told
-    what is being done. Windows and scores lie in `directory`, where a later call finds the scores
+    what is being done. Windows and scores lie in `folder`, where a later call finds the scores
     of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
 
     Raises CorpusError if no document has a token to score, or if no path with documents can be
@@ -183,7 +183,7 @@ def evaluate(
             scores = token_scores(
                 source,
                 windows,
-                directory=directory or Path(temporary),
+                folder=folder or Path(temporary),
                 device=device,
                 progress=progress,
             )

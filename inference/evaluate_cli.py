@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
             base=not options.no_base,
             baseline=baseline,
             rerouting=rerouting,
-            directory=options.cache_dir / "scores" if options.cache_dir else None,
+            folder=options.cache_dir / "scores" if options.cache_dir else None,
             progress=(lambda line: None) if quiet else notes.print,
         )
     if options.json:

@@ -62,17 +62,17 @@ class Exporter:
         tokenizer = source.blob(source.plan.blobs.tokenizer)
         self._files = checkpoint_files(source.plan.model, tokenizer, dtype, exact_tokenizer)
 
-    def write_path(self, path: int, directory: Path, readme: Readme | None = None) -> bool:
-        """Write a path to `directory`; False if the same export of it lies there already.
+    def write_path(self, path: int, folder: Path, readme: Readme | None = None) -> bool:
+        """Write a path to `folder`; False if the same export of it lies there already.
 
         An older export of the same path is replaced. Raises ConfigurationError if there is
         anything else in the folder, and what `assemble_path` raises.
         """
         provenance = self._provenance(path)
-        if read_provenance(directory) == provenance:
+        if read_provenance(folder) == provenance:
             return False
-        check_replaceable(directory, {key: provenance[key] for key in ("format", "run", "path")})
-        with whole_folder(directory) as staging:
+        check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
+        with whole_folder(folder) as staging:
             if self._share_in is not None and self.source.best_round(path) is None:
                 self._link_modules(path, staging)
             else:
@@ -82,7 +82,7 @@ class Exporter:
         self.source.forget(path)
         return True
 
-    def write_base(self, directory: Path, readme: str | None = None) -> bool:
+    def write_base(self, folder: Path, readme: str | None = None) -> bool:
         """Write the base model, whose features the router sees, always in fp32."""
         plan = self.source.plan
         provenance = {
@@ -91,11 +91,11 @@ class Exporter:
             "base": plan.blobs.base,
             "dtype": "float32",
         }
-        if read_provenance(directory) == provenance:
+        if read_provenance(folder) == provenance:
             return False
-        check_replaceable(directory, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
+        check_replaceable(folder, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
         model = self.source.base_model(torch.device("cpu"))
-        with whole_folder(directory) as staging:
+        with whole_folder(folder) as staging:
             save_parameters(dict(model.named_parameters()), staging, torch.float32)
             self._write_files(staging, provenance, readme)
             write_json(staging / CONFIG_FILE, llama_config(plan.model, torch.float32))
@@ -126,29 +126,29 @@ class Exporter:
             **made_of,
         }
 
-    def _link_modules(self, path: int, directory: Path) -> None:
+    def _link_modules(self, path: int, folder: Path) -> None:
         """Write the path's modules as shards of a checkpoint, each stored once for all paths."""
         states = path_states(self.source, path)
         weight_map: dict[str, str] = {}
         for index, (module, state) in enumerate(states.items()):
             shard = f"model-{index + 1:05d}-of-{len(states):05d}.safetensors"
-            self._link(module, state.digest, state.layout.views(state.parameters), directory, shard)
+            self._link(module, state.digest, state.layout.views(state.parameters), folder, shard)
             weight_map |= dict.fromkeys(state.layout.names, shard)
         total = self.dtype.itemsize * sum(state.layout.size for state in states.values())
         index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(directory / INDEX_FILE, index_content)
+        write_json(folder / INDEX_FILE, index_content)
 
     def _link(
         self,
         module: str,
         digest: str,
         parameters: Mapping[str, torch.Tensor],
-        directory: Path,
+        folder: Path,
         shard: str,
     ) -> None:
         assert self._share_in is not None
         if len(self.source.grid.paths_of_module(module)) == 1:
-            save_parameters(parameters, directory, self.dtype, shard)
+            save_parameters(parameters, folder, self.dtype, shard)
             return
         stored = self._share_in / f"{module}-{digest[:16]}-{_name(self.dtype)}.safetensors"
         with storage_errors(self._share_in):
@@ -159,19 +159,17 @@ class Exporter:
                 os.replace(self._share_in / partial, stored)
             self._linked.add(stored.name)
             try:
-                os.link(stored, directory / shard)
+                os.link(stored, folder / shard)
             except OSError:
                 # A file system without hard links: the folder is right all the same, only larger.
-                shutil.copyfile(stored, directory / shard)
+                shutil.copyfile(stored, folder / shard)
 
-    def _write_files(
-        self, directory: Path, provenance: Mapping[str, Any], readme: str | None
-    ) -> None:
+    def _write_files(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
         for name, content in self._files.items():
-            (directory / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         if readme is not None:
-            (directory / "README.md").write_text(readme, encoding="utf-8")
-        write_json(directory / PROVENANCE_FILE, provenance)
+            (folder / "README.md").write_text(readme, encoding="utf-8")
+        write_json(folder / PROVENANCE_FILE, provenance)
 
 
 def checkpoint_files(
@@ -205,7 +203,7 @@ def checkpoint_files(
 
 def save_parameters(
     parameters: Mapping[str, torch.Tensor],
-    directory: Path,
+    folder: Path,
     dtype: torch.dtype,
     name: str = WEIGHTS_FILE,
 ) -> None:
@@ -223,64 +221,64 @@ def save_parameters(
                 f"'{key}' has numbers that {_name(dtype)} cannot hold; export with --dtype bfloat16"
             )
         stored[key] = converted
-    with storage_errors(directory):
+    with storage_errors(folder):
         try:
-            safetensors.torch.save_file(stored, directory / name, metadata={"format": "pt"})
+            safetensors.torch.save_file(stored, folder / name, metadata={"format": "pt"})
             # Some versions of safetensors write for the owner alone.
-            (directory / name).chmod(directory.stat().st_mode & 0o666)
+            (folder / name).chmod(folder.stat().st_mode & 0o666)
         except safetensors.SafetensorError as error:
             raise StorageError(
-                f"cannot write {directory / name}: {error}; free space, or give another --out"
+                f"cannot write {folder / name}: {error}; free space, or give another --out"
             ) from None
 
 
-def read_provenance(directory: Path) -> dict[str, Any] | None:
+def read_provenance(folder: Path) -> dict[str, Any] | None:
     """Return what a folder says it was made of; None if it is no export."""
     try:
-        found = json.loads((directory / PROVENANCE_FILE).read_bytes())
+        found = json.loads((folder / PROVENANCE_FILE).read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def check_replaceable(directory: Path, expected: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError unless `directory` is missing, empty, or an export of the same."""
-    if not directory.exists():
+def check_replaceable(folder: Path, expected: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError unless `folder` is missing, empty, or an export of the same."""
+    if not folder.exists():
         return
-    if not directory.is_dir():
-        raise ConfigurationError(f"--out {directory} is a file; give the name of a new folder")
-    if not any(directory.iterdir()):
+    if not folder.is_dir():
+        raise ConfigurationError(f"--out {folder} is a file; give the name of a new folder")
+    if not any(folder.iterdir()):
         return
-    found = read_provenance(directory)
+    found = read_provenance(folder)
     if found is None:
         raise ConfigurationError(
-            f"--out {directory} is not empty, and is no export of ours; give a new folder"
+            f"--out {folder} is not empty, and is no export of ours; give a new folder"
         )
     for key, value in expected.items():
         if found.get(key) != value:
             raise ConfigurationError(
-                f"--out {directory} holds an export of {key} {found.get(key)!r}, not {value!r}; "
+                f"--out {folder} holds an export of {key} {found.get(key)!r}, not {value!r}; "
                 f"give a new folder"
             )
 
 
 @contextmanager
-def whole_folder(directory: Path) -> Iterator[Path]:
-    """Give a folder to fill that becomes `directory` when the body ends well, and vanishes if not.
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder to fill that becomes `folder` when the body ends well, and vanishes if not.
 
     What was there before is replaced.
     """
-    parent = directory.absolute().parent
-    staging, previous = (parent / f".{directory.name}.{suffix}" for suffix in ("new", "old"))
+    parent = folder.absolute().parent
+    staging, previous = (parent / f".{folder.name}.{suffix}" for suffix in ("new", "old"))
     with storage_errors(parent):
         for left_over in (staging, previous):
             shutil.rmtree(left_over, ignore_errors=True)
         staging.mkdir(parents=True)
         try:
             yield staging
-            if directory.exists():
-                os.replace(directory, previous)
-            os.replace(staging, directory)
+            if folder.exists():
+                os.replace(folder, previous)
+            os.replace(staging, folder)
             shutil.rmtree(previous, ignore_errors=True)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)

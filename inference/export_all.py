@@ -131,23 +131,23 @@ def check_space(
         )
 
 
-def _free_bytes(directory: Path) -> int:
-    existing = directory.absolute()
+def _free_bytes(folder: Path) -> int:
+    existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     with storage_errors(existing):
         return shutil.disk_usage(existing).free
 
 
-def _write_router(source: StateSource, directory: Path, exporter: Exporter) -> None:
+def _write_router(source: StateSource, folder: Path, exporter: Exporter) -> None:
     """Write what finds the path of a text, with figures on how evenly it did so."""
     data = source.blob(source.plan.blobs.router)
     router = load_router(data)
-    exporter.write_base(directory / "base")
-    atomic_write(directory / "router.safetensors", data)
-    atomic_write(directory / "routing.json", json_bytes(routing_figures(source.shard_index())))
+    exporter.write_base(folder / "base")
+    atomic_write(folder / "router.safetensors", data)
+    atomic_write(folder / "routing.json", json_bytes(routing_figures(source.shard_index())))
     readme = router_readme(router, source.plan.routing.prefix_tokens)
-    atomic_write(directory / "README.md", readme.encode())
+    atomic_write(folder / "README.md", readme.encode())
 
 
 def routing_figures(index: ShardIndex) -> dict[str, Any]:

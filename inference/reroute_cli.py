@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         scores = token_scores(
             source,
             documents,
-            directory=options.cache_dir / "scores" if options.cache_dir else Path(temporary),
+            folder=options.cache_dir / "scores" if options.cache_dir else Path(temporary),
             device=device,
             progress=progress,
         )

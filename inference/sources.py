@@ -203,8 +203,8 @@ class StateSource(ABC):
 class DiskSource(StateSource):
     """A run directory: a peer's cache, the output of a simulation, or a prepared run."""
 
-    def __init__(self, directory: Path, settings: SourceSettings | None = None) -> None:
-        run = RunFolder(directory)
+    def __init__(self, folder: Path, settings: SourceSettings | None = None) -> None:
+        run = RunFolder(folder)
         super().__init__(run, run.plan(), settings or SourceSettings())
 
     def _best_candidates(self, path: int) -> Iterator[BestParameters]:

@@ -57,14 +57,14 @@ def token_scores(
     source: StateSource,
     documents: DocumentWindows,
     *,
-    directory: Path,
+    folder: Path,
     device: torch.device,
     paths: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TokenScores:
     """Score all documents with each of `paths` (default: all with a state), one in memory at once.
 
-    A path's scores are a file of 4 bytes a token in `directory`, named by a hash of the documents
+    A path's scores are a file of 4 bytes a token in `folder`, named by a hash of the documents
     and of the path's parameters: a later call with the same directory reuses what is there, so an
     interrupted one goes on with the path that it stopped at. Every token has as much context as
     the windows give it, whichever path scores it.
@@ -81,21 +81,21 @@ def token_scores(
             continue
         progress(f"scoring all documents with path {path}")
         model = assemble_path(source, path, model=model, device=device)
-        found[path] = _path_scores(model, documents, directory)
+        found[path] = _path_scores(model, documents, folder)
         source.forget(path)
     return TokenScores(documents, found)
 
 
-def _path_scores(model: PathModel, documents: DocumentWindows, directory: Path) -> np.ndarray:
+def _path_scores(model: PathModel, documents: DocumentWindows, folder: Path) -> np.ndarray:
     """Return the scores of one model, fp32 [tokens], from their file if it is there."""
     name = hashlib.sha256(
         f"{documents.sha256} {documents.prefix_tokens} {parameters_sha256(model)}".encode()
     ).hexdigest()
-    file = directory / f"scores-{name[:32]}.f32"
+    file = folder / f"scores-{name[:32]}.f32"
     shape = (documents.tokens,)
-    with storage_errors(directory):
+    with storage_errors(folder):
         if not (file.is_file() and file.stat().st_size == 4 * documents.tokens):
-            directory.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".tmp")
             scores = np.memmap(unfinished, np.float32, "w+", shape=shape)
             score_tokens(model, documents, scores)

@@ -281,17 +281,17 @@ class BestParametersStore:
     Nothing is created before something is held.
     """
 
-    def __init__(self, directory: Path, grid: Grid) -> None:
-        self.directory = Path(directory)
+    def __init__(self, folder: Path, grid: Grid) -> None:
+        self.folder = Path(folder)
         self._grid = grid
         self._lock = threading.Lock()
         self._held: dict[int, HeldBest] = {}
 
     def load_from_disk(self) -> tuple[HeldBest, ...]:
         """Take up what an earlier life left; files that are none are reported and left alone."""
-        if self.directory.is_dir():
-            remove_stale_temporaries(self.directory)
-            for file in sorted(self.directory.iterdir()):
+        if self.folder.is_dir():
+            remove_stale_temporaries(self.folder)
+            for file in sorted(self.folder.iterdir()):
                 path = path_of_file_name(file.name)
                 if path is None or path >= self._grid.path_count:
                     continue
@@ -305,7 +305,7 @@ class BestParametersStore:
         summary = read_best_parameters_summary(file)
         if summary.path != path:
             raise IntegrityError(f"{file} is of path {summary.path}")
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             held = HeldBest(
                 path,
                 summary.round_index,
@@ -320,7 +320,7 @@ class BestParametersStore:
         """Write a best path in place of the one held of its path. Raises `StorageError`."""
         file = self.file(best.path)
         write_best_parameters(best, file)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             size_bytes = file.stat().st_size
         held = HeldBest(best.path, best.round_index, best.score, best.sha256, size_bytes)
         with self._lock:
@@ -331,7 +331,7 @@ class BestParametersStore:
         """Hold none of this path any more."""
         with self._lock:
             self._held.pop(path, None)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             self.file(path).unlink(missing_ok=True)
 
     def get(self, path: int) -> HeldBest | None:
@@ -359,4 +359,4 @@ class BestParametersStore:
 
     def file(self, path: int) -> Path:
         """Return where the best of a path lies or would lie."""
-        return self.directory / best_path_file_name(path)
+        return self.folder / best_path_file_name(path)

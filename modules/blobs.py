@@ -34,22 +34,22 @@ def is_sha256(text: str) -> bool:
 
 
 class BlobStore:
-    """A folder of blobs, `directory/ab/abcdef...`; unfinished downloads lie in `partial/`."""
+    """A folder of blobs, `folder/ab/abcdef...`; unfinished downloads lie in `partial/`."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
-        self._partials = self.directory / "partial"
-        with storage_errors(self.directory):
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._partials = self.folder / "partial"
+        with storage_errors(self.folder):
             self._partials.mkdir(parents=True, exist_ok=True)
-        for folder in self.directory.iterdir():
-            if folder.is_dir():
-                remove_stale_temporaries(folder)
+        for subfolder in self.folder.iterdir():
+            if subfolder.is_dir():
+                remove_stale_temporaries(subfolder)
 
     def path(self, sha: str) -> Path:
         """Return where the blob lies or would lie. Raises ValueError when `sha` is no SHA-256."""
         if not is_sha256(sha):
             raise ValueError(f"not a SHA-256: {sha[:80]!r}")
-        return self.directory / sha[:2] / sha
+        return self.folder / sha[:2] / sha
 
     def has(self, sha: str) -> bool:
         """Return whether the blob is here; its content is not read."""
@@ -58,7 +58,7 @@ class BlobStore:
     def verify(self, sha: str) -> bool:
         """Read the blob and return whether it is here and has its hash."""
         path = self.path(sha)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             return path.is_file() and sha256_of_file(path) == sha
 
     def add_bytes(self, content: bytes) -> str:
@@ -76,11 +76,11 @@ class BlobStore:
         target = self.path(sha)
         if path.resolve() == target.resolve():
             return sha
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             if self.has(sha):
                 if move:
                     path.unlink()
-            elif move and _same_device(path, self.directory):
+            elif move and _same_device(path, self.folder):
                 self._install(path, target)
             else:
                 self._copy(path, sha)
@@ -91,7 +91,7 @@ class BlobStore:
     def read(self, sha: str) -> bytes:
         """Return the blob's content, checked. Raises `IntegrityError` if absent or damaged."""
         path = self.require(sha)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != sha:
             raise IntegrityError(
@@ -103,19 +103,19 @@ class BlobStore:
     def open(self, sha: str) -> BinaryIO:
         """Open the blob without checking its hash. Raises `IntegrityError` when it is not here."""
         path = self.require(sha)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             return path.open("rb")
 
     def require(self, sha: str) -> Path:
         """Return the blob's path. Raises `IntegrityError` when it is not here."""
         path = self.path(sha)
         if not path.is_file():
-            raise IntegrityError(f"blob {sha[:16]} is not in {self.directory}; fetch it again")
+            raise IntegrityError(f"blob {sha[:16]} is not in {self.folder}; fetch it again")
         return path
 
     def remove(self, sha: str) -> None:
         """Delete the blob and its partial download, if they are here."""
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             self.path(sha).unlink(missing_ok=True)
             self.partial_path(sha).unlink(missing_ok=True)
 
@@ -130,7 +130,7 @@ class BlobStore:
         Called by whoever fetched it, once the partial file has its full length.
         """
         partial = self.partial_path(sha)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             if not partial.is_file():
                 raise IntegrityError(f"no download of blob {sha[:16]} has begun")
             found = sha256_of_file(partial)
@@ -144,7 +144,7 @@ class BlobStore:
     def total_bytes(self) -> int:
         """Bytes of all blobs and partial downloads."""
         total = 0
-        for file in self.directory.rglob("*"):
+        for file in self.folder.rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 total += file.stat().st_size if file.is_file() else 0
         return total

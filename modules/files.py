@@ -28,28 +28,28 @@ def canonical_json(value: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def storage_errors(directory: Path) -> Iterator[None]:
+def storage_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError of the body into a `StorageError` that says what to do about it."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(
-                f"disk full: cannot write in {directory} ({_free_space(directory)}); free some "
+                f"disk full: cannot write in {folder} ({_free_space(folder)}); free some "
                 f"space there, or give another folder with --cache-dir (or --out)"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise StorageError(
-                f"no permission to use {error.filename or directory}; check its owner, or give "
+                f"no permission to use {error.filename or folder}; check its owner, or give "
                 f"another folder with --cache-dir (or --out)"
             ) from error
-        where = error.filename or directory
+        where = error.filename or folder
         raise StorageError(f"cannot use {where}: {error.strerror or error}") from error
 
 
-def _free_space(directory: Path) -> str:
+def _free_space(folder: Path) -> str:
     try:
-        return f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB free"
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
     except OSError:
         return "free space unknown"
 
@@ -83,10 +83,10 @@ def atomic_write(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> No
             handle.write(chunk)
 
 
-def sync_folder(directory: Path) -> None:
-    """Make a rename in `directory` durable, where the file system can."""
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable, where the file system can."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -102,13 +102,13 @@ def sha256_of_file(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def remove_stale_temporaries(directory: Path, older_than_s: float = STALE_TEMPORARY_S) -> None:
-    """Delete temporary files that a killed process left in `directory`; stores call it early.
+def remove_stale_temporaries(folder: Path, older_than_s: float = STALE_TEMPORARY_S) -> None:
+    """Delete temporary files that a killed process left in `folder`; stores call it early.
 
     Young ones are spared: another process may be writing them.
     """
     limit = time.time() - older_than_s
-    for temporary in directory.glob(f".*{TEMPORARY_SUFFIX}"):
+    for temporary in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
             if temporary.stat().st_mtime < limit:
                 temporary.unlink()

@@ -74,18 +74,18 @@ def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def read_llama_config(directory: Path) -> dict[str, Any]:
-    """Return the values of a `ModelConfig` that the `config.json` in `directory` describes.
+def read_llama_config(folder: Path) -> dict[str, Any]:
+    """Return the values of a `ModelConfig` that the `config.json` in `folder` describes.
 
     Raises StorageError if there is none, ConfigurationError naming the field if it is of another
     architecture or asks for something that a path cannot do. Called when a base is imported.
     """
-    file = directory / CONFIG_FILE
+    file = folder / CONFIG_FILE
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(
-            f"{directory} is no checkpoint: it has no {CONFIG_FILE}; give the folder of a Llama "
+            f"{folder} is no checkpoint: it has no {CONFIG_FILE}; give the folder of a Llama "
             f"model with {CONFIG_FILE} and {WEIGHTS_FILE}"
         ) from None
     except OSError as error:
@@ -153,17 +153,17 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
     return rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
 
 
-def llama_weight_files(directory: Path) -> tuple[Path, ...]:
+def llama_weight_files(folder: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a checkpoint: one, or those that its index names.
 
     Raises StorageError if there are none, IntegrityError if the index is wrong.
     """
-    if (directory / WEIGHTS_FILE).is_file():
-        return (directory / WEIGHTS_FILE,)
-    index = directory / INDEX_FILE
+    if (folder / WEIGHTS_FILE).is_file():
+        return (folder / WEIGHTS_FILE,)
+    index = folder / INDEX_FILE
     if not index.is_file():
         raise StorageError(
-            f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not "
+            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not "
             f"read: save the model again with save_pretrained, which writes safetensors"
         )
     try:
@@ -171,12 +171,12 @@ def llama_weight_files(directory: Path) -> tuple[Path, ...]:
     except (ValueError, KeyError, AttributeError, TypeError):
         raise IntegrityError(f"{index} is broken: it maps no parameters to files") from None
     for name in sorted(map(str, names)):
-        if Path(name).name != name or not (directory / name).is_file():
-            raise IntegrityError(f"{index} names the file '{name}', which is not in {directory}")
-    return tuple(directory / str(name) for name in sorted(map(str, names)))
+        if Path(name).name != name or not (folder / name).is_file():
+            raise IntegrityError(f"{index} names the file '{name}', which is not in {folder}")
+    return tuple(folder / str(name) for name in sorted(map(str, names)))
 
 
-def read_llama_parameters(directory: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
+def read_llama_parameters(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the parameters of a checkpoint, fp32 on the CPU, by name: all of `model`, no others.
 
     Raises IntegrityError naming the parameter if one is missing, unknown, of another shape, or
@@ -184,7 +184,7 @@ def read_llama_parameters(directory: Path, model: ModelConfig) -> dict[str, torc
     """
     wanted = parameter_shapes(model)
     found: dict[str, torch.Tensor] = {}
-    for file in llama_weight_files(directory):
+    for file in llama_weight_files(folder):
         for name, tensor in _tensors(file):
             # Checkpoints of older versions store what is computed from the configuration.
             if name.endswith("rotary_emb.inv_freq"):
@@ -198,10 +198,10 @@ def read_llama_parameters(directory: Path, model: ModelConfig) -> dict[str, torc
     head = found.pop(HEAD, None) if model.tied_embedding else None
     if head is not None and not torch.equal(head, found.get(EMBEDDING, torch.empty(0))):
         raise IntegrityError(
-            f"{directory} has a '{HEAD}' of its own, but its {CONFIG_FILE} says "
+            f"{folder} has a '{HEAD}' of its own, but its {CONFIG_FILE} says "
             f"tie_word_embeddings; correct the one or the other"
         )
-    _check(found, wanted, directory)
+    _check(found, wanted, folder)
     return found
 
 
@@ -215,19 +215,19 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]], directory: Path
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
     for name in sorted(set(wanted) - set(found)):
-        raise IntegrityError(f"{directory} lacks the parameter '{name}'")
+        raise IntegrityError(f"{folder} lacks the parameter '{name}'")
     for name in sorted(set(found) - set(wanted)):
         raise IntegrityError(
-            f"{directory} has a parameter '{name}', which its {CONFIG_FILE} gives no place to"
+            f"{folder} has a parameter '{name}', which its {CONFIG_FILE} gives no place to"
         )
     for name, shape in wanted.items():
         if tuple(found[name].shape) != shape:
             raise IntegrityError(
-                f"{directory} has '{name}' in shape {list(found[name].shape)}, but its "
+                f"{folder} has '{name}' in shape {list(found[name].shape)}, but its "
                 f"{CONFIG_FILE} says {list(shape)}"
             )
         if not bool(torch.isfinite(found[name]).all()):
-            raise IntegrityError(f"{directory} has numbers in '{name}' that are not finite")
+            raise IntegrityError(f"{folder} has numbers in '{name}' that are not finite")

@@ -49,16 +49,16 @@ class _Entry(NamedTuple):
 
 
 class StateStore:
-    """`directory/<module>/<sequence>-<digest>.safetensors`; one process writes, others may read."""
+    """`folder/<module>/<sequence>-<digest>.safetensors`; one process writes, others may read."""
 
-    def __init__(self, directory: Path, kept_optimizers: int = KEPT_OPTIMIZERS) -> None:
-        self.directory = Path(directory)
+    def __init__(self, folder: Path, kept_optimizers: int = KEPT_OPTIMIZERS) -> None:
+        self.folder = Path(folder)
         self.kept_optimizers = kept_optimizers
-        self._optimizers = self.directory / "optimizers"
-        with storage_errors(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
-        for folder in (*self._module_folders(), self._optimizers):
-            remove_stale_temporaries(folder)
+        self._optimizers = self.folder / "optimizers"
+        with storage_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        for subfolder in (*self._module_folders(), self._optimizers):
+            remove_stale_temporaries(subfolder)
 
     def save(self, state: ModuleState) -> Path:
         """Write a state as the last good one, keep the one before, and return its file.
@@ -69,7 +69,7 @@ class StateStore:
         if entries and entries[0].digest == state.digest:
             return entries[0].path
         sequence = entries[0].sequence + 1 if entries else 1
-        path = self.directory / state.module / f"{sequence:010d}-{state.digest}.safetensors"
+        path = self.folder / state.module / f"{sequence:010d}-{state.digest}.safetensors"
         write_state(state, path)
         atomic_write(path.with_suffix(".json"), _description(state))
         self._prune(state.module)
@@ -141,10 +141,10 @@ class StateStore:
         return None
 
     def _module_folders(self) -> Sequence[Path]:
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             return sorted(
                 folder
-                for folder in self.directory.iterdir()
+                for folder in self.folder.iterdir()
                 if folder.is_dir() and module_name_is_valid(folder.name)
             )
 
@@ -152,7 +152,7 @@ class StateStore:
         """Return the states of a module, the newest first."""
         entries = [
             _Entry(int(match[1]), match[2], file)
-            for file, match in _matching(self.directory / module, _STATE_FILE)
+            for file, match in _matching(self.folder / module, _STATE_FILE)
         ]
         return sorted(entries, reverse=True)
 
@@ -169,7 +169,7 @@ class StateStore:
     def _prune(self, module: str) -> None:
         """Delete all but the last good states of a module, and what belongs to none."""
         kept = {entry.path.stem for entry in self._entries(module)[:KEPT_STATES]}
-        for file in (self.directory / module).iterdir():
+        for file in (self.folder / module).iterdir():
             if file.suffix in (".safetensors", ".json", ".bad") and file.stem not in kept:
                 file.unlink(missing_ok=True)
 

@@ -222,7 +222,7 @@ def hand_over(
         logger.warning(
             "%s: nobody took the newest state over in time; it stays in %s",
             ", ".join(left),
-            node.states.directory,
+            node.states.folder,
         )
     return tuple(safe)
 

@@ -207,7 +207,7 @@ def join_run(
 ) -> Node:
     """Join a swarm and a run of it, and return the joined node.
 
-    A bootstrap node gives `own_manifest` and its `run_directory` instead of looking a run up.
+    A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
     make_folder(cache_folder)

@@ -82,16 +82,16 @@ class CorpusConfig(Config):
         """Whether there is a validation source; if not, `is_held_out` chooses."""
         return bool(self.validation or (self.hub and self.validation_split))
 
-    def relative_to(self, directory: Path) -> CorpusConfig:
-        """Return this with files that are not absolute taken to be in `directory`; `hub` too, if
+    def relative_to(self, folder: Path) -> CorpusConfig:
+        """Return this with files that are not absolute taken to be in `folder`; `hub` too, if
         there is a folder of that name."""
 
         def placed(patterns: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(str(directory / pattern) for pattern in patterns)
+            return tuple(str(folder / pattern) for pattern in patterns)
 
         files = {"train": placed(self.train), "validation": placed(self.validation)}
-        if self.hub and (directory / self.hub).is_dir():
-            return self.model_copy(update={**files, "hub": str(directory / self.hub)})
+        if self.hub and (folder / self.hub).is_dir():
+            return self.model_copy(update={**files, "hub": str(folder / self.hub)})
         return self.model_copy(update=files)
 
 

@@ -61,7 +61,7 @@ class ShardBuilder:
 
     def __init__(
         self,
-        directory: Path,
+        folder: Path,
         router: DocumentRouter,
         path_count: int,
         sequence_length: int,
@@ -72,7 +72,7 @@ class ShardBuilder:
         chunk_documents: int = 1024,
         chunk_tokens: int = 2_000_000,
     ) -> None:
-        self._directory = directory
+        self._folder = folder
         self._router = router
         self._path_count = path_count
         self._sequence_length = sequence_length
@@ -82,9 +82,9 @@ class ShardBuilder:
         self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
-        self._progress_path = directory / "progress.json"
+        self._progress_path = folder / "progress.json"
         window_stride(sequence_length, router.prefix_tokens)
-        directory.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self._start()
 
     def build(
@@ -113,7 +113,7 @@ class ShardBuilder:
                 file = self._file(part, path)
                 if file.exists():
                     digests[file.name] = blobs.add_file(file)
-        atomic_write(self._directory / "digests.json", canonical_json(digests))
+        atomic_write(self._folder / "digests.json", canonical_json(digests))
         for part in _PARTS:
             for path in range(self._path_count):
                 self._file(part, path).unlink(missing_ok=True)
@@ -154,7 +154,7 @@ class ShardBuilder:
                     self._labels[path][label] += len(document)
         for path, arrays in pieces.items():
             content = np.concatenate(arrays)
-            with storage_errors(self._directory), open(self._file(part, path), "ab") as file:
+            with storage_errors(self._folder), open(self._file(part, path), "ab") as file:
                 file.write(content.tobytes())
             self._parts[part][path].bytes += content.nbytes
         self._done[part] = indices.stop
@@ -181,7 +181,7 @@ class ShardBuilder:
             tokens = done.bytes // self._dtype.itemsize
             missing = max(0, self._sequences("train", path) * row_tokens - tokens)
             padding = np.full(missing, PAD_TOKEN, self._dtype)
-            with storage_errors(self._directory), open(self._file("train", path), "ab") as file:
+            with storage_errors(self._folder), open(self._file("train", path), "ab") as file:
                 file.truncate(min(done.bytes, self._sequences("train", path) * self._row_bytes))
                 file.write(padding.tobytes())
 
@@ -207,7 +207,7 @@ class ShardBuilder:
         return tuple((name, count / tokens) for name, count in largest[:shown])
 
     def _file(self, part: Part, path: int) -> Path:
-        return self._directory / f"{part}-{path:05d}.bin"
+        return self._folder / f"{part}-{path:05d}.bin"
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         for part in _PARTS:
@@ -258,7 +258,7 @@ class ShardBuilder:
 
     def _moved(self) -> dict[str, str]:
         """Return the digests of files already in the blob store, if they are of these inputs."""
-        path = self._directory / "digests.json"
+        path = self._folder / "digests.json"
         if not path.exists() or not sum(self._done.values()):
             path.unlink(missing_ok=True)
             return {}

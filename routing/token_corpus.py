@@ -33,15 +33,15 @@ _NO_LABEL = 2**16 - 1
 class TokenCorpus:
     """Reads a finished token corpus through memory maps. Called by `bootstrap.prepare`."""
 
-    def __init__(self, directory: Path, vocabulary_size: int) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path, vocabulary_size: int) -> None:
+        self.folder = folder
         self.vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
-        progress = _read_progress(directory)
+        progress = _read_progress(folder)
         self.label_names: tuple[str, ...] = tuple(progress["labels"])
-        self.ends = _mapped(directory / "ends.bin", np.dtype("<u8"), progress["documents"])
-        self.labels = _mapped(directory / "labels.bin", np.dtype("<u2"), progress["documents"])
-        self.tokens = _mapped(directory / "tokens.bin", self._dtype, progress["tokens"])
+        self.ends = _mapped(folder / "ends.bin", np.dtype("<u8"), progress["documents"])
+        self.labels = _mapped(folder / "labels.bin", np.dtype("<u2"), progress["documents"])
+        self.tokens = _mapped(folder / "tokens.bin", self._dtype, progress["tokens"])
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -81,11 +81,11 @@ class TokenCorpusWriter:
     is thrown away.
     """
 
-    def __init__(self, directory: Path, vocabulary_size: int, inputs: str) -> None:
-        self._directory = directory
+    def __init__(self, folder: Path, vocabulary_size: int, inputs: str) -> None:
+        self._folder = folder
         self._dtype = token_dtype(vocabulary_size)
-        self._progress_path = directory / "progress.json"
-        directory.mkdir(parents=True, exist_ok=True)
+        self._progress_path = folder / "progress.json"
+        folder.mkdir(parents=True, exist_ok=True)
         progress: dict[str, Any] = {
             "inputs": inputs,
             "documents": 0,
@@ -93,7 +93,7 @@ class TokenCorpusWriter:
             "labels": [],
         }
         if self._progress_path.exists():
-            found = _read_progress(directory)
+            found = _read_progress(folder)
             if found["inputs"] == inputs and self._has(found):
                 progress = found
         self.documents: int = progress["documents"]
@@ -109,9 +109,9 @@ class TokenCorpusWriter:
         flat = np.concatenate([np.asarray(tokens, self._dtype) for tokens, _ in documents])
         labels = np.array([self._label(label) for _, label in documents], dtype="<u2")
         ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.tokens)
-        _append(self._directory / "tokens.bin", flat)
-        _append(self._directory / "ends.bin", ends.astype("<u8"))
-        _append(self._directory / "labels.bin", labels)
+        _append(self._folder / "tokens.bin", flat)
+        _append(self._folder / "ends.bin", ends.astype("<u8"))
+        _append(self._folder / "labels.bin", labels)
         self.documents += len(documents)
         self.tokens += len(flat)
         self._save()
@@ -135,13 +135,13 @@ class TokenCorpusWriter:
         machine may have lost their ends)."""
         files = self._files(progress["documents"], progress["tokens"])
         return all(
-            (self._directory / name).exists() and (self._directory / name).stat().st_size >= size
+            (self._folder / name).exists() and (self._folder / name).stat().st_size >= size
             for name, size in files.items()
         )
 
     def _truncate(self) -> None:
         for name, size in self._files(self.documents, self.tokens).items():
-            with open(self._directory / name, "ab") as file:
+            with open(self._folder / name, "ab") as file:
                 file.truncate(size)
 
     def _save(self) -> None:
@@ -214,14 +214,14 @@ def _append(path: Path, values: np.ndarray) -> None:
         file.write(values.tobytes())
 
 
-def _read_progress(directory: Path) -> dict[str, Any]:
+def _read_progress(folder: Path) -> dict[str, Any]:
     try:
-        values = json.loads((directory / "progress.json").read_bytes())
+        values = json.loads((folder / "progress.json").read_bytes())
         if not isinstance(values, dict) or not {"documents", "tokens", "labels"} <= values.keys():
             raise ValueError("it lacks a count")
     except (OSError, ValueError) as error:
         raise IntegrityError(
-            f"{directory / 'progress.json'} cannot be read ({error}); remove {directory} and "
+            f"{folder / 'progress.json'} cannot be read ({error}); remove {folder} and "
             f"prepare again"
         ) from None
     return values

@@ -3,7 +3,7 @@
     checkpoint/round-00000012/      of a simulation in memory, written every few rounds
     checkpoint/live/                of a simulation on disk, which works there
 
-Both have the form of `LiveDirectory`, so a simulation may go on in memory that was on disk, and
+Both have the form of `LiveFolder`, so a simulation may go on in memory that was on disk, and
 the other way round. A checkpoint is written beside the last one and takes its place by a rename,
 so there is always a complete one, whenever the process is killed.
 """
@@ -31,13 +31,13 @@ _LIVE, _PARTIAL = "live", ".partial"
 class CheckpointFolder:
     """The checkpoints of one simulation: `checkpoint/` of its output directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @property
     def live(self) -> Path:
         """Where a simulation that keeps its workers on disk works."""
-        return self.directory / _LIVE
+        return self.folder / _LIVE
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or None. Raises IntegrityError."""
@@ -50,15 +50,15 @@ class CheckpointFolder:
 
     def save(self, swarm: ReferenceSwarm) -> Path:
         """Write a checkpoint and remove the older ones. Raises StorageError on a full disk."""
-        final = self.directory / f"round-{swarm.next_round:08d}"
+        final = self.folder / f"round-{swarm.next_round:08d}"
         partial = final.with_suffix(_PARTIAL)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             for old in (partial, final):
                 shutil.rmtree(old, ignore_errors=True)
             self._write(swarm, LiveFolder(partial))
             os.replace(partial, final)
-            sync_folder(self.directory)
-        for old in (*self.directory.glob("round-*"), self.live):
+            sync_folder(self.folder)
+        for old in (*self.folder.glob("round-*"), self.live):
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
         return final
@@ -110,15 +110,15 @@ class CheckpointFolder:
         """
         latest = self.latest()
         if latest is not None and latest != self.live:
-            with storage_errors(self.directory):
+            with storage_errors(self.folder):
                 shutil.rmtree(self.live, ignore_errors=True)
                 os.replace(latest, self.live)
-        for old in self.directory.glob("round-*"):
+        for old in self.folder.glob("round-*"):
             shutil.rmtree(old, ignore_errors=True)
         return self.live
 
     def _snapshots(self) -> list[Path]:
-        return [path for path in self.directory.glob("round-*") if path.suffix != _PARTIAL]
+        return [path for path in self.folder.glob("round-*") if path.suffix != _PARTIAL]
 
 
 def link_run(run: RunFolder, output: Path) -> RunFolder:

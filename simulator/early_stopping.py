@@ -51,7 +51,7 @@ class BestReport:
 
 
 class EarlyStopping:
-    """Keeps the best states of every path: in `directory`, or in memory without one.
+    """Keeps the best states of every path: in `folder`, or in memory without one.
 
     `sequences` are the held-out rows reported for a path, at most; None is all of them.
     """
@@ -63,22 +63,22 @@ class EarlyStopping:
         grid: Grid,
         *,
         sequences: int | None = None,
-        directory: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._run = run
         self._plan = plan
         self._grid = grid
         self._sequences = sequences
-        self._directory = directory
+        self._folder = folder
         self._in_memory: dict[int, BestParameters] = {}
         self._reports: dict[int, BestReport] = {}
         self._earlier: dict[int, tuple[int, LossSum]] = {}
-        if directory is not None and directory.is_dir():
-            for pending in directory.glob("*.pending"):
+        if folder is not None and folder.is_dir():
+            for pending in folder.glob("*.pending"):
                 pending.unlink(missing_ok=True)
             self._earlier = {
                 held.path: (held.round_index, held.score)
-                for held in BestParametersStore(directory, grid).load_from_disk()
+                for held in BestParametersStore(folder, grid).load_from_disk()
             }
 
     def consider(
@@ -114,21 +114,21 @@ class EarlyStopping:
 
     def load(self, path: int) -> BestParameters | None:
         """Return the best states of a path so far; None when there are none."""
-        if self._directory is None:
+        if self._folder is None:
             return self._in_memory.get(path)
         pending = self._pending(path)
         if pending.is_file():
             return read_best_parameters(pending, self._grid, path=path)
-        return BestParametersStore(self._directory, self._grid).load(path)
+        return BestParametersStore(self._folder, self._grid).load(path)
 
     def commit(self) -> None:
         """Let what was found since the last call stay; called before a checkpoint is written."""
-        if self._directory is None or not self._directory.is_dir():
+        if self._folder is None or not self._folder.is_dir():
             return
-        with storage_errors(self._directory):
-            for pending in sorted(self._directory.glob("*.pending")):
+        with storage_errors(self._folder):
+            for pending in sorted(self._folder.glob("*.pending")):
                 os.replace(pending, pending.with_suffix(".safetensors"))
-        sync_folder(self._directory)
+        sync_folder(self._folder)
 
     def _best_score(self, path: int) -> LossSum | None:
         if path in self._reports:
@@ -156,11 +156,11 @@ class EarlyStopping:
         return BestReport(round_index, chosen, LossSum(*sum_losses(model, reported, prefix_tokens)))
 
     def _keep(self, best: BestParameters) -> None:
-        if self._directory is None:
+        if self._folder is None:
             self._in_memory[best.path] = best
         else:
             write_best_parameters(best, self._pending(best.path))
 
     def _pending(self, path: int) -> Path:
-        assert self._directory is not None
-        return BestParametersStore(self._directory, self._grid).file(path).with_suffix(".pending")
+        assert self._folder is not None
+        return BestParametersStore(self._folder, self._grid).file(path).with_suffix(".pending")

@@ -39,9 +39,9 @@ _METADATA = "worker"
 _TENSOR = "tensor"
 
 
-def worker_file(directory: Path, number: int) -> Path:
+def worker_file(folder: Path, number: int) -> Path:
     """Return the file of the worker with this number."""
-    return directory / f"{number:05d}.safetensors"
+    return folder / f"{number:05d}.safetensors"
 
 
 def write_worker(
@@ -205,12 +205,12 @@ class DiskShelf(WorkerShelf):
 
     writes_through = True
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(torch.device("cpu"), keeps_optimizers=False)
-        self._directory = directory
-        with storage_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        remove_stale_temporaries(directory, older_than_s=0.0)
+        self._folder = folder
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_temporaries(folder, older_than_s=0.0)
 
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
         """Replace the file of a worker."""
@@ -236,7 +236,7 @@ class DiskShelf(WorkerShelf):
         return read_notes(file) if file.exists() else None
 
     def _file(self, number: int) -> Path:
-        return worker_file(self._directory, number)
+        return worker_file(self._folder, number)
 
 
 Genesis = Callable[[str], ModuleState]
@@ -299,17 +299,17 @@ class DiskStates(KeptStates):
     """
 
     def __init__(
-        self, directory: Path, grid: Grid, given: Mapping[str, ModuleState], genesis: Genesis
+        self, folder: Path, grid: Grid, given: Mapping[str, ModuleState], genesis: Genesis
     ) -> None:
         super().__init__(grid)
-        self._directory = directory
+        self._folder = folder
         self._grid = grid
         self._genesis = genesis
         self._cached: OrderedDict[str, ModuleState] = OrderedDict()
         self._cached_bytes = 0
-        with storage_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        remove_stale_temporaries(directory, older_than_s=0.0)
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_temporaries(folder, older_than_s=0.0)
         self._digests: dict[str, str] = {}
         self._summaries: dict[str, StateSummary] = {}
         for module in self._modules:
@@ -359,4 +359,4 @@ class DiskStates(KeptStates):
             self._cached_bytes -= 8 * dropped.layout.size
 
     def _file(self, module: str) -> Path:
-        return self._directory / module
+        return self._folder / module

@@ -139,7 +139,7 @@ class ReferenceSwarm:
         None is all of them and 0 none, which also leaves early stopping out
     :param best_folder: keep the paths' best states there, in memory without it
     :param keep: where workers and states are while nobody uses them: `KEEP_CHOICES`
-    :param directory: for "disk": the folder, `live_directory` of `checkpoint`. A simulation that
+    :param directory: for "disk": the folder, `live` of `CheckpointFolder`. A simulation that
         is in it already, even one killed within a round, goes on; `first_round` and `states` are
         then those of the folder
 
@@ -163,7 +163,7 @@ class ReferenceSwarm:
         validation_sequences: int | None = None,
         best_folder: Path | None = None,
         keep: str = "memory",
-        directory: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -178,7 +178,7 @@ class ReferenceSwarm:
         self._codec = codec or WireCodec(self.plan.averaging.codec)
         self._validation_sequences = validation_sequences
         self.best = EarlyStopping(
-            run, self.plan, self.grid, sequences=validation_sequences, directory=best_folder
+            run, self.plan, self.grid, sequences=validation_sequences, folder=best_folder
         )
         shards = run.shard_index(self.plan).paths
         self._shard_sequences = (
@@ -187,7 +187,7 @@ class ReferenceSwarm:
             else None
         )
         self._committed: set[str] = set()
-        self._live = self._open_live(keep, directory, dedicated_models)
+        self._live = self._open_live(keep, folder, dedicated_models)
         self.states: KeptStates = self._open_states(states or {})
         self._workers = self._make_workers(micro_batch_size, dedicated_models, keep)
         if self._live is not None:
@@ -197,15 +197,15 @@ class ReferenceSwarm:
                 self._live.save(self)
 
     def _open_live(
-        self, keep: str, directory: Path | None, dedicated_models: bool
+        self, keep: str, folder: Path | None, dedicated_models: bool
     ) -> LiveFolder | None:
         if keep not in KEEP_CHOICES:
             raise ConfigurationError(f"keep '{keep}' is unknown; give {', '.join(KEEP_CHOICES)}")
         if keep != "disk":
             return None
-        if directory is None or dedicated_models:
+        if folder is None or dedicated_models:
             raise ConfigurationError("to keep workers on disk a simulation needs a directory")
-        live = LiveFolder(directory)
+        live = LiveFolder(folder)
         found = live.check(self)
         if found is not None:
             self.next_round = found

@@ -81,7 +81,7 @@ def open_swarm(
         validation_sequences=options.validation_sequences,
         best_folder=output.path / "best" if output else None,
         keep=options.keep,
-        directory=checkpoints.open_live() if checkpoints and on_disk else None,
+        folder=checkpoints.open_live() if checkpoints and on_disk else None,
     )
     if checkpoints and checkpoint and not on_disk:
         checkpoints.restore(checkpoint, swarm)

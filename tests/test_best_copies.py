@@ -29,12 +29,12 @@ PATH = 1
 class Process:
     """A node without a network: what it fetches, and what it would tell."""
 
-    def __init__(self, directory: Path, copies: int) -> None:
+    def __init__(self, folder: Path, copies: int) -> None:
         plan = make_plan()
         self.plan = plan.model_copy(update={"rounds": RoundsConfig(copies=copies)})
         self.grid = Grid(plan.model, plan.grid)
         self.me = ME
-        self.bests = BestParametersStore(directory, self.grid)
+        self.bests = BestParametersStore(folder, self.grid)
         self.fetcher = self
         self.served: dict[str, BestParameters] = {}
         self.holders: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ def test_best_states_are_copied_once_training_has_gone_on(
     assert [(r.sha256, r.bytes) for r in process.published] == [(first.sha256, held.size_bytes)]
     better = best_of(process, states, 7)
     process.copies.keep(view_of(8, better))
-    assert [file.name for file in process.bests.directory.iterdir()] == ["P00001.safetensors"]
+    assert [file.name for file in process.bests.folder.iterdir()] == ["P00001.safetensors"]
     assert process.bests.find(first.sha256) is None
 
 

@@ -112,9 +112,9 @@ def test_what_cannot_be_checked_is_used_as_it_is(run: RunFolder, best: BestParam
 class Swarm:
     """A client's answers without a swarm."""
 
-    def __init__(self, run: RunFolder, directory: Path, served: list[BestParameters]) -> None:
+    def __init__(self, run: RunFolder, folder: Path, served: list[BestParameters]) -> None:
         self.plan = run.plan()
-        self.folder = directory
+        self.folder = folder
         self.served = {best.sha256: best for best in served}
         self.notices = [BestNotice(b.sha256, b.score, b.round_index) for b in served]
         self._run = run
@@ -139,10 +139,10 @@ class Swarm:
 
 @pytest.fixture
 def cache(run: RunFolder, tmp_path: Path) -> Path:
-    directory = tmp_path / "cache"
-    directory.mkdir()
-    (directory / "manifest.json").write_bytes(run.manifest_path.read_bytes())
-    return directory
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes(run.manifest_path.read_bytes())
+    return folder
 
 
 def test_a_swarms_false_claims_are_passed_over(

@@ -30,8 +30,8 @@ def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path / "blobs")
 
 
-def files_in(directory: Path) -> list[Path]:
-    return sorted(file for file in directory.rglob("*") if file.is_file())
+def files_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def test_bytes_come_back(store: BlobStore) -> None:
@@ -45,8 +45,8 @@ def test_bytes_come_back(store: BlobStore) -> None:
         assert handle.read(4) == b"some"
     assert store.require(SHA) == store.path(SHA)
     assert store.total_bytes == len(CONTENT)
-    assert files_in(store.directory) == [store.path(SHA)]
-    assert BlobStore(store.directory).read(SHA) == CONTENT
+    assert files_in(store.folder) == [store.path(SHA)]
+    assert BlobStore(store.folder).read(SHA) == CONTENT
 
 
 @pytest.mark.parametrize("move", [True, False])
@@ -89,7 +89,7 @@ def test_a_download_is_continued_and_committed(store: BlobStore) -> None:
         store.commit_partial(SHA)
     partial = store.partial_path(SHA)
     partial.write_bytes(CONTENT[:100])
-    again = BlobStore(store.directory).partial_path(SHA)
+    again = BlobStore(store.folder).partial_path(SHA)
     assert again.stat().st_size == 100
     assert not store.has(SHA)
     with again.open("ab") as handle:
@@ -103,7 +103,7 @@ def test_a_wrong_download_is_removed(store: BlobStore) -> None:
     store.partial_path(SHA).write_bytes(b"forged")
     with pytest.raises(IntegrityError, match="arrived with the hash"):
         store.commit_partial(SHA)
-    assert files_in(store.directory) == []
+    assert files_in(store.folder) == []
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_full_disk_says_where_and_what_to_type(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match=r"disk full.*blobs.*--cache-dir"):
         store.add_bytes(CONTENT)
-    assert files_in(store.directory) == []
+    assert files_in(store.folder) == []
     source = tmp_path / "source"
     source.write_bytes(CONTENT)
     with pytest.raises(StorageError, match="disk full"):
@@ -181,7 +181,7 @@ def test_many_threads_may_store_the_same_blob(store: BlobStore) -> None:
     for thread in threads:
         thread.join()
     assert store.read(SHA) == CONTENT
-    assert files_in(store.directory) == [store.path(SHA)]
+    assert files_in(store.folder) == [store.path(SHA)]
 
 
 def test_hash_of_a_large_file(tmp_path: Path) -> None:

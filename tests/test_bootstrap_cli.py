@@ -22,14 +22,14 @@ ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE
 )
 def test_the_directory_may_follow_addresses(words: list[str]) -> None:
     parsed = parse(["serve", *words])
-    assert parsed.directory == Path("my-run")
+    assert parsed.folder == Path("my-run")
     assert parsed.initial_peers == [ADDRESS, ADDRESS]
     assert set(parsed.announce_maddrs) | set(parsed.host_maddrs) <= {ADDRESS}
 
 
 def test_a_directory_may_begin_with_a_slash() -> None:
     parsed = parse(["serve", "--initial-peers", ADDRESS, "/srv/my-run"])
-    assert (parsed.directory, parsed.initial_peers) == (Path("/srv/my-run"), [ADDRESS])
+    assert (parsed.folder, parsed.initial_peers) == (Path("/srv/my-run"), [ADDRESS])
 
 
 def test_a_run_toml_may_follow_addresses() -> None:

@@ -153,11 +153,11 @@ def test_early_stopping_can_be_off(tmp_path: Path) -> None:
 class Peer:
     """A session's surroundings for `EarlyStopping`: a real trainer's arithmetic, no network."""
 
-    def __init__(self, run: RunFolder, directory: Path) -> None:
+    def __init__(self, run: RunFolder, folder: Path) -> None:
         self.plan = run.plan()
         self.grid = run.grid(self.plan)
         self.me = ME
-        self.bests = BestParametersStore(directory, self.grid)
+        self.bests = BestParametersStore(folder, self.grid)
         self.fetcher = self
         self.served: dict[str, BestParameters] = {}
         self.fetches: list[str] = []
@@ -263,7 +263,7 @@ def test_a_peer_keeps_what_the_simulator_keeps(
     assert stopping.best is not None
     assert stopping.best.sha256 == expected.sha256
     assert peer.bests.find(expected.sha256) is not None
-    assert len(list(peer.bests.directory.iterdir())) == 1, "one best a path"
+    assert len(list(peer.bests.folder.iterdir())) == 1, "one best a path"
     assert [event["event"] for event in peer.events] == ["best_path"] * len(peer.events)
     assert not peer.fetches
     stopping.stop()

@@ -126,10 +126,10 @@ def with_clock(shift_s: float, command: tuple[str, ...]) -> tuple[str, ...]:
     return (sys.executable, "-c", program, *command[1:])
 
 
-def content(directory: Path) -> dict[str, bytes]:
+def content(folder: Path) -> dict[str, bytes]:
     """Return all files of a directory but locks, which are empty."""
-    files = (f for f in directory.rglob("*") if f.is_file() and not f.name.endswith("lock"))
-    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
+    files = (f for f in folder.rglob("*") if f.is_file() and not f.name.endswith("lock"))
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def children(parent: int) -> list[int]:

@@ -44,19 +44,19 @@ HELD_OUT_SEED = 1_000_003
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """A simulated run with private modules and a dense baseline, and what the simulator said."""
-    directory = tmp_path_factory.mktemp("trained")
-    make_tiny_run(directory / "run", private_blocks=(3,), private_embedding=True)
+    folder = tmp_path_factory.mktemp("trained")
+    make_tiny_run(folder / "run", private_blocks=(3,), private_embedding=True)
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
         code = simulator_cli.main(
             [
-                *(str(directory / "run"), "--rounds", "3", "--out", str(directory / "out")),
+                *(str(folder / "run"), "--rounds", "3", "--out", str(folder / "out")),
                 *("--dense-steps", "12", "--threads", "1", "--json"),
             ]
         )
     assert code == 0
-    return directory / "out", [json.loads(line) for line in lines]
+    return folder / "out", [json.loads(line) for line in lines]
 
 
 @pytest.fixture
@@ -147,13 +147,13 @@ def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., 
 def test_a_path_without_a_state_can_be_taken_from_the_genesis(
     damaged: Callable[..., Path],
 ) -> None:
-    directory = damaged("P2")
+    folder = damaged("P2")
     with pytest.raises(StorageError, match=r"no state of its module P2.*--allow-genesis"):
-        assemble_path(DiskSource(directory), 2)
-    source = DiskSource(directory, SourceSettings(allow_genesis=True))
+        assemble_path(DiskSource(folder), 2)
+    source = DiskSource(folder, SourceSettings(allow_genesis=True))
     assert evaluate(source, held_out(), device=CPU).missing_paths == ()
     model = assemble_path(source, 2)
-    genesis = RunFolder(directory).genesis_state(source.plan, "P2")
+    genesis = RunFolder(folder).genesis_state(source.plan, "P2")
     assert torch.equal(gather_module(model, source.grid, "P2"), genesis.parameters)
 
 
@@ -180,11 +180,11 @@ def test_assembled_paths_hold_the_states_of_their_modules(
 @pytest.fixture(scope="module")
 def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A rerouter fitted to documents of two languages each, with the command."""
-    directory = tmp_path_factory.mktemp("rerouter")
-    data = write_jsonl(directory / "mixed.jsonl", mixed_documents(20, HELD_OUT_SEED + 1))
+    folder = tmp_path_factory.mktemp("rerouter")
+    data = write_jsonl(folder / "mixed.jsonl", mixed_documents(20, HELD_OUT_SEED + 1))
     arguments = ["fit", "--state-dir", str(trained[0]), "--data", str(data), "--json"]
     options = ["--windows", "4,16", "--steps", "40", "--learning-rate", "0.01", "--threads", "1"]
-    out = directory / REROUTER_FILE
+    out = folder / REROUTER_FILE
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
@@ -213,7 +213,7 @@ def test_rerouting_helps_where_documents_change(
     documents = mixed_documents(4, HELD_OUT_SEED)
     rerouting = Rerouting(loaded, [4, 16, 10_000])
     report = evaluate(
-        source, documents, device=CPU, base=False, rerouting=rerouting, directory=tmp_path
+        source, documents, device=CPU, base=False, rerouting=rerouting, folder=tmp_path
     )
     plain = evaluate(source, documents, device=CPU, base=False)
     assert report.overall.base is None
@@ -251,7 +251,7 @@ def test_interrupted_scoring_goes_on_with_the_path_that_it_stopped_at(
 
     def run() -> dict[str, Any]:
         return evaluate(
-            source, held_out(2), device=CPU, rerouting=rerouting, directory=tmp_path
+            source, held_out(2), device=CPU, rerouting=rerouting, folder=tmp_path
         ).as_dict()
 
     with monkeypatch.context() as patch:

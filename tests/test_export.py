@@ -31,11 +31,11 @@ def run(*arguments: object) -> int:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run of four paths with private parameters, two rounds."""
-    directory = tmp_path_factory.mktemp("export")
-    make_tiny_run(directory / "run", private_embedding=True, inner={"learning_rate": 0.02})
-    arguments = [str(directory / "run"), "--rounds", "2", "--out", str(directory / "out")]
+    folder = tmp_path_factory.mktemp("export")
+    make_tiny_run(folder / "run", private_embedding=True, inner={"learning_rate": 0.02})
+    arguments = [str(folder / "run"), "--rounds", "2", "--out", str(folder / "out")]
     assert simulator_cli.main([*arguments, "--json"]) == 0
-    return directory / "out"
+    return folder / "out"
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ def test_a_disk_that_is_too_small_is_seen_before(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(export_all, "_free_bytes", lambda directory: 2**26 + 1000)
+    monkeypatch.setattr(export_all, "_free_bytes", lambda folder: 2**26 + 1000)
     arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
     assert run(*arguments) == StorageError.exit_code
     shown = capsys.readouterr().err

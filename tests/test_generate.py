@@ -34,11 +34,11 @@ GREEDY = Sampling(temperature=0, max_tokens=20)
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("generate")
-    make_tiny_run(directory / "run", private_embedding=True)
-    arguments = [str(directory / "run"), "--rounds", "3", "--out", str(directory / "out")]
+    folder = tmp_path_factory.mktemp("generate")
+    make_tiny_run(folder / "run", private_embedding=True)
+    arguments = [str(folder / "run"), "--rounds", "3", "--out", str(folder / "out")]
     assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
-    return directory / "out"
+    return folder / "out"
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,8 @@ class FakeAverager:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
-    directory: Path = tmp_path_factory.mktemp("outer")
-    return make_tiny_run(directory / "run", duration_s=60.0, start_s=time.time() - 300).plan()
+    folder: Path = tmp_path_factory.mktemp("outer")
+    return make_tiny_run(folder / "run", duration_s=60.0, start_s=time.time() - 300).plan()
 
 
 def _snapshot(plan: RunPlan) -> Snapshot:

@@ -48,8 +48,8 @@ RECORD_LOGGER = "dipaco.dht.record_validator"
 
 @pytest.fixture(scope="module")
 def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Identity]]:
-    directory = tmp_path_factory.mktemp("identities")
-    loaded = [load_or_create_identity(directory / f"{n}.key") for n in range(2)]
+    folder = tmp_path_factory.mktemp("identities")
+    loaded = [load_or_create_identity(folder / f"{n}.key") for n in range(2)]
     yield loaded
     for identity in loaded:
         identity.release()

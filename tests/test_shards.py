@@ -66,15 +66,15 @@ def _documents(count: int = 90) -> list[tuple[Document, bool]]:
     return [(Document(text, text[0]), number % 5 == 0) for number, text in enumerate(texts)]
 
 
-def _corpora(directory: Path, documents: list[tuple[Document, bool]]) -> list[TokenCorpus]:
-    writers = [TokenCorpusWriter(directory / p, VOCABULARY, "inputs") for p in ("t", "v")]
+def _corpora(folder: Path, documents: list[tuple[Document, bool]]) -> list[TokenCorpus]:
+    writers = [TokenCorpusWriter(folder / p, VOCABULARY, "inputs") for p in ("t", "v")]
     for _ in write_token_corpora(documents, LetterTokenizer(), *writers, chunk_documents=7):
         pass
-    return [TokenCorpus(directory / part, VOCABULARY) for part in ("t", "v")]
+    return [TokenCorpus(folder / part, VOCABULARY) for part in ("t", "v")]
 
 
-def _builder(directory: Path, router: DocumentRouter, inputs: str = "inputs") -> ShardBuilder:
-    return ShardBuilder(directory, router, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
+def _builder(folder: Path, router: DocumentRouter, inputs: str = "inputs") -> ShardBuilder:
+    return ShardBuilder(folder, router, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
 
 
 def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]:

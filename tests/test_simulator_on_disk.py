@@ -58,7 +58,7 @@ def test_keeping_paths_on_disk_changes_no_bit(
     run = request.getfixturevalue(run_name)
     expected = list(ReferenceSwarm(run, optimizer=optimizer).rounds(2))
     for keep in ("disk", "device"):
-        swarm = ReferenceSwarm(run, optimizer=optimizer, keep=keep, directory=tmp_path)
+        swarm = ReferenceSwarm(run, optimizer=optimizer, keep=keep, folder=tmp_path)
         for report, other in zip(expected, swarm.rounds(2), strict=True):
             assert other.as_dict() | {"seconds": 0} == report.as_dict() | {"seconds": 0}
 
@@ -81,12 +81,12 @@ def test_a_simulation_on_disk_that_was_killed_repeats_one_segment_at_most(
     reports: list[RoundReport] = []
     with monkeypatch.context() as patch:
         _stop_after(patch, steps)
-        swarm = ReferenceSwarm(private_run, keep="disk", directory=tmp_path)
+        swarm = ReferenceSwarm(private_run, keep="disk", folder=tmp_path)
         with pytest.raises(KeyboardInterrupt):
             _add_rounds(swarm, reports)
     with monkeypatch.context() as patch:
         done = _stop_after(patch, 1000)
-        swarm = ReferenceSwarm(private_run, keep="disk", directory=tmp_path)
+        swarm = ReferenceSwarm(private_run, keep="disk", folder=tmp_path)
         assert swarm.next_round == len(reports)
         _add_rounds(swarm, reports)
     assert steps + len(done) <= 2 * 4 * 4 + 1
@@ -114,12 +114,12 @@ def test_killed_between_two_outer_steps_of_a_boundary(
             commits.append(module)
             commit(self, module)
 
-        directory = tmp_path / str(boundary)
+        folder = tmp_path / str(boundary)
         with monkeypatch.context() as patch:
             patch.setattr(ReferenceSwarm, "_commit", counted)
             with pytest.raises(KeyboardInterrupt):
-                ReferenceSwarm(private_run, keep="disk", directory=directory).run_round()
-        report = ReferenceSwarm(private_run, keep="disk", directory=directory).run_round()
+                ReferenceSwarm(private_run, keep="disk", folder=folder).run_round()
+        report = ReferenceSwarm(private_run, keep="disk", folder=folder).run_round()
         assert report.digests == expected.digests
 
 
@@ -130,15 +130,15 @@ def test_a_level_without_steps_stays_alone_after_a_restart(
     with monkeypatch.context() as patch:
         _stop_after(patch, 2)
         with pytest.raises(KeyboardInterrupt):
-            ReferenceSwarm(run, keep="disk", directory=tmp_path / "live").run_round()
-    swarm = ReferenceSwarm(run, keep="disk", directory=tmp_path / "live")
+            ReferenceSwarm(run, keep="disk", folder=tmp_path / "live").run_round()
+    swarm = ReferenceSwarm(run, keep="disk", folder=tmp_path / "live")
     assert swarm.run_round().digests == ReferenceSwarm(run).run_round().digests
 
 
-def _many_paths(directory: Path) -> RunFolder:
+def _many_paths(folder: Path) -> RunFolder:
     """Return a run of the paper's 16x16 grid whose 256 paths have the shards of four in turns."""
     run = make_tiny_run(
-        directory,
+        folder,
         inner_steps=1,
         rounds={"level_offsets": (1.0, 1.0)},
         hidden_size=16,
@@ -154,7 +154,7 @@ def _many_paths(directory: Path) -> RunFolder:
     rounds = plan.rounds.model_copy(update={"level_offsets": (1.0, 1.0, 1.0)})
     blobs = plan.blobs.model_copy(update={"shards": shards_blob})
     larger = plan.model_copy(update={"grid": grid, "rounds": rounds, "blobs": blobs})
-    key = load_or_create_operator_key(directory / "operator.pem")
+    key = load_or_create_operator_key(folder / "operator.pem")
     run.manifest_path.write_bytes(sign_manifest(larger, key))
     return run
 
@@ -164,7 +164,7 @@ def test_256_paths_in_seconds(tmp_path: Path) -> None:
     started = time.process_time()
     in_memory = ReferenceSwarm(run, validation_sequences=0).run_round()
     on_disk = ReferenceSwarm(
-        run, validation_sequences=0, keep="disk", directory=tmp_path / "live"
+        run, validation_sequences=0, keep="disk", folder=tmp_path / "live"
     ).run_round()
     assert on_disk.digests == in_memory.digests
     assert len(on_disk.digests) == 16 + 16 + 256
@@ -204,7 +204,7 @@ def test_a_simulation_within_a_round_goes_on_in_memory(
     checkpoints = CheckpointFolder(tmp_path)
     with monkeypatch.context() as patch:
         _stop_after(patch, 22)
-        swarm = ReferenceSwarm(private_run, keep="disk", directory=checkpoints.live)
+        swarm = ReferenceSwarm(private_run, keep="disk", folder=checkpoints.live)
         with pytest.raises(KeyboardInterrupt):
             list(swarm.rounds(2))
     latest = checkpoints.latest()
@@ -240,24 +240,24 @@ def test_a_successor_run_starts_from_its_genesis_states(
     assert {m: s.digest for m, s in in_memory.states.items()} == {
         m: s.digest for m, s in begun.items()
     }
-    on_disk = ReferenceSwarm(run, validation_sequences=0, keep="disk", directory=tmp_path / "live")
+    on_disk = ReferenceSwarm(run, validation_sequences=0, keep="disk", folder=tmp_path / "live")
     assert on_disk.run_round().digests == in_memory.run_round().digests
 
 
 def test_a_broken_worker_file_is_named(tmp_path: Path, shared_run: RunFolder) -> None:
-    ReferenceSwarm(shared_run, keep="disk", directory=tmp_path).run_round()
+    ReferenceSwarm(shared_run, keep="disk", folder=tmp_path).run_round()
     file = tmp_path / "workers" / "00002.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(IntegrityError, match=r"00002\.safetensors is broken"):
-        ReferenceSwarm(shared_run, keep="disk", directory=tmp_path)
+        ReferenceSwarm(shared_run, keep="disk", folder=tmp_path)
 
 
 def test_a_directory_of_another_simulation_is_refused(
     tmp_path: Path, shared_run: RunFolder
 ) -> None:
-    ReferenceSwarm(shared_run, keep="disk", directory=tmp_path)
+    ReferenceSwarm(shared_run, keep="disk", folder=tmp_path)
     with pytest.raises(ConfigurationError, match="peers"):
-        ReferenceSwarm(shared_run, keep="disk", directory=tmp_path, peers=[SimulatedPeer(0)])
+        ReferenceSwarm(shared_run, keep="disk", folder=tmp_path, peers=[SimulatedPeer(0)])
     with pytest.raises(ConfigurationError, match="needs a directory"):
         ReferenceSwarm(shared_run, keep="disk")
     with pytest.raises(ConfigurationError, match="keep 'tape'"):

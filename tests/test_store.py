@@ -44,7 +44,7 @@ def test_latest_state_comes_back(store: StateStore) -> None:
     for version in range(4):
         store.save(state_of(version))
     store.save(state_of(9, module="P12"))
-    loaded = StateStore(store.directory).load_latest("L0.E0", LAYOUT)
+    loaded = StateStore(store.folder).load_latest("L0.E0", LAYOUT)
     assert loaded is not None
     assert loaded.digest == state_of(3).digest
     assert list(store.list()) == [
@@ -89,7 +89,7 @@ def test_saving_again_writes_nothing(store: StateStore) -> None:
 def test_only_two_states_stay(store: StateStore) -> None:
     for version in range(6):
         store.save(state_of(version))
-    names = sorted(file.suffix for file in (store.directory / "L0.E0").iterdir())
+    names = sorted(file.suffix for file in (store.folder / "L0.E0").iterdir())
     assert names == [".json", ".json", ".safetensors", ".safetensors"]
     assert store.find(state_of(4).digest) is not None
     assert store.find(state_of(3).digest) is None
@@ -125,7 +125,7 @@ def test_nothing_undamaged(store: StateStore, caplog: pytest.LogCaptureFixture) 
 
 def test_a_state_in_the_folder_of_another_module(store: StateStore) -> None:
     other = state_of(1, module="L0.E1")
-    folder = store.directory / "L0.E0"
+    folder = store.folder / "L0.E0"
     folder.mkdir()
     write_state(other, folder / f"0000000001-{other.digest}.safetensors")
     assert store.load_latest("L0.E0", LAYOUT) is None
@@ -151,7 +151,7 @@ def test_optimizers_are_kept_for_a_return(store: StateStore) -> None:
     for path in (1, 2, 3):
         store.save_optimizer(path, {**state, "n": path})
     assert store.load_optimizer(1) is None
-    loaded = StateStore(store.directory).load_optimizer(3)
+    loaded = StateStore(store.folder).load_optimizer(3)
     assert loaded is not None
     assert loaded["n"] == 3
     assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], torch.ones(2))
@@ -160,14 +160,14 @@ def test_optimizers_are_kept_for_a_return(store: StateStore) -> None:
     assert again is not None
     assert again["n"] == 7
     assert store.load_optimizer(2) is not None
-    assert len(list((store.directory / "optimizers").iterdir())) == 2
+    assert len(list((store.folder / "optimizers").iterdir())) == 2
 
 
 def test_a_damaged_optimizer_is_no_catastrophe(
     store: StateStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.save_optimizer(3, {"a": torch.ones(100)})
-    (file,) = (store.directory / "optimizers").iterdir()
+    (file,) = (store.folder / "optimizers").iterdir()
     file.write_bytes(file.read_bytes()[:50])
     with caplog.at_level(logging.WARNING, logger="dipaco"):
         assert store.load_optimizer(3) is None
@@ -180,7 +180,7 @@ def test_code_in_an_optimizer_file_is_not_run(store: StateStore, tmp_path: Path)
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return Path.touch, (str(tmp_path / "sprung"),)
 
-    folder = store.directory / "optimizers"
+    folder = store.folder / "optimizers"
     folder.mkdir()
     torch.save({"trap": Trap()}, folder / "0000000001-path-3.pt")
     assert store.load_optimizer(3) is None

@@ -69,7 +69,7 @@ def check_best_paths(swarm: Swarm, bootstrap: Member, peers: list[Member]) -> No
 
     They still are where their finders left: only the bootstrap node is asked.
     """
-    out = swarm.directory / "simulated"
+    out = swarm.folder / "simulated"
     done = command(
         "dipaco-simulate", str(swarm.run.path), "--rounds", str(ROUNDS), "--json",
         "--threads", "1", "--out", str(out),
@@ -89,7 +89,7 @@ def check_best_paths(swarm: Swarm, bootstrap: Member, peers: list[Member]) -> No
         peer.interrupt()
     for peer in peers:
         peer.popen.wait(15)
-    data = swarm.directory / "documents.jsonl"
+    data = swarm.folder / "documents.jsonl"
     texts = tiny_documents(4, 2, seed=3)
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     reports = {}

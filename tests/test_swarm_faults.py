@@ -36,9 +36,9 @@ LEAVE_S = 10.0
 class Accidents:
     """The swarm under test: three paths that share L0.E0, each with modules of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.run = make_tiny_run(
-            directory / "run",
+            folder / "run",
             modules_per_level=(1, 3),
             private_blocks=(3,),
             inner_steps=3,
@@ -48,7 +48,7 @@ class Accidents:
         )
         self.plan = self.run.plan()
         self.schedule = schedule_of(self.plan)
-        self.swarm = Swarm(directory, self.run)
+        self.swarm = Swarm(folder, self.run)
         self.random = random.Random(20)
         self.lives: list[Member] = []
         self.lost: list[Event] = []
@@ -219,7 +219,7 @@ def _everybody_gone(world: Accidents) -> None:
         member.popen.wait(LEAVE_S)
         assert_gone(member)
     # A bootstrap node with the run's files but without states: all states come from the peer.
-    for file in world.run.states.directory.rglob("*.safetensors"):
+    for file in world.run.states.folder.rglob("*.safetensors"):
         file.unlink()
     bootstrap = world.swarm.start_bootstrap(name="bootstrap")
     back = world.start(bootstrap, keeper.name, "--path", str(path))

@@ -34,7 +34,7 @@ def _peer(
     return _start(
         swarm, network, side, "dipaco-peer", name, "--initial-peers", entry.address(),
         "--path", str(path), "--threads", "1",
-        "--cache-dir", str(swarm.directory / f"{name}-cache"),
+        "--cache-dir", str(swarm.folder / f"{name}-cache"),
     )  # fmt: skip
 
 

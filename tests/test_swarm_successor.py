@@ -34,9 +34,9 @@ DURATION_S = 6.0
 RECORD_LIFE_S = 300.0
 
 
-def make_run(directory: Path, **changes: object) -> RunFolder:
+def make_run(folder: Path, **changes: object) -> RunFolder:
     return make_tiny_run(
-        directory,
+        folder,
         inner_steps=0,
         duration_s=DURATION_S,
         inner={"learning_rate": 1e-3},
@@ -96,9 +96,9 @@ def gather(node: Node, documents: RouterDocuments, request_id: str) -> dict[int,
     return found
 
 
-def make_successor(run: RunFolder, directory: Path, start_s: float) -> RunFolder:
+def make_successor(run: RunFolder, folder: Path, start_s: float) -> RunFolder:
     """Make a run of the same grid that goes on from the genesis of `run`, with other shards."""
-    new = make_run(directory, seed=9, name="tiny-2")
+    new = make_run(folder, seed=9, name="tiny-2")
     old_plan = run.plan()
     (new.path / "operator.pem").write_bytes((run.path / "operator.pem").read_bytes())
     digests = {}

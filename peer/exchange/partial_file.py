@@ -30,7 +30,7 @@ class PartialFile:
     def try_open(self) -> bool:
         """Open the file and return True, or False while somebody else downloads it."""
         path = self._blobs.partial_path(self._sha256)
-        with self._lock, storage_errors(self._blobs.directory):
+        with self._lock, storage_errors(self._blobs.folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -48,7 +48,7 @@ class PartialFile:
 
     def append(self, data: bytes | bytearray) -> None:
         """Write at the end."""
-        with self._lock, storage_errors(self._blobs.directory):
+        with self._lock, storage_errors(self._blobs.folder):
             if self._descriptor < 0:
                 return  # closed by a cancelled download
             view = memoryview(data)
@@ -59,7 +59,7 @@ class PartialFile:
 
     def clear(self) -> None:
         """Forget everything that was received."""
-        with self._lock, storage_errors(self._blobs.directory):
+        with self._lock, storage_errors(self._blobs.folder):
             if self._descriptor >= 0:
                 os.ftruncate(self._descriptor, 0)
             self.size_bytes = 0

@@ -42,10 +42,10 @@ class TestNode:
 
 
 def start_node(
-    directory: Path, *initial_peers: str, client_mode: bool = False, run_id: str | None = RUN_ID
+    folder: Path, *initial_peers: str, client_mode: bool = False, run_id: str | None = RUN_ID
 ) -> TestNode:
-    """Start a node whose key is kept in `directory`."""
-    identity = load_or_create_identity(directory / "identity.key")
+    """Start a node whose key is kept in `folder`."""
+    identity = load_or_create_identity(folder / "identity.key")
     dht = join_dht(
         initial_peers, identity=identity, host_maddrs=(LOOPBACK,), client_mode=client_mode
     )
@@ -53,11 +53,11 @@ def start_node(
 
 
 @contextlib.contextmanager
-def node_pair(directory: Path) -> Iterator[tuple[TestNode, TestNode]]:
+def node_pair(folder: Path) -> Iterator[tuple[TestNode, TestNode]]:
     """Two nodes that know each other."""
-    first = start_node(directory / "first")
+    first = start_node(folder / "first")
     try:
-        second = start_node(directory / "second", first.address)
+        second = start_node(folder / "second", first.address)
         try:
             yield first, second
         finally:

@@ -34,7 +34,7 @@ def processes_of(member: Member) -> list[str]:
     They are in its session, or (p2pd) name its cache directory or identity.
     """
     folder = "run/identity.key" if member.name == "bootstrap" else f"{member.name}-cache"
-    mark = str(member.directory / folder)
+    mark = str(member.folder / folder)
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -52,9 +52,9 @@ def changing_documents(count: int, segment: int, seed: int = 0) -> list[TokenDoc
     return made
 
 
-def windows_of(documents: list[TokenDocument], directory: Path) -> DocumentWindows:
+def windows_of(documents: list[TokenDocument], folder: Path) -> DocumentWindows:
     router: Any = None  # all documents have a path
-    return collect_windows(router, documents, two_path_plan(), directory)
+    return collect_windows(router, documents, two_path_plan(), folder)
 
 
 def language_scores(

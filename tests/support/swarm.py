@@ -33,12 +33,12 @@ Event = dict[str, Any]
 class Member:
     """One started command."""
 
-    def __init__(self, name: str, directory: Path, command: list[str]) -> None:
+    def __init__(self, name: str, folder: Path, command: list[str]) -> None:
         self.name = name
-        self.directory = directory
-        self.log = directory / f"{name}.jsonl"
-        self.output = directory / f"{name}.out"
-        self.address_file = directory / f"{name}.address"
+        self.folder = folder
+        self.log = folder / f"{name}.jsonl"
+        self.output = folder / f"{name}.out"
+        self.address_file = folder / f"{name}.address"
         self.events: list[Event] = []
         # A name that comes back is the same peer in a new life: events and address begin anew.
         self._offset = self.log.stat().st_size if self.log.exists() else 0
@@ -98,8 +98,8 @@ class Member:
 class Swarm:
     """Starts members and ends them all."""
 
-    def __init__(self, directory: Path, run: RunFolder) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path, run: RunFolder) -> None:
+        self.folder = folder
         self.run = run
         self.members: list[Member] = []
 
@@ -123,7 +123,7 @@ class Swarm:
                 member.kill()
 
     def _add(self, name: str, command: list[str]) -> Member:
-        member = Member(name, self.directory, command)
+        member = Member(name, self.folder, command)
         self.members.append(member)
         return member
 
@@ -146,7 +146,7 @@ class Swarm:
             [
                 str(BIN / "dipaco-peer"), "--initial-peers", address,
                 "--host-maddrs", LOOPBACK, "--threads", "1",
-                "--cache-dir", str(self.directory / f"{name}-cache"), *extra,
+                "--cache-dir", str(self.folder / f"{name}-cache"), *extra,
             ],
         )  # fmt: skip
 

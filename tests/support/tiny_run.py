@@ -43,7 +43,7 @@ TINY_PREFIX_TOKENS = 8
 
 
 def make_tiny_run(
-    directory: Path | str,
+    folder: Path | str,
     *,
     modules_per_level: tuple[int, ...] = (2, 2),
     private_blocks: tuple[int, ...] = (),
@@ -68,7 +68,7 @@ def make_tiny_run(
     those sections of the plan, other keywords those of `ModelConfig`. The operator's key is
     `operator.pem` beside the manifest. Raises ConfigurationError as the configuration classes do.
     """
-    run = RunFolder(directory)
+    run = RunFolder(folder)
     run.path.mkdir(parents=True, exist_ok=True)
     path_count = int(np.prod(modules_per_level))
     model_config = ModelConfig(**{**_TINY_MODEL, **model})
@@ -215,8 +215,8 @@ def _document(language: int, random: np.random.Generator) -> str:
 @functools.lru_cache(maxsize=4)
 def tiny_tokenizer_bytes(vocabulary_size: int) -> bytes:
     """Train the tokenizer once per process; it is the same for every tiny run of that size."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "tokenizer.model"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "tokenizer.model"
         train_tokenizer(
             tiny_documents(8, 6, seed=0), vocabulary_size, output, character_limit=100_000, seed=0
         )
