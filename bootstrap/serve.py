@@ -22,7 +22,7 @@ from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
 from dipaco.peer.keeper import hand_over
 from dipaco.peer.node import Node, join_run, visible_addresses
-from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.publisher import Claim, PeerStatus, Publisher
 from dipaco.routing.run_folder import RunFolder
 
 logger = logging.getLogger("dipaco.bootstrap.serve")
@@ -72,7 +72,7 @@ def _serve(
     stopping: threading.Event,
 ) -> None:
     node.load_shard_index()
-    status = PeerStatus(state="serving", since_s=node.clock.now())
+    status = PeerStatus(Claim("serving"))
     publisher, keeper = start_background(node, status, events)
     addresses = visible_addresses(node.dht)
     if options.address_file is not None:
@@ -88,7 +88,7 @@ def _serve(
     try:
         _refresh_until_stopped(node, publisher, options.refresh_period_s, display, stopping)
     finally:
-        status.state = "leaving"
+        status.claim = Claim("leaving")
         modules = tuple(held.module for held in node.held.all())
         hand_over(node, publisher, modules, time.monotonic() + LEAVE_BUDGET_S)
         keeper.stop()

@@ -110,7 +110,7 @@ def _train(
     try:
         device, reason = choose_device(settings.device)
         display.say(f"device: {device} ({reason})")
-        status = PeerStatus(device=device_name(device), since_s=node.clock.now())
+        status = PeerStatus(device=device_name(device))
         publisher, keeper = start_background(node, status, events)
         display.start(node, publisher, status)
         session = Session(
@@ -206,9 +206,8 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
 
 def _modules_in_training(node: Node, status: PeerStatus) -> tuple[str, ...]:
     """Modules whose states the session itself keeps up to date."""
-    if status.path is None or status.state not in ("joining", "training"):
-        return ()
-    return node.grid.modules_of_path(status.path)
+    path = status.claim.training_path
+    return () if path is None else node.grid.modules_of_path(path)
 
 
 def write_address_file(settings: PeerSettings, node: Node) -> None:

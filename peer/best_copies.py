@@ -114,8 +114,7 @@ class BestParametersCopies:
                 return
 
     def _is_in_training(self, path: int) -> bool:
-        status = self._status
-        return status.path == path and status.state in ("joining", "training")
+        return self._status.claim.training_path == path
 
     # -- records
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from dataclasses import replace
+from typing import Literal
 
 from dipaco.dht.policy import Decision, choose_path, resolve_collision
 from dipaco.modules.grid import Grid
 
 from .events import EventLog
 from .exchange.clock import Clock
-from .publisher import PeerStatus, Publisher
+from .publisher import Claim, PeerStatus, Publisher
 
 logger = logging.getLogger("dipaco.peer.claimer")
 
@@ -67,16 +69,27 @@ class Claimer:
         return decision
 
     def _take(self, decision: Decision) -> None:
-        self._status.path = decision.path
-        self._status.state = "joining"
-        self._status.since_s = self._clock.now()
-        self._status.reason = decision.reason
-        self._status.pinned = self._pinned is not None
+        self._status.claim = Claim(
+            "joining",
+            decision.path,
+            since_s=self._clock.now(),
+            reason=decision.reason,
+            pinned=self._pinned is not None,
+        )
+        self._publisher.announce()
+
+    def say(self, state: Literal["training", "leaving"]) -> None:
+        """Go on with the claim: the path is in training, or the peer leaves."""
+        self._status.claim = replace(self._status.claim, state=state)
         self._publisher.announce()
 
     def take_back(self, path: int) -> None:
         """Claim the path in training again, after a move that did not succeed."""
-        self._status.path = path
-        self._status.since_s = self._clock.now()
-        self._status.reason = "the move to another path failed"
+        self._status.claim = Claim(
+            "training",
+            path,
+            since_s=self._clock.now(),
+            reason="the move to another path failed",
+            pinned=self._pinned is not None,
+        )
         self._publisher.announce()

@@ -136,7 +136,8 @@ class _LivePanel:
         node, status = self._node, self._status
         now = node.clock.now()
         head = Table.grid(padding=(0, 2))
-        head.add_row("path", f"{status.path if status.path is not None else '-'}  {status.reason}")
+        claim = status.claim
+        head.add_row("path", f"{claim.path if claim.path is not None else '-'}  {claim.reason}")
         head.add_row("round", self._round_text(now))
         head.add_row("loss", f"{self.last_loss:.3f}  held-out {status.validation_loss:.3f}")
         head.add_row(
@@ -165,7 +166,8 @@ class _LivePanel:
         )
 
     def _modules_table(self) -> Table | None:
-        if self._status.path is None:
+        path = self._status.claim.path
+        if path is None:
             return None
         try:
             view = self._publisher.view
@@ -174,7 +176,7 @@ class _LivePanel:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in ("module", "peers", "version", "state", "last commit"):
             table.add_column(column)
-        for module in self._node.grid.modules_of_path(self._status.path):
+        for module in self._node.grid.modules_of_path(path):
             held = self._node.held.get(module)
             commit = self._status.last_commit.get(module)
             table.add_row(

@@ -58,16 +58,30 @@ def refresh_period_s(duration_s: float) -> float:
     return min(20.0, max(1.0, duration_s / 4))
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What this peer does, and on which path. A value, replaced whole: the publisher signs it on
+    its own thread, and a new path must never go out with the state or the time of the old one."""
+
+    state: Literal["joining", "training", "leaving", "serving"] = "joining"
+    path: int | None = None
+    since_s: float = 0.0
+    reason: str = ""
+    """Why this path, for the person in front of the machine."""
+    pinned: bool = False
+    """The path was asked for: this peer never moves."""
+
+    @property
+    def training_path(self) -> int | None:
+        """The path that is in training here, or is about to be; None when there is none."""
+        return self.path if self.state in ("joining", "training") else None
+
+
 @dataclass
 class PeerStatus:
     """What this peer says of itself. Written by the session, read by publisher and display."""
 
-    state: Literal["joining", "training", "leaving", "serving"] = "joining"
-    path: int | None = None
-    pinned: bool = False
-    """The path was asked for: this peer never moves."""
-    since_s: float = 0.0
-    reason: str = ""
+    claim: Claim = field(default_factory=Claim)
     device: str = "cpu"
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
@@ -290,24 +304,25 @@ class Publisher:
 
     def _publish_all(self) -> None:
         status, life_s = self._status, self._life_s()
+        claim = status.claim
         now_round = max(0, self._schedule.round_at(self._clock.now()))
-        if status.path is not None and (status.state == "joining" or status.state == "training"):
-            claim = ClaimRecord(
+        if claim.path is not None and (claim.state == "joining" or claim.state == "training"):
+            record = ClaimRecord(
                 peer_id=self._me,
-                path=status.path,
-                state=status.state,
-                since_s=status.since_s,
+                path=claim.path,
+                state=claim.state,
+                since_s=claim.since_s,
                 round=now_round,
-                pinned=status.pinned,
+                pinned=claim.pinned,
             )
-            self._directory.publish_claim(claim, life_s)
+            self._directory.publish_claim(record, life_s)
             self._claimed = True
         elif self._claimed:
             self._directory.withdraw_claim()
             self._claimed = False
-        self._publish_peer(life_s)
+        self._publish_peer(claim, now_round, life_s)
         for held in self._held.all():
-            record = HoldingRecord(
+            holding = HoldingRecord(
                 peer_id=self._me,
                 module=held.module,
                 version=held.version,
@@ -316,7 +331,7 @@ class Publisher:
                 round=max(0, held.last_round),
                 bytes=held.size_bytes,
             )
-            self._directory.publish_holding(record, life_s)
+            self._directory.publish_holding(holding, life_s)
         entries = sorted(status.progress.values(), key=lambda e: -e.last_round)
         if entries:
             self._directory.publish_progress(
@@ -327,7 +342,7 @@ class Publisher:
             annex.publish(self._directory, life_s)
         self._publish_blobs(life_s)
 
-    def _publish_peer(self, life_s: float) -> None:
+    def _publish_peer(self, claim: Claim, now_round: int, life_s: float) -> None:
         status = self._status
         status.bytes_up = self._exchange.bytes_up
         status.bytes_down = self._exchange.bytes_down
@@ -337,10 +352,10 @@ class Publisher:
                 protocol=self._plan.protocol_version,
                 software=self._software,
                 device=clean_text(status.device),
-                state=status.state,
-                path=status.path,
+                state=claim.state,
+                path=claim.path,
                 tokens_per_s=round(status.tokens_per_s, 1),
-                round=max(0, self._schedule.round_at(self._clock.now())),
+                round=now_round,
                 reachable=status.reachable,
                 addresses=status.addresses[:4],
                 bytes_up=status.bytes_up,

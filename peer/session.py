@@ -167,11 +167,9 @@ class Session:
         for state in states.values():
             node.held.hold(state, save=False)
         self._rounds_on_path = 0
-        self.status.state = "training"
         self._set_waiting("")
-        now = node.clock.now()
-        self._position.enter(now)
-        self._publisher.announce()
+        self._position.enter(node.clock.now())
+        self._claimer.say("training")
         self.events.emit(
             "training",
             path=path,
@@ -329,7 +327,6 @@ class Session:
         assert path is not None
         logger.warning("stays on path %d: %s", path, error)
         self._rounds_on_path = 0
-        self.status.state = "training"
         self._claimer.take_back(path)
         self._set_waiting("")
         self._position.enter(self.node.clock.now())
@@ -339,8 +336,7 @@ class Session:
     def _leave(self) -> None:
         """Withdraw the claim, save, hand over, stop: within ten seconds (promise 10)."""
         deadline = time.monotonic() + LEAVE_BUDGET_S
-        self.status.state = "leaving"
-        self._publisher.announce()
+        self._claimer.say("leaving")
         self._set_waiting("handing over")
         handed_over: tuple[str, ...] = ()
         try:

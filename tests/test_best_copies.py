@@ -18,7 +18,7 @@ from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.peer import best_copies
 from dipaco.peer.best_copies import BestParametersCopies
-from dipaco.peer.publisher import PeerStatus
+from dipaco.peer.publisher import Claim, PeerStatus
 from support.make_plan import make_plan
 
 ME, LEAD = "Qm" + "a" * 44, "Qm" + "b" * 44
@@ -42,7 +42,7 @@ class Process:
         self.events: list[str] = []
         self.announced = 0
         self.published: list[BlobRecord] = []
-        self.status = PeerStatus(state="serving")
+        self.status = PeerStatus(Claim("serving"))
         node: Any = self
         self.copies = BestParametersCopies(node, self.status, self._announce, node)
 
@@ -162,7 +162,7 @@ def test_the_next_claim_is_tried_when_one_cannot_be_had(
 def test_what_is_trained_here_is_the_sessions_business(
     process: Process, states: dict[str, ModuleState]
 ) -> None:
-    process.status.path, process.status.state = PATH, "training"
+    process.status.claim = Claim("training", PATH)
     process.copies.keep(view_of(9, best_of(process, states, 3)))
     assert process.fetches == []
     process.bests.hold(best_of(process, states, 3))

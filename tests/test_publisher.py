@@ -1,0 +1,94 @@
+"""The publisher: what it says of this peer, and what it does when the DHT fails it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dipaco.dht.policy import Decision
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.grid import Grid
+from dipaco.peer.claimer import Claimer
+from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.rounds import RoundSchedule
+from support.fake_swarm import ME, FakeDirectory, FakeEvents, FakeExchange, FakeTime, held_state
+from support.make_plan import make_plan
+
+
+class Peer:
+    """A publisher that runs on its own thread against a directory in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plan = make_plan()
+        self.grid = Grid(self.plan.model, self.plan.grid)
+        self.time = FakeTime()
+        self.directory: Any = FakeDirectory()
+        self.events: Any = FakeEvents()
+        self.held = {"L0.E0": held_state("L0.E0")}
+        self.blobs = BlobStore(folder / "blobs")
+        self.status = PeerStatus()
+        exchange: Any = FakeExchange()
+        states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
+        self.publisher = Publisher(
+            self.directory,
+            self.plan,
+            self.grid,
+            RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s),
+            self.time.clock,
+            states,
+            self.blobs,
+            self.status,
+            me=ME,
+            software="dipaco/test",
+            manifest=b"manifest",
+            exchange=exchange,
+        )
+        self.publisher.start(tuple)
+        self.publisher.refresh()
+
+    def claimer(self, pinned: int | None = None) -> Claimer:
+        return Claimer(
+            self.grid,
+            self.publisher,
+            self.status,
+            self.time.clock,
+            self.events,
+            me=ME,
+            pinned=pinned,
+        )
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path)
+    yield peer
+    peer.publisher.stop(withdraw=False)
+
+
+def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
+    """The publisher signs a record at every look at the clock while claims are made and moved."""
+    main, inside = threading.current_thread(), threading.Lock()
+
+    def publish_meanwhile() -> None:
+        if threading.current_thread() is main and inside.acquire(blocking=False):
+            peer.publisher.refresh()
+            inside.release()
+
+    stopping = threading.Event()
+    stopping.set()
+    peer.time.on_look = publish_meanwhile
+    for path, now_s in enumerate((1000.0, 2000.0, 3000.0)):
+        peer.time.now_s = now_s
+        peer.claimer().claim(stopping, Decision(path, "said"))
+    peer.time.now_s = 4000.0
+    peer.claimer(pinned=1).claim(stopping)
+    peer.time.now_s = 5000.0
+    peer.claimer().take_back(2)
+    peer.publisher.refresh()
+    said = [(c.path, c.since_s, c.pinned) for c in peer.directory.claims if c is not None]
+    whole = [(0, 1000.0, False), (1, 2000.0, False), (2, 3000.0, False), (1, 4000.0, True)]
+    assert list(dict.fromkeys(said)) == [*whole, (2, 5000.0, False)]
