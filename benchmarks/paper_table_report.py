@@ -121,7 +121,9 @@ def markdown(found: Mapping[str, Figures], summary: Mapping[str, Any], size: Siz
         f"--validation-documents {size.validation_documents}. Perplexity is over the same "
         f"{next(iter(found.values()))['tokens_scored']:,} held-out tokens for all models, the "
         f"first {size.prefix_tokens} of every document excluded. Tokens and FLOPs include the "
-        f"base. What it shows is said in [the results](../README.md).",
+        "base, but not the scoring of documents for re-sharding and rerouting, nor the training "
+        "of a rerouter. What the table shows, and what it does not, is said in "
+        "[the results](../README.md).",
         "",
         "| model | seed | perplexity | against dense | parameters a path | in all | "
         "tokens a path | in all | tokens per parameter | training FLOPs | CPU seconds |",
