@@ -215,9 +215,8 @@ class SwarmScores:
         modules, said_at, fetched = node.grid.modules(), time.monotonic(), 0
         for number, module in enumerate(modules, 1):
             held = node.states.load_latest(module, node.grid.layout(module))
-            state = node.fetcher.heaviest_state(
-                module, view, at_least_tokens=held.tokens if held else -1
-            )
+            own = held.reference if held is not None else None
+            state = node.fetcher.heaviest_state(module, view, own=own)
             if state is not None:
                 node.states.save(state)
                 fetched += 1

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import StateReference, heaviest
 
-from .records import HoldingRecord
-from .view import SwarmView, plausible_holding
+from .view import SwarmView, plausible_state
 
 
 def expected_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
@@ -36,28 +36,20 @@ def enough_for_commit(group_size: int, expected_size: int) -> bool:
     return 2 * group_size >= expected_size
 
 
-def better_state(a: tuple[int, str], b: tuple[int, str]) -> bool:
-    """Tell whether state `a` = (tokens, digest) wins over `b`: more tokens, then smaller digest."""
-    return (-a[0], a[1]) < (-b[0], b[1])
-
-
 def winning_state(
-    holdings: Iterable[HoldingRecord],
+    announced: Iterable[StateReference],
     *,
-    own: tuple[int, str],
+    own: StateReference,
     view: SwarmView,
     grid: Grid,
     plan: RunPlan,
-) -> HoldingRecord | None:
-    """Return the announced state that should replace `own` = (tokens, digest), or None.
+) -> StateReference | None:
+    """Return the announced state that should replace `own`, or None.
 
     Counts that the elapsed time does not allow are not believed.
     """
-    best: HoldingRecord | None = None
-    for holding in holdings:
-        if not plausible_holding(holding, plan, grid, view.now_s):
-            continue
-        candidate = (holding.tokens, holding.digest)
-        if better_state(candidate, own if best is None else (best.tokens, best.digest)):
-            best = holding
-    return best
+    return heaviest(
+        state
+        for state in announced
+        if plausible_state(state, plan, grid, view.now_s) and state.wins_over(own)
+    )

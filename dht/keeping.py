@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Collection, Iterable
 
 from dipaco.modules.grid import Grid
+from dipaco.modules.state import StateReference, heaviest
 
-from .agreement import better_state, expected_group
-from .records import HoldingRecord
+from .agreement import expected_group
 from .view import SwarmView
 
 
@@ -23,17 +23,6 @@ def keepers(name: str, peers: Iterable[str], copies: int) -> tuple[str, ...]:
     return tuple(ordered[:copies])
 
 
-def heaviest(holdings: Iterable[HoldingRecord]) -> HoldingRecord | None:
-    """Return the holding that wins: more tokens, then the smaller digest."""
-    best: HoldingRecord | None = None
-    for holding in holdings:
-        if best is None or better_state(
-            (holding.tokens, holding.digest), (best.tokens, best.digest)
-        ):
-            best = holding
-    return best
-
-
 def modules_to_keep(
     view: SwarmView,
     grid: Grid,
@@ -41,7 +30,7 @@ def modules_to_keep(
     copies: int,
     *,
     unavailable: Collection[str] = (),
-) -> tuple[HoldingRecord, ...]:
+) -> tuple[StateReference, ...]:
     """Return the states that this peer should hold a copy of, though it does not train them.
 
     A module is held by its trainers anyway; the rest of the `copies` goes to the peers that
@@ -51,8 +40,7 @@ def modules_to_keep(
     """
     wanted = []
     for module in grid.modules():
-        held = view.holdings.get(module, ())
-        best = heaviest(holding for holding in held if holding.digest not in unavailable)
+        best = heaviest(s for s in view.states(module) if s.digest not in unavailable)
         if best is None or best.version == 0:
             continue
         trainers = expected_group(view, grid, module)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from dipaco.modules.errors import DipacoError
+from dipaco.modules.state import StateReference
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -103,15 +104,47 @@ class ClaimRecord(Record):
     """This peer was told to train this path and never moves, so nobody waits for it to."""
 
 
-class HoldingRecord(Record):
-    """This peer can serve a module state."""
+class AnnouncedState(BaseModel):
+    """A `StateReference` as records and messages spell it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
     module: ModuleName
     version: Count
     digest: Sha256
     tokens: Count
     round: Count
+    """The last round that is in it; 0 for a genesis state too."""
     bytes: Count
+
+    @property
+    def reference(self) -> StateReference:
+        """The state that is meant."""
+        return StateReference(
+            module=self.module,
+            version=self.version,
+            digest=self.digest,
+            tokens=self.tokens,
+            last_round=self.round if self.version else -1,
+            bytes=self.bytes,
+        )
+
+    @classmethod
+    def of(cls, reference: StateReference, **others: str) -> Self:
+        """Return the record or message about a state; `others` are its further fields."""
+        return cls(
+            module=reference.module,
+            version=reference.version,
+            digest=reference.digest,
+            tokens=reference.tokens,
+            round=max(0, reference.last_round),
+            bytes=reference.bytes,
+            **others,
+        )
+
+
+class HoldingRecord(AnnouncedState, Record):
+    """This peer can serve a module state."""
 
 
 class PeerRecord(Record):

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dipaco.modules.grid import Grid
+from dipaco.modules.state import heaviest
 
 from .agreement import expected_group
-from .keeping import heaviest
 from .manifest import SignedManifest
 from .scoring_policy import ScoringBoard
 from .view import SwarmView, round_at
@@ -71,7 +71,7 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
 
 def _module_status(view: SwarmView, grid: Grid, module: str) -> dict[str, Any]:
     holdings = view.holdings.get(module, ())
-    best = heaviest(holdings)
+    best = heaviest(view.states(module))
     trainers = expected_group(view, grid, module)
     by_version: dict[int, set[str]] = {}
     for holding in holdings:
@@ -82,7 +82,7 @@ def _module_status(view: SwarmView, grid: Grid, module: str) -> dict[str, Any]:
         "version": best.version if best else 0,
         "tokens": best.tokens if best else 0,
         "digest": best.digest if best else None,
-        "holders": [h.peer_id for h in holdings if best and h.digest == best.digest],
+        "holders": list(view.holders(best)) if best else [],
         "trainers": len(trainers),
         # A peer may be a version behind for a moment; two states of one version are a fork.
         "agree": all(len(digests) == 1 for digests in by_version.values()),

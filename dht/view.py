@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import StateReference
 
 from .best_notices import BestNotice, announced_bests
 from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
@@ -52,6 +53,15 @@ class SwarmView:
     """Announced best states of each path, the one to be tried first in front."""
     duration_s: float = math.inf
     """Seconds of a round."""
+
+    def states(self, module: str) -> tuple[StateReference, ...]:
+        """Return the announced states of a module, one of each holding."""
+        return tuple(holding.reference for holding in self.holdings.get(module, ()))
+
+    def holders(self, state: StateReference) -> tuple[str, ...]:
+        """Return the peers that announce a state."""
+        held = self.holdings.get(state.module, ())
+        return tuple(holding.peer_id for holding in held if holding.digest == state.digest)
 
     def claimants(self, path: int) -> tuple[ClaimRecord, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""
@@ -106,7 +116,9 @@ def build_view(
         peers={p.peer_id: p for p in peers},
         holdings={
             module: tuple(
-                h for h in held if h.module == module and plausible_holding(h, plan, grid, now_s)
+                h
+                for h in held
+                if h.module == module and plausible_state(h.reference, plan, grid, now_s)
             )
             for module, held in holdings.items()
             if module in known_modules
@@ -126,44 +138,23 @@ def greatest_contribution(plan: RunPlan, now_s: float) -> int:
     return int(rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S)
 
 
-def plausible_holding(holding: HoldingRecord, plan: RunPlan, grid: Grid, now_s: float) -> bool:
-    """Tell whether an announced state can have got so far in the time that the run has lasted."""
-    return plausible_progress(
-        holding.module,
-        version=holding.version,
-        tokens=holding.tokens,
-        last_round=holding.round,
-        plan=plan,
-        grid=grid,
-        now_s=now_s,
-    )
+def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: float) -> bool:
+    """Tell whether a state can have got so far in the time that the run has lasted.
 
-
-def plausible_progress(
-    module: str,
-    *,
-    version: int,
-    tokens: int,
-    last_round: int,
-    plan: RunPlan,
-    grid: Grid,
-    now_s: float,
-) -> bool:
-    """Tell whether a module can be so far. Asked of announcements, and again of what was fetched.
-
-    Also in a successor run: its genesis states have version 0 and count nothing.
+    Asked of announcements, and again of what was fetched. Also in a successor run: its genesis
+    states have version 0 and count nothing.
     """
     rounds = max(0, round_at(plan, now_s)) + 1 + ROUND_SLACK
-    if version == 0:
-        return tokens == 0
-    if version > rounds or last_round >= rounds:
+    if state.version == 0:
+        return state.tokens == 0
+    if state.version > rounds or state.last_round >= rounds:
         return False
-    paths = len(grid.paths_of_module(module))
+    paths = len(grid.paths_of_module(state.module))
     if plan.rounds.inner_steps:
         step_tokens = plan.inner.batch_sequences * plan.model.sequence_length
         per_path = rounds * plan.rounds.inner_steps * step_tokens
-        return tokens <= per_path * paths * GREATEST_REPLICAS
-    return tokens <= rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S * paths
+        return state.tokens <= per_path * paths * GREATEST_REPLICAS
+    return state.tokens <= rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S * paths
 
 
 def _merge_progress(

@@ -20,7 +20,14 @@ import torch
 from .errors import IntegrityError, StorageError
 from .files import atomic_file, atomic_write, remove_stale_temporaries, storage_errors
 from .grid import ModuleLayout, module_name_is_valid
-from .state import ModuleState, read_state, read_state_summary, write_state
+from .state import (
+    ModuleState,
+    StateReference,
+    last_round,
+    read_state,
+    read_state_summary,
+    write_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +36,6 @@ KEPT_OPTIMIZERS = 2
 
 _STATE_FILE = re.compile(r"(\d{10})-([0-9a-f]{64})\.safetensors")
 _OPTIMIZER_FILE = re.compile(r"(\d{10})-path-(\d+)\.pt")
-
-
-class StoredState(NamedTuple):
-    """One state in the store, as its header says."""
-
-    module: str
-    version: int
-    digest: str
-    tokens: int
 
 
 class _Entry(NamedTuple):
@@ -104,7 +102,7 @@ class StateStore:
                     return entry.path
         return None
 
-    def list(self) -> Sequence[StoredState]:
+    def list(self) -> Sequence[StateReference]:
         """Return all states here, by module, the newest first; unreadable ones are left out."""
         return [
             stored
@@ -182,12 +180,21 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re
             yield file, match
 
 
-def _stored(entry: _Entry) -> StoredState | None:
+def _stored(entry: _Entry) -> StateReference | None:
+    """Return what the file's name and header say."""
     try:
         summary = read_state_summary(entry.path)
-    except (IntegrityError, StorageError):
+        size = entry.path.stat().st_size
+    except (IntegrityError, StorageError, OSError):
         return None
-    return StoredState(summary.module, summary.version, entry.digest, summary.tokens)
+    return StateReference(
+        module=summary.module,
+        version=summary.version,
+        digest=entry.digest,
+        tokens=summary.tokens,
+        last_round=last_round(summary.progress),
+        bytes=size,
+    )
 
 
 def _description(state: ModuleState) -> bytes:

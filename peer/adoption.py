@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from dipaco.dht.agreement import expected_group, winning_state
-from dipaco.dht.keeping import heaviest
-from dipaco.dht.records import HoldingRecord
 from dipaco.modules.errors import DipacoError
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, StateReference, heaviest
 
 from .events import EventLog
 from .node import Node
@@ -85,27 +83,28 @@ class Adoptions:
         Called by an outer round, on its thread, when its group failed.
         """
 
-        def ask(peer: str) -> HoldingRecord | None:
+        def ask(peer: str) -> StateReference | None:
             return self._node.exchange.holdings(peer, module)
 
-        alive, heavier = set(), []
+        alive = set()
+        winners: dict[str, StateReference] = {}
         with ThreadPoolExecutor(max_workers=max(1, min(len(peers), 16))) as pool:
             for peer, future in [(peer, pool.submit(ask, peer)) for peer in sorted(peers)]:
                 try:
-                    holding = future.result()
+                    held = future.result()
                 except DipacoError as error:
                     logger.debug("%s does not answer: %s", peer, error)
                     continue
                 alive.add(peer)
-                if holding is not None and holding.tokens > anchor.tokens:
-                    heavier.append(holding)
-        best = heaviest(heavier)
+                if held is not None and held.wins_over(anchor.reference):
+                    winners[peer] = held
+        best = heaviest(winners.values())
         if best is None:
             return Answers(frozenset(alive))
-        holders = tuple(h.peer_id for h in heavier if h.digest == best.digest)
+        holders = tuple(peer for peer, held in winners.items() if held.digest == best.digest)
         return Answers(
             frozenset(alive),
-            CommittedElsewhere(best.digest, holders, "the group committed without this peer"),
+            CommittedElsewhere(best, holders, "the group committed without this peer"),
         )
 
     def remember(self, snapshot: Snapshot) -> None:
@@ -126,38 +125,36 @@ class Adoptions:
             level = self._node.grid.level_of(module)
             if level in running or module in self._fetching:
                 continue
-            anchor = self._trainer.anchor(module)
             best = winning_state(
-                [h for h in view.holdings.get(module, ()) if h.digest not in self._refused_digests],
-                own=(anchor.tokens, anchor.digest),
+                [s for s in view.states(module) if s.digest not in self._refused_digests],
+                own=self._trainer.anchor(module).reference,
                 view=view,
                 grid=self._node.grid,
                 plan=self._node.plan,
             )
             if best is not None:
-                holders = tuple(h.peer_id for h in view.holdings[module] if h.digest == best.digest)
-                self.start(module, best.digest, holders, self._uncommitted.get(module))
+                self.start(best, view.holders(best), self._uncommitted.get(module))
 
     def start(
-        self, module: str, digest: str, holders: tuple[str, ...], snapshot: Snapshot | None
+        self, wanted: StateReference, holders: tuple[str, ...], snapshot: Snapshot | None
     ) -> None:
         """Fetch a state in the background; `snapshot` is the work that it may contain."""
-        if module in self._fetching or digest in self._refused_digests:
+        if wanted.module in self._fetching or wanted.digest in self._refused_digests:
             return
-        if time.monotonic() < self._unavailable.get(digest, 0.0):
+        if time.monotonic() < self._unavailable.get(wanted.digest, 0.0):
             return
-        future = self._executor.submit(self._fetch_or_none, module, digest, holders)
+        future = self._executor.submit(self._fetch_or_none, wanted, holders)
         future.add_done_callback(lambda _: self._wake.set())
-        self._fetching[module] = _Fetch(snapshot, holders, future)
+        self._fetching[wanted.module] = _Fetch(snapshot, holders, future)
 
     def _fetch_or_none(
-        self, module: str, digest: str, holders: tuple[str, ...]
+        self, wanted: StateReference, holders: tuple[str, ...]
     ) -> ModuleState | None:
         try:
-            return self._node.fetcher.state(module, digest, holders)
+            return self._node.fetcher.state(wanted, holders)
         except DipacoError as error:
-            logger.warning("state %s of %s: %s", digest[:12], module, error)
-            self._unavailable[digest] = time.monotonic() + 5 * self._publisher.period_s
+            logger.warning("state %s of %s: %s", wanted.digest[:12], wanted.module, error)
+            self._unavailable[wanted.digest] = time.monotonic() + 5 * self._publisher.period_s
             return None
 
     def finish(self, running: Collection[str]) -> None:
@@ -169,8 +166,7 @@ class Adoptions:
             state = fetch.future.result()
             if state is None or module not in self._trainer.modules:
                 continue
-            anchor = self._trainer.anchor(module)
-            if (state.tokens, anchor.digest) <= (anchor.tokens, state.digest):
+            if not state.reference.wins_over(self._trainer.anchor(module).reference):
                 continue
             if not self._outvoted(module, fetch.holders) and not self._believable(state):
                 self._refused_digests.add(state.digest)
@@ -201,9 +197,8 @@ class Adoptions:
         agreeing = len(others & set(holders))
         if agreeing >= 2 and 2 * agreeing > len(others):
             return True
-        progress = self._trainer.anchor(module).progress.values()
-        last_round = max((entry.last_round for entry in progress), default=-1)
-        behind = self._node.schedule.round_at(self._node.clock.now()) - last_round
+        anchor = self._trainer.anchor(module).reference
+        behind = self._node.schedule.round_at(self._node.clock.now()) - anchor.last_round
         return behind > PATIENCE_ROUNDS
 
     def _believable(self, state: ModuleState) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from types import FrameType
 
 import torch
-from dipaco.dht.records import HoldingRecord
 from dipaco.modules.device import keep_freed_memory, release_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
@@ -194,10 +193,7 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
     )
     publisher.add_annex(best_copies)
 
-    def accept(offer: HoldingRecord) -> bool:
-        return keeper.accept_offer(offer)
-
-    node.exchange.set_offer_handler(accept)
+    node.exchange.set_offer_handler(keeper.accept_offer)
     publisher.start(node.fetcher.all_blobs)
     publisher.refresh()
     keeper.start()

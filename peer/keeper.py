@@ -13,15 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from dipaco.dht.keeping import keepers, modules_to_keep
-from dipaco.dht.records import HoldingRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import StateReference
 
 from .best_copies import BestParametersCopies
 from .exchange.fetching import ContentFetcher
-from .exchange.held_states import HeldState, HeldStates
+from .exchange.held_states import HeldStates
 from .node import Node
 from .publisher import Publisher
 from .rounds import RoundSchedule
@@ -59,7 +59,7 @@ class Keeper:
         self._own_modules = own_modules
         self._on_kept = on_kept
         self._best_copies = best_copies
-        self._offers: list[HoldingRecord] = []
+        self._offers: list[tuple[str, StateReference]] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -76,20 +76,20 @@ class Keeper:
         self._wake.set()
         self._thread.join(0.5)
 
-    def accept_offer(self, offer: HoldingRecord) -> bool:
+    def accept_offer(self, peer: str, offered: StateReference) -> bool:
         """Take note that a leaving peer hands over a state; fetch it at once.
 
         Called on the exchange's thread. Returns whether the offer is wanted.
         """
-        if offer.module not in self._grid.modules():
+        if offered.module not in self._grid.modules():
             return False
-        held = self._held.get(offer.module)
-        if held is not None and held.tokens >= offer.tokens:
-            return held.digest == offer.digest
+        held = self._held.get(offered.module)
+        if held is not None and not offered.wins_over(held):
+            return held.digest == offered.digest
         with self._lock:
             if len(self._offers) >= 256:
                 return False
-            self._offers.append(offer)
+            self._offers.append((peer, offered))
         self._wake.set()
         return True
 
@@ -112,8 +112,8 @@ class Keeper:
     def _keep_offered(self) -> None:
         with self._lock:
             offers, self._offers = self._offers, []
-        for offer in offers:
-            self._fetch_state(offer, (offer.peer_id,))
+        for peer, offered in offers:
+            self._fetch_state(offered, (peer,))
 
     def _keep_states(self, view: SwarmView) -> None:
         now = time.monotonic()
@@ -121,41 +121,35 @@ class Keeper:
         copies = self._plan.rounds.copies
         wanted = modules_to_keep(view, self._grid, self._me, copies, unavailable=failed)
         own = set(self._own_modules())
-        for holding in wanted:
+        for state in wanted:
             if self._stopping.is_set():
                 return
-            if holding.module in own or not self._due(holding):
-                continue
-            holders = tuple(
-                other.peer_id
-                for other in view.holdings.get(holding.module, ())
-                if other.digest == holding.digest
-            )
-            self._fetch_state(holding, holders)
+            if state.module not in own and self._due(state):
+                self._fetch_state(state, view.holders(state))
 
-    def _due(self, holding: HoldingRecord) -> bool:
+    def _due(self, state: StateReference) -> bool:
         """Fetch a new state of a module only every few rounds, and not right after a failure."""
-        held = self._held.get(holding.module)
+        held = self._held.get(state.module)
         if held is not None:
-            if held.tokens >= holding.tokens:
+            if not state.wins_over(held):
                 return False
-            if holding.round < held.last_round + self._plan.rounds.replication_every_rounds:
+            if state.last_round < held.last_round + self._plan.rounds.replication_every_rounds:
                 return False
-        return time.monotonic() - self._failed_at.get(holding.digest, -1e9) > RETRY_AFTER_S
+        return time.monotonic() - self._failed_at.get(state.digest, -1e9) > RETRY_AFTER_S
 
-    def _fetch_state(self, holding: HoldingRecord, holders: tuple[str, ...]) -> None:
-        held = self._held.get(holding.module)
-        if held is not None and held.tokens >= holding.tokens:
+    def _fetch_state(self, wanted: StateReference, holders: tuple[str, ...]) -> None:
+        held = self._held.get(wanted.module)
+        if held is not None and not wanted.wins_over(held):
             return
         try:
-            state = self._fetcher.state(holding.module, holding.digest, holders)
+            state = self._fetcher.state(wanted, holders)
         except DipacoError as error:
-            self._failed_at[holding.digest] = time.monotonic()
-            logger.info("could not copy %s: %s", holding.module, error)
+            self._failed_at[wanted.digest] = time.monotonic()
+            logger.info("could not copy %s: %s", wanted.module, error)
             return
         self._held.hold(state, save=True)
         self._publisher.announce()
-        self._on_kept(holding.module, holding.version)
+        self._on_kept(wanted.module, wanted.version)
 
     def _keep_blobs(self, view: SwarmView) -> None:
         """Fetch the blobs of the run that are assigned to this peer, one a turn."""
@@ -190,20 +184,19 @@ def hand_over(
     Bounded by `deadline` (monotonic seconds). Returns the modules that others hold at the end;
     the rest is on this peer's disk and is served when it comes back.
     """
-    waiting: dict[str, tuple[HeldState, list[str]]] = {}
+    waiting: dict[str, tuple[StateReference, list[str]]] = {}
     try:
         view = publisher.view
     except DipacoError:
         return ()
     others = tuple(sorted(peer for peer in view.peers if peer != node.me))
     safe = []
-    chosen: dict[str, tuple[HeldState, tuple[str, ...]]] = {}
+    chosen: dict[str, tuple[StateReference, tuple[str, ...]]] = {}
     for module in modules:
         held = node.held.get(module)
         if held is None or held.version == 0:
             continue
-        holders = {h.peer_id for h in view.holdings.get(module, ()) if h.digest == held.digest}
-        if holders - {node.me}:
+        if set(view.holders(held)) - {node.me}:
             safe.append(module)
             continue
         chosen[module] = (held, keepers(module, others, node.plan.rounds.copies))
@@ -228,11 +221,11 @@ def hand_over(
 
 
 def _offer_all(
-    node: Node, chosen: dict[str, tuple[HeldState, tuple[str, ...]]], deadline: float
+    node: Node, chosen: dict[str, tuple[StateReference, tuple[str, ...]]], deadline: float
 ) -> dict[str, list[str]]:
     """Offer all states at once, since some peer may not answer; return who takes what."""
 
-    def offer(peer: str, held: HeldState) -> bool:
+    def offer(peer: str, held: StateReference) -> bool:
         timeout_s = max(0.1, min(CALL_TIMEOUT_S, deadline - time.monotonic()))
         try:
             return node.exchange.offer(peer, held, timeout_s)
@@ -253,9 +246,9 @@ def _offer_all(
     return accepted
 
 
-def _holds(node: Node, peer: str, held: HeldState) -> bool:
+def _holds(node: Node, peer: str, state: StateReference) -> bool:
     try:
-        holding = node.exchange.holdings(peer, held.module, CALL_TIMEOUT_S)
+        held = node.exchange.holdings(peer, state.module, CALL_TIMEOUT_S)
     except DipacoError:
         return False
-    return holding is not None and holding.digest == held.digest
+    return held is not None and held.digest == state.digest

@@ -23,7 +23,7 @@ from dipaco.modules.outer import (
     outer_step,
 )
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, StateReference
 
 from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
 from .averaging.group import group_bits
@@ -52,9 +52,9 @@ class Committed:
 
 @dataclass(frozen=True)
 class CommittedElsewhere:
-    """This peer failed, but others of its group committed: fetch their state by digest."""
+    """This peer failed, but others of its group committed: fetch their state."""
 
-    digest: str
+    state: StateReference
     holders: tuple[str, ...]
     reason: str
 

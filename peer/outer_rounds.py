@@ -178,7 +178,7 @@ class OuterRounds:
             self._committed_event(boundary, result)
         elif isinstance(result, CommittedElsewhere):
             self._carry_on(module, boundary, result.reason)
-            self._adoptions.start(module, result.digest, result.holders, snapshot)
+            self._adoptions.start(result.state, result.holders, snapshot)
             self._in_vain[module] = 0
         else:
             self._carry_on(module, boundary, result.reason, result.expected)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dipaco.modules.errors import CorpusError, NetworkError
-from dipaco.modules.state import ModuleState, greatest_state_bytes
+from dipaco.modules.state import ModuleState, StateReference, greatest_state_bytes
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.token_files import are_shared, check_tokens, early_stopping_rows, reported_rows
 
@@ -124,14 +124,14 @@ def starting_state(
     when `stopping` is set, raises `NetworkError`. Called by the session when it begins a path.
     """
     own = node.held.load(module)
-    own_tokens = own.tokens if own is not None else 0
+    known = own.reference if own is not None else StateReference.untrained(module)
     deadline = time.monotonic() + max(SHORTEST_WAIT_S, node.plan.rounds.duration_s)
     while True:
         view = publisher.view
-        found = node.fetcher.heaviest_state(module, view, at_least_tokens=own_tokens)
+        found = node.fetcher.heaviest_state(module, view, own=known)
         if found is not None:
             return found
-        heavier = [h for h in view.holdings.get(module, ()) if h.tokens > own_tokens]
+        heavier = [state for state in view.states(module) if state.wins_over(known)]
         if not heavier:
             return own if own is not None else files.genesis_state(module)
         if time.monotonic() > deadline or stopping.is_set():

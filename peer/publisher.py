@@ -322,16 +322,7 @@ class Publisher:
             self._claimed = False
         self._publish_peer(claim, now_round, life_s)
         for held in self._held.all():
-            holding = HoldingRecord(
-                peer_id=self._me,
-                module=held.module,
-                version=held.version,
-                digest=held.digest,
-                tokens=held.tokens,
-                round=max(0, held.last_round),
-                bytes=held.size_bytes,
-            )
-            self._directory.publish_holding(holding, life_s)
+            self._directory.publish_holding(HoldingRecord.of(held, peer_id=self._me), life_s)
         entries = sorted(status.progress.values(), key=lambda e: -e.last_round)
         if entries:
             self._directory.publish_progress(

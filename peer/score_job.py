@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from dipaco.dht.score_request import ScoreRequest
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, StateReference
 from dipaco.routing.document_scores import (
     SCORING_BATCH,
     DocumentScores,
@@ -71,10 +71,10 @@ def fetch_states(node: Node, publisher: Publisher, path: int) -> dict[str, Modul
     states = {}
     for module in node.grid.modules_of_path(path):
         own = node.held.load(module)
-        tokens = own.tokens if own is not None else 0
+        known = own.reference if own is not None else StateReference.untrained(module)
         view = publisher.view
-        found = node.fetcher.heaviest_state(module, view, at_least_tokens=tokens)
-        if found is None and any(h.tokens > tokens for h in view.holdings.get(module, ())):
+        found = node.fetcher.heaviest_state(module, view, own=known)
+        if found is None and any(state.wins_over(known) for state in view.states(module)):
             raise NetworkError(f"the state of {module} is announced and nobody serves it")
         states[module] = found or own or files.genesis_state(module)
     return states

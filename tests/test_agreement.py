@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from dipaco.dht.agreement import better_state, enough_for_commit, expected_group, winning_state
-from dipaco.dht.records import ClaimRecord, HoldingRecord
+from dipaco.dht.agreement import enough_for_commit, expected_group, winning_state
+from dipaco.dht.records import ClaimRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from hypothesis import given
-from hypothesis import strategies as st
+from dipaco.modules.state import StateReference
 from support.make_plan import make_plan
 
 PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABCDEFGH")
@@ -36,11 +35,8 @@ def claim(number: int, path: int, state: str = "training") -> ClaimRecord:
     )
 
 
-def holding(number: int, tokens: int, digest: str, **fields: object) -> HoldingRecord:
-    values = {"version": 1, "round": 0, "bytes": 1, "module": "L0.E0", **fields}
-    return HoldingRecord.model_validate(
-        {"peer_id": PEERS[number], "tokens": tokens, "digest": digest * 64, **values}
-    )
+def announced(tokens: int, digest: str, version: int = 1, last_round: int = 0) -> StateReference:
+    return StateReference("L0.E0", version, digest * 64, tokens, last_round, bytes=1)
 
 
 def test_everybody_who_trains_through_a_module_is_expected(grid: Grid) -> None:
@@ -60,18 +56,11 @@ def test_half_is_enough(group: int, expected: int, enough: bool) -> None:
     assert enough_for_commit(group, expected) is enough
 
 
-@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from("abc"), st.sampled_from("abc"))
-def test_the_order_of_states_is_strict_and_total(a: int, b: int, x: str, y: str) -> None:
-    assert not better_state((a, x), (a, x))
-    if (a, x) != (b, y):
-        assert better_state((a, x), (b, y)) != better_state((b, y), (a, x))
-
-
 def test_the_winner_does_not_depend_on_the_order(plan: RunPlan, grid: Grid) -> None:
     view = SwarmView(now_s=plan.start_s + 250.0)
-    found = [holding(0, 10, "c"), holding(1, 20, "b"), holding(2, 20, "a"), holding(3, 5, "f")]
+    found = [announced(10, "c"), announced(20, "b"), announced(20, "a"), announced(5, "f")]
     winners = {
-        winning_state(order, own=(10, "d" * 64), view=view, grid=grid, plan=plan)
+        winning_state(order, own=announced(10, "d"), view=view, grid=grid, plan=plan)
         for order in itertools.permutations(found)
     }
     assert winners == {found[2]}
@@ -80,23 +69,23 @@ def test_the_winner_does_not_depend_on_the_order(plan: RunPlan, grid: Grid) -> N
 @pytest.mark.parametrize(
     "invented",
     [
-        holding(0, 2**53, "a"),
-        holding(0, 100, "a", version=1000),
-        holding(0, 100, "a", round=1000),
-        holding(0, 100, "a", version=0),
+        announced(2**53, "a"),
+        announced(100, "a", version=1000),
+        announced(100, "a", last_round=1000),
+        announced(100, "a", version=0),
     ],
 )
 def test_what_the_time_does_not_allow_is_not_believed(
-    plan: RunPlan, grid: Grid, invented: HoldingRecord
+    plan: RunPlan, grid: Grid, invented: StateReference
 ) -> None:
     view = SwarmView(now_s=plan.start_s + 250.0)
-    honest = holding(1, 50, "b")
-    found = winning_state([invented, honest], own=(1, "c"), view=view, grid=grid, plan=plan)
+    honest, own = announced(50, "b"), announced(1, "c")
+    found = winning_state([invented, honest], own=own, view=view, grid=grid, plan=plan)
     assert found == honest
-    assert winning_state([invented], own=(1, "c"), view=view, grid=grid, plan=plan) is None
+    assert winning_state([invented], own=own, view=view, grid=grid, plan=plan) is None
 
 
 def test_nothing_replaces_a_state_as_heavy_with_a_smaller_digest(plan: RunPlan, grid: Grid) -> None:
     view = SwarmView(now_s=plan.start_s + 250.0)
-    others = [holding(0, 20, "b"), holding(1, 19, "0"), holding(2, 20, "a")]
-    assert winning_state(others, own=(20, "a" * 64), view=view, grid=grid, plan=plan) is None
+    others = [announced(20, "b"), announced(19, "0"), announced(20, "a")]
+    assert winning_state(others, own=announced(20, "a"), view=view, grid=grid, plan=plan) is None

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from dipaco.dht.records import HoldingRecord
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, NetworkError, ProtocolVersionError
 from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.modules.state import StateReference
 from dipaco.peer.exchange import service
 from dipaco.peer.exchange.clock import measure_clock
 from dipaco.peer.exchange.exchange import Exchange
 from hivemind import DHT
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
-from support.exchange_nodes import CONTENT, HELD, NOBODY, RUN, SHA, Held, Nodes, fetch, set_ahead
+from support.exchange_nodes import CONTENT, HELD, NOBODY, RUN, Held, Nodes, fetch, set_ahead
 
 pytestmark = pytest.mark.swarm
 
@@ -63,16 +63,7 @@ def test_the_clock_follows_a_neighbour(nodes: Nodes) -> None:
 
 def test_holdings_are_asked_directly(nodes: Nodes) -> None:
     server, client = nodes.serving(Held(states=(HELD,))), nodes.asking()
-    expected = HoldingRecord(
-        peer_id=server.peer_id,
-        module="L0.E1",
-        version=3,
-        digest=SHA,
-        tokens=9,
-        round=2,
-        bytes=len(CONTENT),
-    )
-    assert client.holdings(server.peer_id, "L0.E1") == expected
+    assert client.holdings(server.peer_id, "L0.E1") == HELD
     assert client.holdings(server.peer_id, "P17") is None
     server.set_source(Held(states=(HELD,)), "f" * 16)
     assert client.holdings(server.peer_id, "L0.E1") is None, "another run's states are not ours"
@@ -82,17 +73,17 @@ def test_an_offer_leads_to_a_fetch(nodes: Nodes, blobs: BlobStore) -> None:
     keeper, leaver = nodes.serving(Held()), nodes.exchange(nodes.client_dht)
     leaver.set_source(Held(CONTENT, states=(HELD,)), RUN)
     assert not leaver.offer(keeper.peer_id, HELD), "refused as long as nobody handles offers"
-    offers: list[HoldingRecord] = []
-    keeper.set_offer_handler(lambda offer: bool(offers.append(offer)) or True)
+    offers: list[tuple[str, StateReference]] = []
+    keeper.set_offer_handler(lambda peer, offered: bool(offers.append((peer, offered))) or True)
     assert leaver.offer(keeper.peer_id, HELD)
-    assert offers[0].peer_id == leaver.peer_id
-    assert fetch(keeper, blobs, offers[0].peer_id, sha=offers[0].digest).read_bytes() == CONTENT
+    assert offers == [(leaver.peer_id, HELD)]
+    assert fetch(keeper, blobs, leaver.peer_id, sha=HELD.digest).read_bytes() == CONTENT
 
 
 def test_a_failing_offer_handler_refuses(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     keeper, leaver = nodes.serving(Held()), nodes.asking()
 
-    def fail(offer: HoldingRecord) -> bool:
+    def fail(peer: str, offered: StateReference) -> bool:
         raise RuntimeError("no room")
 
     keeper.set_offer_handler(fail)

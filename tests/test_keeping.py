@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from dipaco.dht.keeping import heaviest, keepers, modules_to_keep
+from dipaco.dht.keeping import keepers, modules_to_keep
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig
@@ -131,20 +131,15 @@ def test_a_leaving_peer_keeps_nothing_new(grid: Grid) -> None:
 def test_genesis_needs_no_copies_and_the_heaviest_is_copied(grid: Grid) -> None:
     light, heavy = holding(0, "P0", 5, "a"), holding(4, "P0", 7, "b")
     view = view_of(grid, [0], 2, {"P0": [light, heavy], "P1": [holding(0, "P1", 0)]})
-    assert [modules_to_keep(view, grid, name(n), COPIES) for n in (1, 2)] == [(heavy,)] * 2
+    kept = (heavy.reference,)
+    assert [modules_to_keep(view, grid, name(n), COPIES) for n in (1, 2)] == [kept, kept]
 
 
 def test_a_state_that_nobody_can_have_does_not_stop_the_true_one(grid: Grid) -> None:
     true, invented = holding(0, "P0", 5, "a"), holding(4, "P0", 9999, "b")
     view = view_of(grid, [0], 2, {"P0": [true, invented]})
-    assert modules_to_keep(view, grid, name(1), COPIES) == (invented,)
+    assert modules_to_keep(view, grid, name(1), COPIES) == (invented.reference,)
     found = modules_to_keep(view, grid, name(1), COPIES, unavailable={invented.digest})
-    assert found == (true,)
+    assert found == (true.reference,)
     both = {true.digest, invented.digest}
     assert modules_to_keep(view, grid, name(1), COPIES, unavailable=both) == ()
-
-
-def test_the_heaviest_of_nothing_is_nothing() -> None:
-    assert heaviest([]) is None
-    first, second = holding(0, "P0", 7, "b"), holding(1, "P0", 7, "a")
-    assert heaviest([first, second]) == heaviest([second, first]) == second

@@ -12,7 +12,7 @@ import torch
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import Contribution
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.modules.state import ModuleState, PathProgress, StateReference
 from dipaco.peer.averaging.averager import AveragingOutcome
 from dipaco.peer.averaging.parts import AveragingFailed
 from dipaco.peer.outer_round import Answers, CarriedOn, Committed, CommittedElsewhere, OuterRound
@@ -122,7 +122,8 @@ def test_survivors_commit_in_the_second_attempt(plan: RunPlan) -> None:
 
 
 def test_a_state_committed_by_others_is_taken(plan: RunPlan) -> None:
-    elsewhere = CommittedElsewhere("d" * 64, ("A",), "the group committed without this peer")
+    state = StateReference("L0.E0", 3, "d" * 64, tokens=900, last_round=2, bytes=80)
+    elsewhere = CommittedElsewhere(state, ("A",), "the group committed without this peer")
     result = _run(
         plan,
         FakeAverager(AveragingFailed("broken", ("A", "B"))),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import pytest
-from dipaco.dht.agreement import better_state, enough_for_commit, expected_group, winning_state
+from dipaco.dht.agreement import enough_for_commit, expected_group, winning_state
 from dipaco.dht.keeping import keepers, modules_to_keep
 from dipaco.dht.policy import choose_path, lead_rank, resolve_collision, should_move
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
@@ -17,6 +17,7 @@ from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import StateReference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.make_plan import make_plan
@@ -409,20 +410,6 @@ def test_less_than_half_does_not_commit(group: int, expected: int) -> None:
 
 # -- which state wins
 
-states = st.tuples(st.integers(0, 5), st.sampled_from(["a" * 64, "b" * 64, "c" * 64]))
-
-
-@given(st.lists(states, min_size=1, max_size=6))
-def test_everybody_finds_the_same_winner(found: list[tuple[int, str]]) -> None:
-    winners = set()
-    for order in (found, found[::-1], sorted(found)):
-        best = order[0]
-        for state in order[1:]:
-            best = state if better_state(state, best) else best
-        winners.add(best)
-    assert len(winners) == 1
-    assert not any(better_state(state, next(iter(winners))) for state in found)
-
 
 @pytest.fixture(scope="module")
 def plan() -> RunPlan:
@@ -432,15 +419,19 @@ def plan() -> RunPlan:
 def test_a_heavier_plausible_state_replaces_ours(plan: RunPlan) -> None:
     grid = Grid(plan.model, plan.grid)
     view = view_of(now_s=plan.start_s + 5 * DURATION_S)
+
+    def winner(announced: list[HoldingRecord], tokens: int, digest: str) -> StateReference | None:
+        own = holding(0, "L0.E0", tokens, digest * 64).reference
+        found = [record.reference for record in announced]
+        return winning_state(found, own=own, view=view, grid=grid, plan=plan)
+
     heavy, light = holding(1, "L0.E0", 2000, "b" * 64), holding(2, "L0.E0", 500, "a" * 64)
     impossible = holding(3, "L0.E0", 2**50, "c" * 64)
     future = heavy.model_copy(update={"version": 90, "round": 90, "tokens": 9000})
-    everything = [light, impossible, future, heavy]
-    found = winning_state(everything, own=(1000, "a" * 64), view=view, grid=grid, plan=plan)
-    assert found == heavy
-    assert winning_state([heavy], own=(2000, "a" * 64), view=view, grid=grid, plan=plan) is None
-    assert winning_state([heavy], own=(2000, "c" * 64), view=view, grid=grid, plan=plan) == heavy
-    assert winning_state([], own=(0, "a" * 64), view=view, grid=grid, plan=plan) is None
+    assert winner([light, impossible, future, heavy], 1000, "a") == heavy.reference
+    assert winner([heavy], 2000, "a") is None
+    assert winner([heavy], 2000, "c") == heavy.reference
+    assert winner([], 0, "a") is None
 
 
 # -- who keeps what

@@ -18,6 +18,7 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.compose import gather_module, load_path
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
+from dipaco.modules.state import StateReference
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.score_job import ScoreJob
 from dipaco.peer.scoring import Scoring
@@ -83,7 +84,7 @@ class Swarm:
     def use_blobs(self, hashes: Any) -> None:
         self.served = (*self.served, *hashes)
 
-    def heaviest_state(self, module: str, view: SwarmView, *, at_least_tokens: int) -> None:
+    def heaviest_state(self, module: str, view: SwarmView, *, own: StateReference) -> None:
         return None
 
     # The publisher.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.dht.view import SwarmView, build_view, plausible_holding, round_at
+from dipaco.dht.view import SwarmView, build_view, plausible_state, round_at
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -101,7 +101,7 @@ def test_states_that_the_time_does_not_allow_are_not_believed(
 ) -> None:
     record = holding(**fields)
     now_s = plan.start_s + 5 * plan.rounds.duration_s
-    assert plausible_holding(record, plan, grid, now_s) is plausible
+    assert plausible_state(record.reference, plan, grid, now_s) is plausible
     view = view_at(plan, grid, 5, holdings={"L0.E0": (record,), "L9.E9": (record,)})
     assert view.holdings == {"L0.E0": (record,) if plausible else ()}
 
@@ -110,8 +110,8 @@ def test_with_fixed_steps_the_bound_on_tokens_is_the_steps(grid: Grid) -> None:
     plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
     now_s = plan.start_s + 5 * plan.rounds.duration_s
     honest = 5 * 2 * plan.inner.batch_sequences * plan.model.sequence_length * 2
-    assert plausible_holding(holding(tokens=honest), plan, grid, now_s)
-    assert not plausible_holding(holding(tokens=honest * 1000), plan, grid, now_s)
+    assert plausible_state(holding(tokens=honest).reference, plan, grid, now_s)
+    assert not plausible_state(holding(tokens=honest * 1000).reference, plan, grid, now_s)
 
 
 def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:

@@ -14,20 +14,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dipaco.dht.records import HoldingRecord
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.modules.state import StateReference
 from hivemind import DHT
 from hivemind.p2p import P2P, PeerID
 
 from .clock import ClockSample
-from .held_states import HeldState
 from .hello import SOFTWARE, Hello, ask, clock_samples, say_hello
 from .loop_thread import LoopThread
 from .messages import (
     FetchReply,
     FetchRequest,
+    HeldContent,
     HoldingsReply,
     HoldingsRequest,
     OfferReply,
@@ -42,8 +42,6 @@ from .service import (
     ExchangeService,
     OfferHandler,
     RunContent,
-    content_of,
-    holding_of,
 )
 from .transfer import (
     ContentAbsent,
@@ -208,7 +206,7 @@ class Exchange:
 
     def holdings(
         self, peer: str, module: str, timeout_s: float = CALL_TIMEOUT_S
-    ) -> HoldingRecord | None:
+    ) -> StateReference | None:
         """Ask what a peer holds of a module of this run now. Raises `NetworkError`.
 
         A reply about another module is refused like a malformed one.
@@ -224,9 +222,9 @@ class Exchange:
             return None
         if held.module != module:
             raise NetworkError(f"peer {peer} answered nonsense: {held.module} instead of {module}")
-        return holding_of(held, peer)
+        return held.reference
 
-    def offer(self, peer: str, held: HeldState, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+    def offer(self, peer: str, held: StateReference, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Ask a peer to fetch a state from here; True when it will.
 
         The state has to be in the source. That the peer has it, its `holdings` tell.
@@ -234,7 +232,7 @@ class Exchange:
         """
 
         async def propose() -> OfferReply:
-            request = OfferRequest(run=self._run_id(), held=content_of(held))
+            request = OfferRequest(run=self._run_id(), held=HeldContent.of(held))
             p2p = self._connection()
             return await ask(p2p, peer, "rpc_offer", request, OfferReply, timeout_s)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dipaco.dht.directory import Directory
-from dipaco.dht.records import HoldingRecord
-from dipaco.dht.view import SwarmView, plausible_progress
+from dipaco.dht.view import SwarmView, plausible_state
 from dipaco.modules.best_parameters import (
     BestParameters,
     greatest_best_path_bytes,
@@ -19,7 +18,12 @@ from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
+from dipaco.modules.state import (
+    ModuleState,
+    StateReference,
+    greatest_state_bytes,
+    read_state,
+)
 
 from .exchange import Exchange
 
@@ -125,23 +129,23 @@ class ContentFetcher:
         """Return the peers, other than this one, that serve a blob."""
         return self._directory.find_blob_holders(sha256)
 
-    def state(self, module: str, digest: str, holders: Sequence[str]) -> ModuleState:
-        """Fetch one module state by digest and check it against the module's shape.
+    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
+        """Fetch one module state by its digest and check it against the module's shape.
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
         """
         assert self._grid is not None
-        layout = self._grid.layout(module)
+        layout = self._grid.layout(wanted.module)
+        paths = self._grid.paths_of_module(wanted.module)
         path = self._exchange.fetch(
-            digest,
+            wanted.digest,
             tuple(holders),
             self._scratch,
-            max_bytes=greatest_state_bytes(layout, len(self._grid.paths_of_module(module))),
+            max_bytes=greatest_state_bytes(layout, len(paths)),
             timeout_s=FETCH_TIMEOUT_S,
         )
         try:
-            paths = self._grid.paths_of_module(module)
-            state = read_state(path, layout, digest, module=module, paths=paths)
+            state = read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)
         finally:
             path.unlink(missing_ok=True)
         self._check_plausible(state)
@@ -151,47 +155,30 @@ class ContentFetcher:
         """Refuse counts that cannot be: what was announced need not be what is inside."""
         assert self._plan is not None
         assert self._grid is not None
-        plausible = plausible_progress(
-            state.module,
-            version=state.version,
-            tokens=state.tokens,
-            last_round=max((p.last_round for p in state.progress.values()), default=-1),
-            plan=self._plan,
-            grid=self._grid,
-            now_s=self._now(),
-        )
-        if not plausible:
+        if not plausible_state(state.reference, self._plan, self._grid, self._now()):
             raise IntegrityError(
                 f"it says version {state.version} with {state.tokens} tokens behind it, more than "
                 "the run can have trained so far"
             )
 
     def heaviest_state(
-        self, module: str, view: SwarmView, *, at_least_tokens: int = -1
+        self, module: str, view: SwarmView, *, own: StateReference | None = None
     ) -> ModuleState | None:
-        """Fetch the heaviest announced state of `module` that can be had.
+        """Fetch the heaviest announced state of `module` that can be had and wins over `own`.
 
-        States with `at_least_tokens` or fewer are not worth a transfer. A state that cannot be
-        fetched or is wrong is skipped with one log line. None: nobody holds a better one.
+        Without `own` any state will do. A state that cannot be fetched or is wrong is skipped
+        with one log line. None: nobody holds a better one.
         """
-        for digest, holders in candidates(view.holdings.get(module, ()), at_least_tokens):
+        tried = set()
+        for state in sorted(view.states(module), key=lambda state: state.rank):
+            if state.digest in tried or (own is not None and not state.wins_over(own)):
+                continue
+            tried.add(state.digest)
             try:
-                return self.state(module, digest, holders)
+                return self.state(state, view.holders(state))
             except (IntegrityError, NetworkError) as error:
-                logger.warning("state %s of %s: %s", digest[:12], module, error)
+                logger.warning("state %s of %s: %s", state.digest[:12], module, error)
         return None
-
-
-def candidates(
-    holdings: Iterable[HoldingRecord], at_least_tokens: int
-) -> list[tuple[str, tuple[str, ...]]]:
-    """Order announced states: more tokens first, then the smaller digest; with their holders."""
-    by_digest: dict[str, list[HoldingRecord]] = {}
-    for holding in holdings:
-        if holding.tokens > at_least_tokens:
-            by_digest.setdefault(holding.digest, []).append(holding)
-    ordered = sorted(by_digest.items(), key=lambda item: (-item[1][0].tokens, item[0]))
-    return [(digest, tuple(h.peer_id for h in records)) for digest, records in ordered]
 
 
 def core_blobs(plan: RunPlan) -> tuple[str, ...]:

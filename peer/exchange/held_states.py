@@ -9,29 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import StorageError
 from dipaco.modules.grid import Grid
-from dipaco.modules.state import ModuleState, state_chunks
+from dipaco.modules.state import ModuleState, StateReference, state_chunks
 from dipaco.modules.store import StateStore
 
 logger = logging.getLogger("dipaco.peer.exchange.held_states")
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """One module state that this process serves."""
-
-    module: str
-    version: int
-    digest: str
-    tokens: int
-    last_round: int
-    size_bytes: int
 
 
 class HeldStates:
@@ -49,7 +36,7 @@ class HeldStates:
         self._blobs = blobs
         self._bests = bests
         self._lock = threading.Lock()
-        self._newest: dict[str, HeldState] = {}
+        self._newest: dict[str, StateReference] = {}
         self._in_memory: dict[str, ModuleState] = {}
         self._earlier: HeldStates | None = None
 
@@ -57,9 +44,9 @@ class HeldStates:
         """Serve by hash also what is held of the run that this one succeeds."""
         self._earlier = earlier
 
-    def load_from_disk(self) -> tuple[HeldState, ...]:
+    def load_from_disk(self) -> tuple[StateReference, ...]:
         """Take up what an earlier life of this peer left on disk; bad files are skipped."""
-        for module in sorted({entry[0] for entry in self._store.list()}):
+        for module in sorted({stored.module for stored in self._store.list()}):
             if module not in self._grid.modules():
                 continue
             state = self._store.load_latest(module, self._grid.layout(module))
@@ -90,17 +77,10 @@ class HeldStates:
             self.hold(state, save=True)
 
     def _register(self, state: ModuleState, *, in_memory: bool) -> None:
-        held = HeldState(
-            module=state.module,
-            version=state.version,
-            digest=state.digest,
-            tokens=state.tokens,
-            last_round=max((p.last_round for p in state.progress.values()), default=-1),
-            size_bytes=state.byte_size,
-        )
+        held = state.reference
         with self._lock:
             previous = self._newest.get(state.module)
-            if previous is not None and previous.tokens > held.tokens:
+            if previous is not None and previous.wins_over(held):
                 # A slow save of an older state must not take the newer one's place.
                 self._in_memory.pop(held.digest, None)
                 return
@@ -112,12 +92,12 @@ class HeldStates:
             else:
                 self._in_memory.pop(held.digest, None)
 
-    def get(self, module: str) -> HeldState | None:
+    def get(self, module: str) -> StateReference | None:
         """Return what is held of `module`."""
         with self._lock:
             return self._newest.get(module)
 
-    def all(self) -> tuple[HeldState, ...]:
+    def all(self) -> tuple[StateReference, ...]:
         """Return everything held, by module."""
         with self._lock:
             return tuple(self._newest[module] for module in sorted(self._newest))

@@ -13,7 +13,7 @@ import asyncio
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
-from dipaco.dht.records import Count, ModuleName, Sha256, TimeS
+from dipaco.dht.records import AnnouncedState, Count, ModuleName, Sha256, TimeS
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_MESSAGE_BYTES = 4096
@@ -56,15 +56,8 @@ class HoldingsRequest(Message):
     module: ModuleName
 
 
-class HeldContent(Message):
+class HeldContent(AnnouncedState, Message):
     """One module state that a peer can serve. Whose it is, libp2p says."""
-
-    module: ModuleName
-    version: Count
-    digest: Sha256
-    tokens: Count
-    round: Count
-    bytes: Count
 
 
 class HoldingsReply(Message):

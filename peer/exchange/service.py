@@ -20,13 +20,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from dipaco.dht.records import HoldingRecord
+from dipaco.modules.state import StateReference
 from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import runtime_pb2
 
 from .content import ContentShelf, ContentSource, OpenContent
-from .held_states import HeldState
 from .messages import (
     FetchReply,
     FetchRequest,
@@ -63,18 +62,18 @@ COMPLAINT_PERIOD_S = 60.0
 HANDLER_TIMEOUT_S = 10.0
 
 MessageT = TypeVar("MessageT", bound=Message)
-OfferHandler = Callable[[HoldingRecord], bool]
+OfferHandler = Callable[[str, StateReference], bool]
 
 
 class RunContent(ContentSource, Protocol):
     """What a process holds of a run: `HeldStates`."""
 
-    def get(self, module: str) -> HeldState | None:
+    def get(self, module: str) -> StateReference | None:
         """Return the newest state held of a module. Quick, from any thread."""
         ...
 
 
-def refuse_offer(offer: HoldingRecord) -> bool:
+def refuse_offer(peer: str, offered: StateReference) -> bool:
     """Refuse: the offer handler of a process that keeps nothing for others."""
     return False
 
@@ -154,7 +153,7 @@ class ExchangeService(ServicerBase):
         held = None
         if self.held is not None and asked.run == self.run_id:
             held = self.held.get(asked.module)
-        return _response(HoldingsReply(held=content_of(held) if held is not None else None))
+        return _response(HoldingsReply(held=HeldContent.of(held) if held is not None else None))
 
     async def rpc_offer(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -164,8 +163,8 @@ class ExchangeService(ServicerBase):
         accepted = False
         if self.run_id is not None and offer.run == self.run_id:
             try:
-                record = holding_of(offer.held, context.remote_id.to_base58())
-                accepted = bool(self.offer_handler(record))
+                peer = context.remote_id.to_base58()
+                accepted = bool(self.offer_handler(peer, offer.held.reference))
             except Exception as error:
                 self._complain(context.remote_id.to_base58(), "an offer", error)
         return _response(OfferReply(accepted=accepted))
@@ -245,31 +244,6 @@ class ExchangeService(ServicerBase):
                 await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
                 self.bytes_up += len(chunk)
             offset += len(view)
-
-
-def holding_of(held: HeldContent, peer_id: str) -> HoldingRecord:
-    """Return the record of a state that `peer_id`, whom libp2p authenticated, says it holds."""
-    return HoldingRecord(
-        peer_id=peer_id,
-        module=held.module,
-        version=held.version,
-        digest=held.digest,
-        tokens=held.tokens,
-        round=held.round,
-        bytes=held.bytes,
-    )
-
-
-def content_of(held: HeldState) -> HeldContent:
-    """Return what the wire says of a state held here."""
-    return HeldContent(
-        module=held.module,
-        version=held.version,
-        digest=held.digest,
-        tokens=held.tokens,
-        round=max(0, held.last_round),
-        bytes=held.size_bytes,
-    )
 
 
 def _response(message: Message) -> runtime_pb2.ExpertResponse:

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.state import StateReference
 from dipaco.peer.exchange.exchange import Exchange
-from dipaco.peer.exchange.held_states import HeldState
 from hivemind import DHT
 
 RUN = "0123456789abcdef"
 CONTENT = bytes(range(251)) * 20_000
 SHA = hashlib.sha256(CONTENT).hexdigest()
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-HELD = HeldState(
-    module="L0.E1", version=3, digest=SHA, tokens=9, last_round=2, size_bytes=len(CONTENT)
+HELD = StateReference(
+    module="L0.E1", version=3, digest=SHA, tokens=9, last_round=2, bytes=len(CONTENT)
 )
 
 
 class Held:
     """What a node holds, in memory."""
 
-    def __init__(self, *contents: bytes | Path, states: tuple[HeldState, ...] = ()) -> None:
+    def __init__(self, *contents: bytes | Path, states: tuple[StateReference, ...] = ()) -> None:
         self.contents: dict[str, bytes | Path] = {}
         for content in contents:
             data = content if isinstance(content, bytes) else content.read_bytes()
@@ -39,7 +39,7 @@ class Held:
         self.lookups += 1
         return self.contents.get(sha256)
 
-    def get(self, module: str) -> HeldState | None:
+    def get(self, module: str) -> StateReference | None:
         return self.states.get(module)
 
 

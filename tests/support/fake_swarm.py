@@ -10,8 +10,8 @@ from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import StateReference
 from dipaco.peer.exchange.clock import Clock
-from dipaco.peer.exchange.held_states import HeldState
 
 ME = "Qm" + "a" * 44
 
@@ -132,12 +132,14 @@ class FakeExchange:
         return {}
 
 
-def held_state(module: str, tokens: int = 64, version: int = 1, digest: str = "d") -> HeldState:
-    return HeldState(
+def held_state(
+    module: str, tokens: int = 64, version: int = 1, digest: str = "d"
+) -> StateReference:
+    return StateReference(
         module=module,
         version=version,
         digest=digest * 64 if len(digest) == 1 else digest,
         tokens=tokens,
         last_round=version - 1,
-        size_bytes=1000,
+        bytes=1000,
     )
