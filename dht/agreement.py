@@ -32,7 +32,7 @@ def possible_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
 
 
 def enough_for_commit(group_size: int, expected_size: int) -> bool:
-    """Tell whether a group may commit: not less than half of those with a fresh claim."""
+    """Tell whether a group may commit: at least half of those with a fresh claim."""
     return 2 * group_size >= expected_size
 
 

@@ -1,11 +1,10 @@
 """What progress records say of the best states of the paths. Pure.
 
-A claim of a low loss costs nothing, so nobody has to believe it: the path's lead trainer and
-whoever evaluates score the parameters on the path's held-out rows again (`claim_holds`). A claim
-that the lead trainer repeats has been checked by it. That is why its word comes first; the others
-count in the order of their losses. Somebody who invents scores can cost others a transfer and a
-scoring, and a keeper's copy while nobody trains the path, but not displace what an honest trainer
-has found.
+Claiming a low loss costs nothing, so nobody has to believe it: the path's lead trainer, and
+anybody who evaluates, scores the parameters again on the path's held-out rows (`claim_holds`).
+What the lead trainer names has been checked by it, so its claim comes first; the others follow in
+the order of their losses. Somebody who invents losses can cost others a transfer and a scoring,
+and a keeper's copy while nobody trains the path, but cannot displace what an honest trainer found.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def announced_bests(
 
 
 def _lead_trainers(claims: Iterable[ClaimRecord]) -> dict[int, str]:
-    """Return who trains each path since longest."""
+    """Return the peer that has trained each path longest."""
     leads: dict[int, str] = {}
     for claim in sorted(claims, key=lambda c: (c.since_s, c.peer_id)):
         if claim.state == "training":

@@ -105,7 +105,7 @@ class Directory:
         return self._publish("holdings", record.module, record, life_s)
 
     def withdraw_holding(self, module: str) -> bool:
-        """Serve this module's state no more."""
+        """Withdraw the holding of this module."""
         return self._withdraw("holdings", module)
 
     def publish_peer(self, record: PeerRecord, life_s: float) -> bool:
@@ -113,7 +113,7 @@ class Directory:
         return self._publish("peers", None, record, life_s)
 
     def withdraw_peer(self) -> bool:
-        """Be gone."""
+        """Withdraw this peer's record."""
         return self._withdraw("peers", None)
 
     def publish_progress(self, record: ProgressRecord, life_s: float) -> bool:
@@ -156,7 +156,7 @@ class Directory:
         """Collect what is published inside the block and store it with one call at its end.
 
         A peer with many holdings renews them all in the time of one. Inside the block `publish_*`
-        answer True; what no node stored is logged at the end. Other threads wait meanwhile.
+        returns True; what no node stored is logged at the end. Other threads wait until then.
         """
         with self._lock:
             assert self._collected is None, "together() does not nest"
@@ -198,7 +198,7 @@ class Directory:
         return self._store_entries([entry])
 
     def _store_entries(self, entries: list[_Entry]) -> bool:
-        """Store, and once more above what this peer had published in an earlier life."""
+        """Store; if refused, store again above what this peer published in an earlier life."""
         refused = self._try_to_store(entries)
         if refused:
             refused = self._try_to_store(self._postponed(refused))
@@ -262,7 +262,7 @@ class Directory:
     def score_requests(self, operator_fingerprint: str) -> tuple[SignedScoreRequest, ...]:
         """Return the requests of the run's operator that have not expired, the newest first.
 
-        What others signed is left out, silently: anybody may store a request of his own.
+        Requests that others signed are left out silently: anybody may store one.
         """
         key = record_key("requests", self.run_id)
         requests = []

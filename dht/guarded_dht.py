@@ -1,4 +1,4 @@
-"""No process of a dead peer lives on: children end with their parent, and Ctrl+C spares p2pd.
+"""No process outlives its peer: children end with their parent, and Ctrl+C spares p2pd.
 
 A peer consists of the training process, the DHT process, one process per averager and p2pd.
 Killed with SIGKILL, Hivemind's children would live on and go on answering for the dead peer. And

@@ -15,7 +15,7 @@ from .view import SwarmView
 def keepers(name: str, peers: Iterable[str], copies: int) -> tuple[str, ...]:
     """Return the `copies` peers that keep `name`, a module or a blob's hash.
 
-    When a peer comes or goes, only what it keeps itself finds another keeper.
+    When a peer comes or goes, only what it keeps itself changes hands.
     """
     ordered = sorted(
         set(peers), key=lambda peer: hashlib.sha256(f"{name}/{peer}".encode()).digest()
@@ -35,8 +35,8 @@ def modules_to_keep(
 
     A module is held by its trainers anyway; the rest of the `copies` goes to the peers that
     rendezvous hashing names among the others, bootstrap nodes included. `unavailable` are digests
-    that could not be fetched lately: whoever announces a state that nobody can have must not
-    keep the true one from being copied.
+    that could not be fetched lately: announcing a state that nobody can fetch must not keep the
+    true one from being copied.
     """
     wanted = []
     for module in grid.modules():
@@ -58,7 +58,7 @@ def modules_to_keep(
 def is_best_keeper(view: SwarmView, me: str, path: int, copies: int) -> bool:
     """Tell whether this peer is to hold a copy of the best states of a path it does not lead.
 
-    The path's lead trainer has one by itself; the rest of the `copies` is with the peers that
+    The path's lead trainer has one anyway; the rest of the `copies` goes to the peers that
     rendezvous hashing names among the others, bootstrap nodes included.
     """
     lead = view.lead(path)

@@ -138,7 +138,7 @@ def _verify_signature(envelope: bytes) -> tuple[Mapping[str, Any], bytes, str]:
     """Return the plan's values, the operator's key and the run id, once the signature is right."""
     if len(envelope) > MAX_MANIFEST_BYTES:
         raise ManifestError(
-            f"the manifest has {len(envelope)} bytes, at most {MAX_MANIFEST_BYTES} are allowed"
+            f"the manifest has {len(envelope)} bytes; at most {MAX_MANIFEST_BYTES} are allowed"
         )
     try:
         content = json.loads(envelope)
@@ -199,8 +199,8 @@ def next_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> Sign
 def newest_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> SignedManifest:
     """Follow the chain of successors to its end: the run that peers of `manifest` go to.
 
-    They go there directly; what lies between was only a step for its own peers. A chain has an
-    end, because every run in it starts later than the one before.
+    They go there directly; the runs in between were steps for their own peers only. A chain has
+    an end, because every run in it starts later than the one before.
     """
     others = tuple(others)
     while (following := next_run(manifest, others)) is not None:
@@ -209,7 +209,7 @@ def newest_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> Si
 
 
 def current_runs(manifests: Iterable[SignedManifest]) -> list[SignedManifest]:
-    """Return the runs that a newcomer may mean who names none: the ends of all chains."""
+    """Return the runs that a newcomer who names none may mean: the ends of all chains."""
     manifests = tuple(manifests)
     first = [m for m in manifests if not any(_succeeds(m, other) for other in manifests)]
     current = {newest_run(manifest, manifests).plan.run_id for manifest in first}

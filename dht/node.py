@@ -143,7 +143,7 @@ def join_dht(
 
 
 def _explain(error: Exception, initial_peers: Sequence[str]) -> DipacoError:
-    """Turn a failed join into an error that says what to do; Hivemind tells by words alone."""
+    """Turn a failed join into an error that says what to do; Hivemind only gives a message."""
     reason = (str(error).splitlines() or [""])[-1] or type(error).__name__
     lower = reason.lower()
     if "local time must be within" in lower:
@@ -162,13 +162,13 @@ def _explain(error: Exception, initial_peers: Sequence[str]) -> DipacoError:
     if initial_peers and unanswered:
         return UnreachableError(
             f"none of {', '.join(initial_peers)} answered; check address, port and firewall, or "
-            "try the address of another peer"
+            "try another peer's address"
         )
     return NetworkError(f"the network layer did not start: {reason}")
 
 
 def _clock_difference(reason: str) -> str:
-    """Read both clocks out of Hivemind's words: "... (local: 1700000030.1, peer: 1700000000.2)"."""
+    """Read both clocks from Hivemind's message: "... (local: 1700000030.1, peer: 1700000000.2)"."""
     clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", reason)
     if clocks is None:
         return "too far from"

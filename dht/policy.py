@@ -1,8 +1,8 @@
 """Who trains what: pure functions from a view of the swarm to a decision (design 4.5).
 
-Every peer decides for itself; the functions are made so that peers with the same view decide
-compatibly, and peers with slightly different views at worst share a path for a moment.
-What is kept where, and which state wins, is in `keeping.py` and `agreement.py`.
+Every peer decides for itself. Peers with the same view decide compatibly; peers whose views differ
+slightly share a path for a moment at worst. What is kept where, and which state wins, is in
+`keeping.py` and `agreement.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .view import SwarmView
 
 @dataclass(frozen=True)
 class Decision:
-    """A path to train, and why, for the person in front of the machine."""
+    """A path to train, and why, for the person at the machine."""
 
     path: int
     reason: str
@@ -65,10 +65,10 @@ def _reason(view: SwarmView, path: int, others: int) -> str:
 def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
     """Give way, or stay (None), after a second look at a path that was just claimed.
 
-    Those who train the path already stay. Those who join it take their places one after the
-    other, by rendezvous hash, each where the fewest are by then, and here if that is as good; so
-    many newcomers that met on one path part at the first look, in as many directions. Everybody
-    works out everybody's place and takes only its own.
+    Those who already train the path stay. Those who are joining it take places one after another,
+    in the order of their rendezvous hash: each goes where the fewest are by then, or stays here if
+    that is as good. So newcomers that met on one path part at the first look, in as many
+    directions. Everybody works out everybody's place and takes only its own.
     """
     mine = view.claims.get(me)
     if mine is None:
@@ -106,7 +106,7 @@ def should_move(
     A path that nobody trains gets a spare replica at once. With fewer peers than paths everybody
     moves on after the dwell: the peer that has been longest on its path goes to the path that
     has waited longest, the next to the next, so that two movers rarely meet. When all paths are
-    served, a path with two trainers more than another gives its newest one away.
+    served, a path with two more trainers than another gives its newest one away.
     """
     mine = view.claims.get(me)
     if mine is None:
@@ -133,7 +133,7 @@ def should_move(
         return None
     last = view.last_round(target)
     since = f"since round {last}" if last >= 0 else "since the run began"
-    return Decision(target, f"nobody trains it {since}, and there are more paths than peers")
+    return Decision(target, f"nobody has trained it {since}, and there are more paths than peers")
 
 
 def _spare_peers(view: SwarmView, grid: Grid) -> list[str]:
@@ -152,9 +152,9 @@ def _spare_peers(view: SwarmView, grid: Grid) -> list[str]:
 def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
     """Return the leads that may leave their paths to wait, the one longest on its path first.
 
-    Who has not moved for several dwells perhaps never will and comes last, or the path whose turn
-    it is would wait for it for ever. Among several of these the order changes with every round:
-    one that never moves may hold up the others for a while, and all of them look alike then.
+    A lead that has not moved for several dwells may never move and comes last, or the path whose
+    turn it is would wait for it for ever. Among several of these the order changes every round: one
+    that never moves may have held up the others, and they cannot be told apart.
     """
     claimants = [view.claimants(path) for path in range(grid.path_count)]
     leads = [claims[0] for claims in claimants if claims and not any(c.pinned for c in claims)]
@@ -175,7 +175,8 @@ def _even_out(view: SwarmView, grid: Grid, mine: ClaimRecord) -> Decision | None
     target = min(counts, key=lambda path: (counts[path], rendezvous(mine.peer_id, path)))
     if counts[target] > len(here) - 2:
         return None
-    return Decision(target, f"{counts[target]} trains it, {len(here)} train the path before")
+    trainers = f"{counts[target]} trainer" + ("" if counts[target] == 1 else "s")
+    return Decision(target, f"it has {trainers}, path {mine.path} has {len(here)}")
 
 
 def lead_rank(view: SwarmView, me: str, path: int) -> int:

@@ -1,4 +1,4 @@
-"""What every node of the DHT runs on every record that it is asked to store or is given to read.
+"""What every node of the DHT checks in every record that it stores or reads.
 
 Nothing enters the DHT but the records of `records.py`, each under the one key that its subkey
 names, signed by its owner, within its kind's bounds, and the short declarations by which
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Clocks differ by a few seconds, and what one node stored another must not refuse to read.
 CLOCK_TOLERANCE_S = 15.0
 COMPLAINT_PERIOD_S = 60.0
-# Warnings a period in all: whoever makes keys by the hundred must not fill the log.
+# Warnings in a period, all peers together: somebody with hundreds of keys must not fill the log.
 MAX_COMPLAINTS = 20
 # Records accepted lately, of which a node remembers a hash instead of checking them again.
 MAX_REMEMBERED = 16_384
@@ -46,9 +46,9 @@ MAX_DECLARATION_LIFE_S = 3600.0
 class RecordValidator(RSASignatureValidator):
     """Hivemind's signature check and ours in one, so that a refusal is one line and never raises.
 
-    The DHT process calls it. What one honest node stores another must not refuse to read, so all
-    bounds are fixed, the only one that depends on the time has a tolerance, and a record has to
-    be spelled as a node spells it that passes it on (its signature covers the spelling).
+    The DHT process calls it. What one honest node stores another must not refuse to read. So all
+    bounds are fixed, the only one that depends on time has a tolerance, and a record must be
+    spelled as a node that passes it on spells it (its signature covers the spelling).
     """
 
     def __init__(self, private_key: RSAPrivateKey | None = None) -> None:
@@ -126,7 +126,7 @@ class RecordValidator(RSASignatureValidator):
             parse_record(address, value)
 
     def _complain(self, owner: str, reason: str) -> None:
-        """Log a refusal, for each peer once a minute as a warning."""
+        """Log a refusal, as a warning at most once a minute for each peer."""
         now = time.monotonic()
         self._complained_at = {
             peer: at for peer, at in self._complained_at.items() if now - at < COMPLAINT_PERIOD_S
@@ -172,7 +172,7 @@ def _is_declaration(subkey: Any) -> bool:
 
 
 def _check_declaration(record: DHTRecord) -> None:
-    """A declaration is not signed: who is declared in vain is asked and does not answer."""
+    """A declaration is not signed: a peer that was declared falsely just does not answer."""
     if type(record.value) is not bytes or type(record.expiration_time) is not float:
         raise RecordError("a declaration for a group has no bytes or no time of expiration")
     if len(record.value) > 1 or not isinstance(MSGPackSerializer.loads(record.value), bool):

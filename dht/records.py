@@ -86,7 +86,7 @@ def clean_text(text: str, limit: int = 96) -> str:
 
 
 class Record(BaseModel):
-    """Base of all records: strict types, no surprises; unknown fields are ignored."""
+    """Base of all records: strict types; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -175,7 +175,7 @@ class ProgressEntry(BaseModel):
     validation_tokens: Count
     train_loss: Loss
     best_sha256: Annotated[str, _check(r"([0-9a-f]{64})?")] = ""
-    """The path's best states so far, as a blob; empty when there is none. See `best_notices`."""
+    """The blob with the path's best parameters; empty if there is none. See `best_notices`."""
     best_nll: Annotated[float, Field(ge=0, le=1e15)] = 0.0
     best_tokens: Count = 0
     best_round: Count = 0

@@ -1,9 +1,9 @@
 """Who scores which path for the operator's request: pure functions, as in `policy.py`.
 
-Whoever trains a path scores it, the oldest claim first. Paths that nobody trains, or whose trainers
-do not begin, go to the other peers by rendezvous hash, each a while after the one before. A
-claim to score expires like any record, and a done score is there as long as somebody serves it,
-so every path is scored while one peer lives; of several that score one path the earliest goes on.
+A path is scored by its trainers, the oldest claim first. Paths that nobody trains, or whose
+trainers do not begin, go to the other peers by rendezvous hash, each a while after the one before.
+A claim to score expires like any record, and finished scores exist as long as somebody serves them,
+so every path is scored while one peer lives. If several score one path, the earliest goes on.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def path_to_score(
     """Choose the path that this peer, which scores none, should score; None to wait.
 
     `open_s` says for how many seconds each open path has been seen open here, `idle_s` for how
-    many this peer could have scored. The peers that score nothing stand in an order for each
-    path: its trainers, the oldest first, then the others by rendezvous hash. The first takes the
-    path at once if it trains it, else when the path was open for `patience_s`; each further
-    one waits `patience_s` longer, also after its own last score, so that the one before has the
-    time to be seen. `exclude` are paths that could not be scored here lately.
+    many seconds this peer has been free. The free peers stand in an order for each path: its
+    trainers, the oldest first, then the others by rendezvous hash. The first takes the path at
+    once if it trains it, else after it was open for `patience_s`; each further one waits
+    `patience_s` longer, also after its own last score, so that the claim of the one before can be
+    seen. `exclude` are paths that could not be scored here lately.
     """
     busy = board.busy() - {me}
     choices = []
@@ -123,7 +123,7 @@ def _place(view: SwarmView, me: str, path: int, trainers: list[str], busy: Colle
 
 
 def keeps_scoring(board: ScoringBoard, me: str, path: int) -> bool:
-    """Tell whether this peer, which scores `path`, goes on: nobody has done it or began earlier."""
+    """Tell whether this peer should go on scoring `path`: nobody has finished or began earlier."""
     if path in board.done():
         return False
     scorers = board.scoring().get(path, ())

@@ -153,8 +153,8 @@ def _problems(
         turns = -(-grid.path_count // len(trainers)) + 1
         patience = turns * dwell_rounds + 2
         problems += [
-            f"path {path} has waited {round_index - view.last_round(path)} rounds, "
-            f"{len(trainers)} peers should come round in {patience}"
+            f"path {path} has waited {round_index - view.last_round(path)} rounds; "
+            f"{len(trainers)} peers should get to it within {patience}"
             for path in unserved
             if round_index - view.last_round(path) > patience
         ]

@@ -183,7 +183,7 @@ def render(status: dict[str, Any]) -> Group:
     notes = [
         Text(
             f"score request {one['request']}: have {len(one['done'])} of {one['paths']} scores, "
-            f"{len(one['scoring'])} in the making"
+            f"{len(one['scoring'])} in progress"
         )
         for one in status["score_requests"]
     ]
@@ -197,7 +197,7 @@ def render(status: dict[str, Any]) -> Group:
 
 
 def _short(peer: str) -> str:
-    """Shorten a peer id: the beginning of all of them is alike."""
+    """Shorten a peer id: all of them begin alike."""
     return f"..{peer[-8:]}"
 
 

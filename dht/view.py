@@ -19,7 +19,7 @@ logger = logging.getLogger("dipaco.dht.view")
 # Clocks differ; a record from a little in the future is believed.
 ROUND_SLACK = 1
 CLOCK_SLACK_S = 15.0
-# No volunteer's machine trains a path faster; a count beyond this is invented.
+# No volunteer's machine trains a path faster; a higher count is invented.
 GREATEST_TOKENS_PER_S = 5e6
 GREATEST_REPLICAS = 64
 
@@ -78,7 +78,7 @@ class SwarmView:
         return max(0.0, (self.now_s - claim.since_s) / self.duration_s)
 
     def lead(self, path: int) -> str | None:
-        """Return who trains a path since longest; None when nobody does."""
+        """Return the peer that has trained a path longest; None when nobody trains it."""
         return next((c.peer_id for c in self.claimants(path) if c.state == "training"), None)
 
 
@@ -139,7 +139,7 @@ def greatest_contribution(plan: RunPlan, now_s: float) -> int:
 
 
 def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: float) -> bool:
-    """Tell whether a state can have got so far in the time that the run has lasted.
+    """Tell whether a state can have got this far since the run began.
 
     Asked of announcements, and again of what was fetched. Also in a successor run: its genesis
     states have version 0 and count nothing.
