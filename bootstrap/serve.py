@@ -18,6 +18,7 @@ from pathlib import Path
 from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.modules.files import atomic_write
 from dipaco.peer.app import install_stop_signals, start_background
+from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
 from dipaco.peer.keeper import hand_over
@@ -73,7 +74,9 @@ def _serve(
 ) -> None:
     node.load_shard_index()
     status = PeerStatus(Claim("serving"))
-    publisher, keeper = start_background(node, status, events)
+    background = Background()
+    background.on_failure(stopping.set)
+    publisher, keeper = start_background(node, status, background, events)
     addresses = visible_addresses(node.dht)
     if options.address_file is not None:
         atomic_write(options.address_file, ["".join(f"{a}\n" for a in addresses).encode()])
@@ -87,6 +90,7 @@ def _serve(
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     try:
         _refresh_until_stopped(node, publisher, options.refresh_period_s, display, stopping)
+        background.check()
     finally:
         status.claim = Claim("leaving")
         modules = tuple(held.module for held in node.held.all())
@@ -115,8 +119,6 @@ def _refresh_until_stopped(
 ) -> None:
     """Say how the swarm is, and look a random key up so that dead peers leave the routing table."""
     while not stopping.wait(period_s):
-        if publisher.failure is not None:
-            raise publisher.failure
         try:
             node.directory.look_up_random_key(random.getrandbits(64))
             view = publisher.view

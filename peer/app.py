@@ -19,6 +19,7 @@ from dipaco.modules.files import atomic_write
 from hivemind.utils.limits import increase_file_limit
 
 from .averaging.pool import AveragingPool
+from .background import Background
 from .best_copies import BestParametersCopies
 from .display import Display
 from .events import EventLog
@@ -110,7 +111,8 @@ def _train(
         device, reason = choose_device(settings.device)
         display.say(f"device: {device} ({reason})")
         status = PeerStatus(device=device_name(device))
-        publisher, keeper = start_background(node, status, events)
+        background = Background()
+        publisher, keeper = start_background(node, status, background, events)
         display.start(node, publisher, status)
         session = Session(
             settings,
@@ -127,6 +129,7 @@ def _train(
             status,
             publisher,
             keeper,
+            background,
             events,
             stopping,
         )
@@ -155,7 +158,9 @@ def _settings_in_successor(
     return settings
 
 
-def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[Publisher, Keeper]:
+def start_background(
+    node: Node, status: PeerStatus, background: Background, events: EventLog
+) -> tuple[Publisher, Keeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
     node.held.load_from_disk()
     node.serve_run()
@@ -176,6 +181,7 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
         software=SOFTWARE,
         manifest=node.manifest.envelope,
         exchange=node.exchange,
+        background=background,
         earlier_manifests={m.plan.run_id: m.envelope for m in node.earlier_manifests()},
         initial_peers=node.initial_peers,
     )
@@ -188,6 +194,7 @@ def start_background(node: Node, status: PeerStatus, events: EventLog) -> tuple[
         node.held,
         me=node.me,
         own_modules=lambda: _modules_in_training(node, status),
+        background=background,
         on_kept=lambda module, version: events.emit("kept", module=module, version=version),
         best_copies=best_copies,
     )

@@ -19,6 +19,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
+from .background import Background
 from .best_copies import BestParametersCopies
 from .exchange.fetching import ContentFetcher
 from .exchange.held_states import HeldStates
@@ -46,6 +47,7 @@ class Keeper:
         *,
         me: str,
         own_modules: Callable[[], tuple[str, ...]],
+        background: Background,
         on_kept: Callable[[str, int], None] = lambda module, version: None,
         best_copies: BestParametersCopies | None = None,
     ) -> None:
@@ -64,7 +66,7 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._failed_at: dict[str, float] = {}
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = background.thread("keeper", self._run)
 
     def start(self) -> None:
         """Begin."""

@@ -30,6 +30,7 @@ from dipaco.modules.errors import ClockError, DipacoError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
+from .background import Background
 from .exchange.clock import Clock
 from .exchange.exchange import Exchange
 from .exchange.held_states import HeldStates
@@ -129,6 +130,7 @@ class Publisher:
         software: str,
         manifest: bytes,
         exchange: Exchange,
+        background: Background,
         earlier_manifests: Mapping[str, bytes] | None = None,
         initial_peers: Sequence[str] = (),
     ) -> None:
@@ -146,6 +148,7 @@ class Publisher:
         self._earlier_manifests = dict(earlier_manifests or {})
         self._annexes: list[Annex] = []
         self._exchange = exchange
+        self._background = background
         self.period_s = refresh_period_s(plan.rounds.duration_s)
         self._changed = threading.Event()
         self._stopping = threading.Event()
@@ -160,8 +163,8 @@ class Publisher:
         self._known_peers: deque[str] = deque(dict.fromkeys(ids), maxlen=REMEMBERED_PEERS)
         self._all_blobs: Callable[[], tuple[str, ...]] = tuple
         self._view: SwarmView | None = None
-        self.failure: DipacoError | None = None
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread = background.thread("publisher", self._run)
+        background.on_failure(self._wake_waiting)
 
     def start(self, all_blobs: Callable[[], tuple[str, ...]]) -> None:
         """Begin; `all_blobs` gives the hashes that this run consists of."""
@@ -184,14 +187,17 @@ class Publisher:
         self._changed.set()
 
     def refresh(self, timeout_s: float = 30.0) -> SwarmView:
-        """Publish and read now, and return a view that is newer than this call."""
+        """Publish and read now, and return a view that is newer than this call.
+
+        Raises `NetworkError` when the DHT does not answer for `timeout_s`, and what ended the
+        publisher when it has ended.
+        """
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
             wanted = self._refresh_count + (2 if self._refreshing else 1)
             self._changed.set()
             while self._refresh_count < wanted:
-                if self.failure is not None:
-                    raise self.failure
+                self._background.check()
                 if not self._refreshed.wait(timeout_s):
                     raise NetworkError(
                         f"the DHT did not answer for {timeout_s:.0f} s; check the network and "
@@ -217,7 +223,6 @@ class Publisher:
             logger.info("the DHT did not take this peer's records back in time; they expire")
 
     def _run(self) -> None:
-        failures = 0
         while not self._stopping.is_set():
             with self._refreshed:
                 self._changed.clear()
@@ -225,24 +230,24 @@ class Publisher:
             try:
                 self._publish()
                 self._read()
-                failures = 0
             except DipacoError as error:
-                failures += 1
                 logger.warning("could not refresh the view of the swarm: %s", error)
                 if not self._directory.is_alive():
-                    self.failure = NetworkError(
+                    raise NetworkError(
                         "the DHT process died; start again to rejoin from the cache directory"
-                    )
+                    ) from error
             with self._refreshed:
                 self._refreshing = False
                 self._refresh_count += 1
                 self._refreshed.notify_all()
-            if self.failure is not None:
-                return
             self._look_around()
             self._changed.wait(self.period_s)
         if self._withdrawing:
             self._withdraw()
+
+    def _wake_waiting(self) -> None:
+        with self._refreshed:
+            self._refreshed.notify_all()
 
     def _withdraw(self) -> None:
         try:
@@ -266,7 +271,7 @@ class Publisher:
             if self._clock_countdown <= 0:
                 self._clock_countdown = CLOCK_PERIODS
                 # Neighbours that do not answer take longer than a claim may wait to be renewed.
-                threading.Thread(target=self._measure_clock, name="clock", daemon=True).start()
+                self._background.thread("clock", self._measure_clock).start()
         except DipacoError as error:
             logger.debug("looking around: %s", error)
 

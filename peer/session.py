@@ -19,6 +19,7 @@ from dipaco.modules.state import ModuleState
 
 from .adoption import Adoptions
 from .averaging.pool import AveragingPool
+from .background import Background
 from .claimer import Claimer
 from .events import EventLog
 from .keeper import Keeper, hand_over
@@ -53,6 +54,7 @@ class Session:
         status: PeerStatus,
         publisher: Publisher,
         keeper: Keeper,
+        background: Background,
         events: EventLog,
         stopping: threading.Event,
     ) -> None:
@@ -63,6 +65,7 @@ class Session:
         self.stopping = stopping
         self._publisher = publisher
         self._keeper = keeper
+        self._background = background
         self._trainer = trainer_factory()
         self._files = PathFiles(node)
         self._claimer = Claimer(
@@ -79,6 +82,7 @@ class Session:
         )
         self._saving: Future[None] = self._executor.submit(lambda: None)
         self._wake = threading.Event()
+        background.on_failure(self._wake.set)
         self._position = RoundPosition(node.schedule)
         self._meter = RateMeter()
         self._rounds_on_path = 0
@@ -104,7 +108,7 @@ class Session:
         )
         self._progress = ProgressReports(node, publisher, self._trainer, status, events)
         self._scoring = Scoring(node, publisher, self._trainer, events, self._wake.set)
-        self._watch = SuccessorWatch(node, events, follow=not settings.stay)
+        self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._successor: Node | None = None
         publisher.add_annex(self._scoring)
         publisher.add_annex(self._watch)
@@ -188,8 +192,7 @@ class Session:
         applied before a boundary takes its snapshot: a level's next round starts from the new
         anchor. An adoption waits while its level averages, or the anchor would change under it.
         """
-        if self._publisher.failure is not None:
-            raise self._publisher.failure
+        self._background.check()
         self._wake.clear()
         self._outer_rounds.finish()
         self._progress.poll()
@@ -246,7 +249,8 @@ class Session:
         self.node.held.hold(state, save=False)
         self._publisher.announce()
         if self._is_save_due(self._position.round_index):
-            self._executor.submit(self.node.held.hold, state, save=True)
+            saving = self._executor.submit(self.node.held.hold, state, save=True)
+            self._background.watch("saving", saving)
 
     def _is_save_due(self, round_index: int) -> bool:
         return (round_index + 1) % self.node.plan.rounds.save_every_rounds == 0
@@ -283,6 +287,7 @@ class Session:
             return
         state = self._trainer.optimizer_state()
         self._saving = self._executor.submit(self._write_optimizer, path, state)
+        self._background.watch("saving", self._saving)
 
     def _keep_optimizer(self) -> None:
         """Write the AdamW state now, before the peer moves or leaves."""

@@ -13,6 +13,7 @@ from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import SignedManifest, newest_run
 from dipaco.modules.errors import DipacoError
 
+from .background import Background
 from .events import EventLog
 from .node import Node
 
@@ -27,9 +28,12 @@ class SuccessorWatch:
     `ready` is the opened run. With `follow` False a successor is only told, once.
     """
 
-    def __init__(self, node: Node, events: EventLog, *, follow: bool = True) -> None:
+    def __init__(
+        self, node: Node, events: EventLog, background: Background, *, follow: bool = True
+    ) -> None:
         self._node = node
         self._events = events
+        self._background = background
         self._follow = follow
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -59,7 +63,7 @@ class SuccessorWatch:
         self._found = newest
         self._emit(newest, "found")
         if self._follow and self._thread is None:
-            self._thread = threading.Thread(target=self._get_ready, name="successor", daemon=True)
+            self._thread = self._background.thread("successor", self._get_ready)
             self._thread.start()
 
     def stop(self) -> None:

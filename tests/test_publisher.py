@@ -10,13 +10,26 @@ from typing import Any
 
 import pytest
 from dipaco.dht.policy import Decision
+from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
+from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.claimer import Claimer
-from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.publisher import Claim, PeerStatus, Publisher
 from dipaco.peer.rounds import RoundSchedule
-from support.fake_swarm import ME, FakeDirectory, FakeEvents, FakeExchange, FakeTime, held_state
+from support.fake_swarm import (
+    ME,
+    FakeDirectory,
+    FakeEvents,
+    FakeExchange,
+    FakeTime,
+    held_state,
+    peer_id,
+)
 from support.make_plan import make_plan
+
+OTHER = peer_id(1)
 
 
 class Peer:
@@ -31,6 +44,7 @@ class Peer:
         self.held = {"L0.E0": held_state("L0.E0")}
         self.blobs = BlobStore(folder / "blobs")
         self.status = PeerStatus()
+        self.background = Background()
         exchange: Any = FakeExchange()
         states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
         self.publisher = Publisher(
@@ -46,6 +60,7 @@ class Peer:
             software="dipaco/test",
             manifest=b"manifest",
             exchange=exchange,
+            background=self.background,
         )
         self.publisher.start(tuple)
         self.publisher.refresh()
@@ -92,3 +107,56 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
     said = [(c.path, c.since_s, c.pinned) for c in peer.directory.claims if c is not None]
     whole = [(0, 1000.0, False), (1, 2000.0, False), (2, 3000.0, False), (1, 4000.0, True)]
     assert list(dict.fromkeys(said)) == [*whole, (2, 5000.0, False)]
+
+
+def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
+    peer.claimer(pinned=1).claim(threading.Event())
+    view = peer.publisher.refresh()
+    assert view.claims[ME].path == 1
+    assert peer.directory.holdings["L0.E0"].tokens == 64
+    assert peer.directory.peers[-1].state == "joining"
+    assert peer.directory.manifests == [b"manifest"]
+    peer.status.claim = Claim("leaving", 1)
+    peer.publisher.refresh()
+    assert peer.directory.claims[-1] is None
+    peer.publisher.stop(withdraw=True)
+    assert peer.directory.peers[-1] is None
+    assert peer.directory.holdings == {}
+
+
+def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
+    peer.directory.failure = NetworkError("the DHT is slow")
+    before = peer.publisher.view
+    reads = peer.directory.reads
+    assert peer.publisher.refresh().now_s == before.now_s
+    assert peer.directory.reads > reads
+    peer.directory.failure = None
+    peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: peer.directory.peers[-1]})
+    assert set(peer.publisher.refresh().peers) == {OTHER}
+    peer.background.check()
+
+
+def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
+    peer.directory.failure, peer.directory.alive = NetworkError("no answer"), False
+    with pytest.raises(NetworkError, match="the DHT process died"):
+        peer.publisher.refresh()
+    with pytest.raises(NetworkError, match="the DHT process died"):
+        peer.background.check()
+
+
+def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
+    peer.directory.failure = KeyError("x")
+    with pytest.raises(BackgroundError, match="the publisher thread failed: KeyError: 'x'"):
+        peer.publisher.refresh()
+    with pytest.raises(BackgroundError, match="report it"):
+        peer.background.check()
+
+
+def test_peers_that_went_missing_are_called(peer: Peer) -> None:
+    record = peer.directory.peers[-1]
+    peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: record})
+    peer.publisher.refresh()
+    peer.directory.others = SwarmView(now_s=0.0)
+    peer.publisher.refresh()
+    peer.publisher.refresh()
+    assert set(peer.directory.called) == {OTHER}

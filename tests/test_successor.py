@@ -11,6 +11,7 @@ import pytest
 from dipaco.dht.manifest import SignedManifest
 from dipaco.modules.errors import NetworkError
 from dipaco.peer import successor
+from dipaco.peer.background import Background
 from dipaco.peer.successor import SuccessorWatch
 from test_score_request import STRANGER, manifest
 
@@ -59,7 +60,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def watch_of(node: StandIn, events: list[Any], **options: bool) -> SuccessorWatch:
     log: Any = SimpleNamespace(emit=lambda kind, **values: events.append(values))
     watched: Any = node
-    return SuccessorWatch(watched, log, **options)
+    return SuccessorWatch(watched, log, Background(), **options)
 
 
 def until(condition: Callable[[], object]) -> None:
