@@ -204,6 +204,7 @@ class Preparation:
                 character_limit=limit,
                 seed=self.config.seed,
                 kind=self.config.tokenizer.kind,
+                say=self.display.say,
             )
         sha256 = self.blobs.add_file(partial)
         partial.unlink()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,41 @@ def test_scan_stops(tmp_path: Path) -> None:
 
     tokenizer = train_tokenizer(endless(), 300, tmp_path / "t", character_limit=5000)
     assert tokenizer.vocabulary_size == 300
+
+
+def _chinese(characters: int) -> list[str]:
+    """Texts with so many different characters, the commoner ones ever more often."""
+    drawn = [chr(0x4E00 + number) for number in range(characters)]
+    random.Random(1).shuffle(drawn)
+    texts = ["".join(drawn[start : start + 50]) for start in range(0, characters, 50)]
+    words = ["".join(random.Random(n).choices(drawn[: characters // 6], k=2)) for n in range(3000)]
+    random.Random(2).shuffle(words)
+    return [*texts, "\u3002".join(words), *_texts()]
+
+
+def test_more_characters_than_pieces(tmp_path: Path) -> None:
+    """Rare characters are written as bytes, and that is said in one line."""
+    texts, said = _chinese(4400), []
+    tokenizer = train_tokenizer(
+        texts, 4096, tmp_path / "t", character_limit=1_000_000, say=said.append
+    )
+    assert tokenizer.vocabulary_size == 4096
+    distinct = set("".join(texts)) - {"\n"}
+    as_bytes = {character for character in distinct if len(tokenizer.encode(character)) > 1}
+    assert len(distinct - as_bytes) == (4096 - 261) // 2
+    for text in (*texts, "".join(sorted(as_bytes)), "\u9fa0 \U0002a6d6 x"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(texts[-1])) < len(texts[-1]), "pieces are left for words"
+    (line,) = said
+    assert re.match(r"character coverage 0\.\d{4}: ", line)
+    assert f"{len(as_bytes):,} of {len(distinct):,} characters of the sample are written as" in line
+    assert "a larger vocabulary_size under [model] would hold them" in line
+
+
+def test_few_characters_are_covered_as_usual(tmp_path: Path) -> None:
+    said: list[str] = []
+    train_tokenizer(_texts(), 500, tmp_path / "t", character_limit=100_000, say=said.append)
+    assert not said
 
 
 def test_errors(tmp_path: Path) -> None:
