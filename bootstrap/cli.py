@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dipaco.dht.logs import configure_logging
-from dipaco.modules.errors import ConfigurationError, run_command
+from dipaco.modules.command_line import configure_logging, run_command
+from dipaco.modules.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch

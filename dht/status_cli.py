@@ -5,18 +5,16 @@ dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm... --watch
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from dipaco.modules.command_line import Command, Option, RunSettings
 from dipaco.modules.errors import RunSelectionError
-
-from .logs import run_logged
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -29,29 +27,16 @@ MANIFEST_WAIT_S = 10.0
 MAX_REQUESTS_SHOWN = 4
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command line of `dipaco-status`; a test freezes it."""
-    parser = argparse.ArgumentParser(
-        prog="dipaco-status",
-        description="Show a swarm's paths, modules and peers. Reads the DHT and changes nothing.",
-        epilog="Exit code 0: healthy, 1: problems (listed), 2: no swarm reached.",
-    )
-    parser.add_argument(
-        "--initial-peers", nargs="+", required=True, metavar="ADDR", help="addresses of any peers"
-    )
-    parser.add_argument("--run", help="run id, its beginning, or its name (if there are several)")
-    parser.add_argument("--watch", action="store_true", help="show it again every few seconds")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--debug", action="store_true", help="tracebacks and debug messages")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class StatusSettings(RunSettings):
+    """What `dipaco-status` can be told."""
+
+    initial_peers: Annotated[tuple[str, ...], Option("addresses of any peers", "ADDR")]
+    watch: Annotated[bool, Option("show it again every few seconds")] = False
+    json: Annotated[bool, Option("one JSON object instead of tables")] = False
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code."""
-    return run_logged(run, build_parser().parse_args(arguments))
-
-
-def run(options: argparse.Namespace) -> int:
+def run(settings: StatusSettings) -> int:
     """Join as a client, read, print; again and again with --watch."""
     from .directory import Directory
     from .identity import load_or_create_identity
@@ -59,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
         identity = load_or_create_identity(Path(folder) / "identity.key")
-        dht = join_dht(options.initial_peers, identity=identity, client_mode=True)
+        dht = join_dht(settings.initial_peers, identity=identity, client_mode=True)
         try:
-            manifest = _select(Directory(dht, identity, None), options.run)
+            manifest = _select(Directory(dht, identity, None), settings.run)
             reader = Directory(dht, identity, manifest.plan.run_id)
-            return _show(reader, manifest, options)
+            return _show(reader, manifest, settings)
         finally:
             dht.shutdown()
 
@@ -82,12 +67,12 @@ def _select(directory: Directory, run: str | None) -> SignedManifest:
             time.sleep(1.0)
 
 
-def _show(directory: Directory, manifest: SignedManifest, options: argparse.Namespace) -> int:
+def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettings) -> int:
     status = read_status(directory, manifest)
-    if not options.watch:
-        print(json.dumps(status, indent=2)) if options.json else _print(status)
+    if not settings.watch:
+        print(json.dumps(status, indent=2)) if settings.json else _print(status)
         return 0 if status["healthy"] else 1
-    if options.json:
+    if settings.json:
         while True:
             print(json.dumps(status), flush=True)
             time.sleep(WATCH_PERIOD_S)
@@ -200,6 +185,15 @@ def _short(peer: str) -> str:
     """Shorten a peer id: all of them begin alike."""
     return f"..{peer[-8:]}"
 
+
+COMMAND = Command(
+    "dipaco-status",
+    StatusSettings,
+    run,
+    description="Show a swarm's paths, modules and peers. Reads the DHT and changes nothing.",
+    epilog="Exit code 0: healthy, 1: problems (listed), 2: no swarm reached.",
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

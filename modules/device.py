@@ -1,4 +1,4 @@
-"""What depends on the device: number format of the passes, and running out of memory."""
+"""What depends on the device: which it is, number format of the passes, running out of memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,39 @@ import logging
 import sys
 
 import torch
+
+from .errors import ConfigurationError
+
+
+def prepare_process(threads: int | None) -> None:
+    """Set threads and memory up. Called first by every command that trains or scores."""
+    keep_freed_memory()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """Return the device that `--device` means, and why it is that one.
+
+    Raises ConfigurationError if this machine has none such.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda"), "CUDA is available"
+        return torch.device("cpu"), "no CUDA device was found"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigurationError(
+                f"--device {name}: this PyTorch sees no CUDA device; use --device cpu, or install "
+                "a CUDA build of PyTorch"
+            )
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigurationError(
+                f"--device {name}: this machine has cuda:0 to cuda:{count - 1}; give one of these"
+            )
+    return device, "asked for by --device"
 
 
 def autocast_for(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -58,8 +91,7 @@ def keep_freed_memory() -> bool:
     """Tell glibc to keep what is freed for later use; return whether it was told.
 
     Results do not change. The process stays as large as it once was, which a training process
-    does anyway. Called at the start of every command that trains or scores; does nothing where
-    the C library is another one.
+    does anyway. Does nothing where the C library is another one.
     """
     if not sys.platform.startswith("linux"):
         return False

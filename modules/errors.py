@@ -7,10 +7,7 @@ the traceback is shown only with `--debug`. The codes are documented in `docs/ex
 from __future__ import annotations
 
 import difflib
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 
 class DipacoError(Exception):
@@ -89,51 +86,3 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks most like `name`, for "did you mean" messages."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
-
-
-def run_command(main: Callable[[], int], debug: bool) -> int:
-    """Run a command's body and turn its errors into one line and an exit code.
-
-    Called by every `main`. `KeyboardInterrupt` gives 130. With `debug` the traceback is shown too.
-    """
-    try:
-        return main()
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        exit_code, line = _explain(error)
-        if line:
-            print(f"error: {' '.join(line.split())}", file=sys.stderr)
-        return exit_code
-
-
-def _explain(error: Exception) -> tuple[int, str]:
-    """Return the exit code and the one line of an error that ends a command."""
-    if isinstance(error, DipacoError):
-        return error.exit_code, str(error)
-    if isinstance(error, BrokenPipeError) and _reader_left():
-        return 1, ""
-    if isinstance(error, ConnectionError):
-        return NetworkError.exit_code, f"the network layer broke off ({error}); start again"
-    if isinstance(error, OSError):
-        reason = error.strerror or str(error)
-        where = f"{error.filename}: " if error.filename else ""
-        return StorageError.exit_code, f"{where}{reason}; free space, or give another directory"
-    return DipacoError.exit_code, (
-        f"unexpected {type(error).__name__}: {error}; give --debug for the traceback and report it"
-    )
-
-
-def _reader_left() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as with `| head`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes again on exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    except (OSError, ValueError):
-        pass
-    return False

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import FrameType
 
 import torch
-from dipaco.modules.device import keep_freed_memory, release_memory
+from dipaco.modules.device import choose_device, prepare_process, release_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from hivemind.utils.limits import increase_file_limit
@@ -28,7 +28,7 @@ from .keeper import Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
 from .publisher import PeerStatus, Publisher
 from .session import Session
-from .settings import PeerSettings, choose_device
+from .settings import PeerSettings
 from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.app")
@@ -42,9 +42,7 @@ def run_peer(settings: PeerSettings) -> int:
     display = Display()
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
-    keep_freed_memory()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    prepare_process(settings.threads)
     increase_file_limit(4096, 16384)
     events = EventLog(settings.log_json)
     events.add_listener(display.on_event)

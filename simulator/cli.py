@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dipaco.modules.errors import run_command
+from dipaco.modules.command_line import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

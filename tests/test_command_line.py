@@ -38,9 +38,14 @@ def describe_all() -> str:
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
     lines: list[str] = []
     for name, module in COMMANDS.items():
-        parser = importlib.import_module(module).build_parser()
+        parser = parser_of(module)
         lines += [name, *(f"  {line}" for line in describe(parser)), ""]
     return "\n".join(lines)
+
+
+def parser_of(module: str) -> argparse.ArgumentParser:
+    imported = importlib.import_module(module)
+    return imported.COMMAND.parser() if hasattr(imported, "COMMAND") else imported.build_parser()
 
 
 def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -143,7 +148,7 @@ def test_help_does_not_wait_for_large_imports(name: str) -> None:
 def test_every_option_says_what_it_is_for() -> None:
     silent = []
     for name, module in COMMANDS.items():
-        parser = importlib.import_module(module).build_parser()
+        parser = parser_of(module)
         silent += [f"{name}: {line}" for line in describe(parser) if line.rstrip().endswith("]")]
     assert silent == []
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from dipaco.bootstrap.cli import build_parser as bootstrap_parser
 from dipaco.bootstrap.run_config import RunConfig
-from dipaco.dht import records
-from dipaco.dht.status_cli import build_parser as status_parser
+from dipaco.dht import records, status_cli
 from dipaco.inference.evaluate_cli import build_parser as evaluate_parser
 from dipaco.inference.export_cli import build_parser as export_parser
 from dipaco.inference.generate_cli import build_parser as generate_parser
@@ -24,8 +23,8 @@ from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import Contribution, canonical_table, contribution_weights, outer_step
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
+from dipaco.peer import cli as peer_cli
 from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
-from dipaco.peer.cli import build_parser as peer_parser
 from dipaco.peer.exchange import messages
 from dipaco.routing.batches import batch_indices
 from dipaco.simulator.cli import build_parser as simulate_parser
@@ -120,8 +119,8 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of every command, those with subcommands as `program subcommand`."""
     found = {
-        "dipaco-peer": peer_parser(),
-        "dipaco-status": status_parser(),
+        "dipaco-peer": peer_cli.COMMAND.parser(),
+        "dipaco-status": status_cli.COMMAND.parser(),
         "dipaco-eval": evaluate_parser(),
         "dipaco-generate": generate_parser(),
         "dipaco-export": export_parser(),

@@ -21,7 +21,7 @@ from dipaco.dht.manifest import (
 )
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.status import status_of
-from dipaco.dht.status_cli import build_parser, render
+from dipaco.dht.status_cli import render
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.grid import Grid
 from rich.console import Console
@@ -226,11 +226,6 @@ def test_the_tables_show_paths_modules_peers_and_problems(
     text = console.export_text()
     for expected in ("L0.E1 L1.E0", "unserved", "problem: path 3", PEERS[0][-8:], "a" * 12):
         assert expected in text
-
-
-def test_the_command_line_is_a_contract() -> None:
-    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
-    assert flags == {"-h", "--help", "--initial-peers", "--run", "--watch", "--json", "--debug"}
 
 
 # -- the command
