@@ -41,8 +41,8 @@ from .transformer import PathModel
 
 BEST_PATH_FORMAT = "dipaco-best-path/1"
 GREATEST_COUNT = 2**53
-# A loss that another machine found is believed when it is found again within this share of it:
-# bf16 and other kernels differ by far less, and a false claim gains no more.
+# Another machine's loss is believed if scoring again gives at most this share more: bf16 and
+# other kernels differ by far less, and a false claim gains no more than this.
 CLAIM_TOLERANCE = 0.01
 
 _FILE_NAME = re.compile(r"P(\d{5,8})\.safetensors")
@@ -126,7 +126,7 @@ def is_plausible_loss(score: LossSum) -> bool:
 def claim_holds(claimed: LossSum, found: LossSum) -> bool:
     """Tell whether a loss found by scoring again bears out the one that was claimed.
 
-    Who gets parameters from others calls this with its own score of the same held-out rows.
+    Called by whoever got the parameters from others, with its own score of the same held-out rows.
     """
     if claimed.tokens != found.tokens or not is_plausible_loss(found):
         return False
@@ -288,7 +288,7 @@ class BestParametersStore:
         self._held: dict[int, HeldBest] = {}
 
     def load_from_disk(self) -> tuple[HeldBest, ...]:
-        """Take up what an earlier life left; files that are none are reported and left alone."""
+        """Register what an earlier process left; other files are reported and left alone."""
         if self.folder.is_dir():
             remove_stale_temporaries(self.folder)
             for file in sorted(self.folder.iterdir()):
@@ -328,7 +328,7 @@ class BestParametersStore:
         return held
 
     def drop(self, path: int) -> None:
-        """Hold none of this path any more."""
+        """Drop what is held of this path."""
         with self._lock:
             self._held.pop(path, None)
         with storage_errors(self.folder):

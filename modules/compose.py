@@ -30,8 +30,8 @@ def gather_module(
 ) -> torch.Tensor:
     """Return a copy of the module's parameters in `model`, flat fp32 [size] on `device`.
 
-    `model` must hold a path through `module`; which alternative of the level it holds is not
-    written in it.
+    `model` must hold a path through `module`; the model itself does not know which alternative of
+    the level it holds.
     """
     layout = grid.layout(module)
     flat = torch.empty(layout.size, dtype=torch.float32, device=device)

@@ -70,7 +70,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def load_bitsandbytes() -> None:
-    """Import bitsandbytes without its advice to install more, which would end up among our lines.
+    """Import bitsandbytes without its advice to install more, which would clutter our output.
 
     Called before its optimizers and codecs are used, and before averagers are forked.
     """
@@ -100,7 +100,7 @@ def keep_freed_memory() -> bool:
         library.gnu_get_libc_version  # noqa: B018  absent in other C libraries
         mallopt = library.mallopt
     except (OSError, AttributeError):
-        logger.debug("the C library has no mallopt; memory is managed as it likes")
+        logger.debug("the C library has no mallopt; its own memory management stays as it is")
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     settings = (

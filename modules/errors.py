@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class DipacoError(Exception):
-    """Something a user can mend. The message says what happened, the value seen, what to type."""
+    """Something a user can fix. The message says what happened, the value seen, what to type."""
 
     exit_code = 1
 

@@ -56,7 +56,7 @@ def _free_space(folder: Path) -> str:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` when the body ends well, and vanishes if not.
+    """Open a temporary file that replaces `path` when the body succeeds, and vanishes if not.
 
     The content is on the disk before the name is. Creates the folder. Raises `StorageError`.
     """

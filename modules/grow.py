@@ -12,7 +12,7 @@ parameter by its name. Pure, and the same on every machine.
   come from, else of alternative e * old_n // n of the old level.
 * A parameter that was private and is shared now is the mean over the old paths.
 
-Parameters and outer momentum alike; a state begins with version 0 and no progress.
+The same holds for parameters and outer momentum; a state begins with version 0 and no progress.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ LossFunction = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class KeptOptimizer:
-    """An AdamW that is put aside, its state where it was. Given back to the loop it is from."""
+    """An AdamW put aside with its state in place; to be given back to the loop it came from."""
 
     optimizer: torch.optim.Optimizer
     steps_since_fresh: int
@@ -40,8 +40,8 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of a path's inner step `path_step` (from 0 in each run).
 
-    The schedule stands `first_step` steps further, for a run that goes on with another's. Linear
-    warmup of the path, then the peak, or a cosine from the peak to the floor, which stays.
+    The schedule is `first_step` steps ahead, for a run that continues another. Linear warmup of
+    the path, then the peak, or a cosine from the peak to the floor, which then stays.
     `steps_since_fresh` counts the steps since AdamW began without state, and adds a warmup of its
     own; None when the state was kept.
     """
@@ -217,14 +217,14 @@ class InnerLoop:
         )
 
     def reset(self) -> None:
-        """Forget the AdamW state and warm up anew; for a path whose state is not at hand."""
+        """Forget the AdamW state and warm up again; for a path whose state is not here."""
         self._optimizer = self._new_optimizer()
         self.steps_since_fresh = 0
 
     def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
-        """Go on with an AdamW that was put aside, or a fresh one, and return the present one.
+        """Switch to an AdamW that was put aside, or a fresh one, and return the present one.
 
-        Nothing is copied, so this is how the simulator lets many paths train one model in turns.
+        Nothing is copied; the simulator uses this to train many paths in turn on one model.
         """
         kept = KeptOptimizer(self._optimizer, self.steps_since_fresh)
         if other is None:
@@ -244,8 +244,8 @@ class InnerLoop:
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Go on with a kept AdamW state, and return whether it could be used.
 
-        A state of another optimizer or model starts afresh instead, with a warning: it is worth
-        a few steps of warmup, not the end of the program. `state` is copied.
+        With a state of another optimizer or model it starts afresh, with a warning: losing it
+        costs a few steps of warmup and is no reason to stop. `state` is copied.
         """
         self.reset()
         reason = self._unfit(state)

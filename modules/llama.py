@@ -199,7 +199,7 @@ def read_llama_parameters(folder: Path, model: ModelConfig) -> dict[str, torch.T
     if head is not None and not torch.equal(head, found.get(EMBEDDING, torch.empty(0))):
         raise IntegrityError(
             f"{folder} has a '{HEAD}' of its own, but its {CONFIG_FILE} says "
-            f"tie_word_embeddings; correct the one or the other"
+            f"tie_word_embeddings; correct one or the other"
         )
     _check(found, wanted, folder)
     return found

@@ -25,7 +25,7 @@ BLOCKWISE_ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class Contribution:
-    """One row of the table that the members of a group gather: who brings how much."""
+    """One row of the table that the members of a group gather: who contributes how much."""
 
     path: int
     peer: str
@@ -36,8 +36,8 @@ def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
     """Return the rows in the order in which everybody sums them: by path, then by peer.
 
     Raises ValueError for an empty table, a path that is no natural number, tokens that are not
-    positive, and a peer that occurs twice. The simulator's peers have no name; of them each path
-    has one.
+    positive, and a peer that occurs twice. The simulator's peers may have no name, if each path
+    has only one.
     """
     table = tuple(rows)
     if not table:
@@ -211,8 +211,8 @@ def outer_learning_rate(config: OuterConfig, version: int) -> float:
 def _half_cosine(done: float) -> float:
     """Return (1 + cos(pi * done)) / 2 for `done` in [0, 1], exact at the ends and the middle.
 
-    The cosine of a machine's own library differs from others' in the last bit. This is the series
-    of sin(x) up to x^19 at x = pi / 2 * (1 - 2 * done), within 4e-16 of the truth.
+    Cosines of different libraries differ in the last bit. This is the series of sin(x) up to x^19
+    at x = pi / 2 * (1 - 2 * done), within 4e-16 of the true value.
     """
     x = (math.pi / 2) * (1.0 - 2.0 * done)
     if abs(x) == math.pi / 2:

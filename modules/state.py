@@ -38,7 +38,7 @@ GREATEST_COUNT = 2**62
 
 @dataclass(frozen=True)
 class PathProgress:
-    """What a module has taken in from one path: tokens trained, and the last round it came in."""
+    """What one path has contributed to a module: tokens trained, and its last round."""
 
     tokens: int
     last_round: int
@@ -62,15 +62,15 @@ class StateReference:
 
     @classmethod
     def untrained(cls, module: str) -> StateReference:
-        """Return what every state with work in it wins over: it stands for having none."""
+        """Return a reference that every state with work in it wins over: it stands for none."""
         return cls(module, 0, "", 0, -1, 0)
 
     @property
     def rank(self) -> tuple[int, str]:
         """Sort key of the states of a module; the least wins: more tokens, then smaller digest.
 
-        More tokens, because then the least work has to be put on top again. The digest is no
-        merit, but all peers decide alike by it without asking anybody.
+        More tokens, because then the least work has to be put on top again. A smaller digest is
+        no merit, but all peers decide alike by it without asking anybody.
         """
         return -self.tokens, self.digest
 
@@ -125,7 +125,7 @@ class ModuleState:
 
     @cached_property
     def reference(self) -> StateReference:
-        """How this state is called and compared. Hashes the state if nobody has yet."""
+        """What names this state and compares it with others. Hashes it, the first time."""
         return StateReference(
             module=self.module,
             version=self.version,
@@ -168,7 +168,7 @@ class StateSummary:
 
 
 def last_round(progress: Mapping[int, PathProgress]) -> int:
-    """Return the last round in which any path came into a state; -1 for none."""
+    """Return the last round in which any path contributed to a state; -1 for none."""
     return max((entry.last_round for entry in progress.values()), default=-1)
 
 
@@ -306,7 +306,7 @@ def _count(value: Any) -> int:
 
 
 def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) -> None:
-    """Compare with the only header allowed, and say what differs in words."""
+    """Compare with the only header allowed, and say in words what differs."""
     expected = _header(summary.module, summary.version, summary.progress, layout)
     if header == expected:
         return

@@ -1,7 +1,7 @@
 """A peer's states on disk: the last good one of each module and the one before it.
 
-Beside each state lies a JSON file for people. When all peers of a run were gone, the first to
-come back serves from here (design 4.6).
+Each state has a JSON file beside it for people to read. After all peers of a run were gone, the
+first to come back serves from here (design 4.6).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class StateStore:
         )
 
     def _prune(self, module: str) -> None:
-        """Delete all but the last good states of a module, and what belongs to none."""
+        """Delete all but the last good states of a module, and files of none."""
         kept = {entry.path.stem for entry in self._entries(module)[:KEPT_STATES]}
         for file in (self.folder / module).iterdir():
             if file.suffix in (".safetensors", ".json", ".bad") and file.stem not in kept:

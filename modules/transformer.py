@@ -183,7 +183,7 @@ class Backbone(nn.Module):
 
 
 class PathModel(nn.Module):
-    """One path: tokens [B, T] in, logits [B, T, V] out. Fills no memory of its own but parameters.
+    """One path: tokens [B, T] in, logits [B, T, V] out. Holds nothing but its parameters.
 
     Any path's parameters can be loaded into the same instance (`dipaco.modules.compose`).
     """
