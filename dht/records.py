@@ -14,7 +14,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.errors import DipacoError
+from dipaco.modules.evaluate import LossSum
 from dipaco.modules.state import StateReference
 from pydantic import (
     AfterValidator,
@@ -175,7 +177,7 @@ class ProgressEntry(BaseModel):
     validation_tokens: Count
     train_loss: Loss
     best_sha256: Annotated[str, _check(r"([0-9a-f]{64})?")] = ""
-    """The blob with the path's best parameters; empty if there is none. See `best_notices`."""
+    """The blob with the path's best parameters; empty if there is none. See `best`."""
     best_nll: Annotated[float, Field(ge=0, le=1e15)] = 0.0
     best_tokens: Count = 0
     best_round: Count = 0
@@ -187,6 +189,26 @@ class ProgressEntry(BaseModel):
         if self.best_round > self.last_round:
             raise ValueError("best_round is later than last_round")
         return self
+
+    @property
+    def best(self) -> BestReference | None:
+        """The best parameters that are named, if any are."""
+        if not self.best_sha256:
+            return None
+        losses = LossSum(self.best_nll, self.best_tokens)
+        return BestReference(self.path, self.best_round, losses, self.best_sha256)
+
+    def naming(self, best: BestReference) -> ProgressEntry:
+        """Return this entry with other best parameters of its path."""
+        values = {
+            **self.model_dump(),
+            "last_round": max(self.last_round, best.round_index),
+            "best_sha256": best.sha256,
+            "best_nll": best.held_out_loss.nll,
+            "best_tokens": best.held_out_loss.tokens,
+            "best_round": best.round_index,
+        }
+        return ProgressEntry(**values)
 
 
 class ProgressRecord(Record):

@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
-from .best_notices import BestNotice, announced_bests
+from .announced_bests import announced_bests
 from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 
 logger = logging.getLogger("dipaco.dht.view")
@@ -49,8 +50,8 @@ class SwarmView:
     peers: Mapping[str, PeerRecord] = field(default_factory=dict)
     holdings: Mapping[str, tuple[HoldingRecord, ...]] = field(default_factory=dict)
     progress: Mapping[int, PathService] = field(default_factory=dict)
-    bests: Mapping[int, tuple[BestNotice, ...]] = field(default_factory=dict)
-    """Announced best states of each path, the one to be tried first in front."""
+    bests: Mapping[int, tuple[BestReference, ...]] = field(default_factory=dict)
+    """Announced best parameters of each path, those to be tried first in front."""
     duration_s: float = math.inf
     """Seconds of a round."""
 

@@ -1,7 +1,7 @@
 """The best states of the paths of a source: found, checked against their claims, remembered.
 
-What a swarm announces as the best states of a path is a claim (see `dipaco.dht.best_notices`), and
-a copy on a peer's disk may never have been checked. So the parameters are scored on the held-out
+What a swarm announces as the best states of a path is a claim (`dipaco.dht.announced_bests`), and
+a copy on a peer's disk may never have been checked. So their loss is found again on the held-out
 rows that early stopping uses before they are taken for what they say they are: one pass over at
 most `validation_sequences` rows for each path.
 """
@@ -30,7 +30,7 @@ class CheckedBestParameters:
     :param candidates: gives the best states to try of a path, one after the other
     :param held_out: gives all held-out rows of a path [N, T], or None where they are not at hand;
         what cannot be checked is then used as it is
-    :param device: where paths are scored
+    :param device: where paths are run
     """
 
     def __init__(
@@ -89,8 +89,9 @@ class CheckedBestParameters:
         best.load_into(self._model)
         chosen = early_stopping_rows(rows, self._plan.rounds)
         found = LossSum(*sum_losses(self._model, chosen, self._plan.routing.prefix_tokens))
-        if not claim_holds(best.score, found):
+        claimed = best.held_out_loss
+        if not claim_holds(claimed, found):
             raise IntegrityError(
-                f"they claim a held-out loss of {best.score.loss} over {best.score.tokens} tokens, "
+                f"they claim a held-out loss of {claimed.loss} over {claimed.tokens} tokens, "
                 f"here it is {found.loss} over {found.tokens}"
             )

@@ -41,7 +41,7 @@ class PathFigures:
     modules: tuple[str, ...]
     tokens: int | None
     documents: int
-    score: LossSum
+    held_out_loss: LossSum
     best_round: int | None
 
 
@@ -101,7 +101,7 @@ def gather_figures(source: StateSource, evaluation: Mapping[str, Any] | None = N
                 modules=source.grid.modules_of_path(path),
                 tokens=progress.tokens,
                 documents=index.paths[path].train_documents,
-                score=progress.score,
+                held_out_loss=progress.held_out_loss,
                 best_round=source.best_round(path),
             )
         )
@@ -259,9 +259,9 @@ def _path_table(figures: RunFigures) -> list[str]:
         "|---:|---|---:|---:|---|---:|",
     ]
     for row in figures.paths:
-        perplexity = (
-            evaluated.get(row.path, {}).get("perplexity") if report else row.score.perplexity
-        )
+        perplexity = row.held_out_loss.perplexity
+        if report:
+            perplexity = evaluated.get(row.path, {}).get("perplexity")
         states = "newest" if row.best_round is None else f"best, round {row.best_round}"
         lines.append(
             f"| {row.path} | {', '.join(row.modules)} | {row.documents:,} | {_count(row.tokens)} | "

@@ -58,7 +58,7 @@ class SourceProgress:
 
     tokens: int | None = None
     last_round: int | None = None
-    score: LossSum = field(default_factory=LossSum)
+    held_out_loss: LossSum = field(default_factory=LossSum)
 
 
 class StateSource(ABC):
@@ -164,9 +164,9 @@ class StateSource(ABC):
     def progress(self, path: int) -> SourceProgress:
         """Return how far a path is, as the source shows it without fetching any state."""
 
-    def _best_score(self, path: int) -> LossSum:
+    def _best_loss(self, path: int) -> LossSum:
         file = self._bests.file(path)
-        return read_best_parameters_summary(file).score if file.is_file() else LossSum()
+        return read_best_parameters_summary(file).held_out_loss if file.is_file() else LossSum()
 
     def forget(self, path: int) -> None:
         """Drop the private state of a path from memory: no other path needs it."""
@@ -234,11 +234,11 @@ class DiskSource(StateSource):
             for module in self.grid.modules_of_path(path)
             if (entry := self._module_progress.get(module, {}).get(path)) is not None
         ]
-        score = self._best_score(path) if self.best_round(path) is not None else LossSum()
+        loss = self._best_loss(path) if self.best_round(path) is not None else LossSum()
         if not entries:
-            return SourceProgress(score=score)
+            return SourceProgress(held_out_loss=loss)
         latest = max(entries, key=lambda entry: (entry.last_round, entry.tokens))
-        return SourceProgress(latest.tokens, latest.last_round, score)
+        return SourceProgress(latest.tokens, latest.last_round, loss)
 
     @cached_property
     def _module_progress(self) -> dict[str, Mapping[int, PathProgress]]:
@@ -269,13 +269,13 @@ class SwarmSource(StateSource):
         self._bests.load_from_disk()
 
     def _best_candidates(self, path: int) -> Iterator[BestParameters]:
-        for notice in self._client.view().bests.get(path, ()):
+        for claimed in self._client.view().bests.get(path, ()):
             held = self._bests.get(path)
             try:
-                kept = self._bests.load(path) if held and held.sha256 == notice.sha256 else None
-                yield kept or self._client.fetch_best_path(path, notice.sha256)
+                kept = self._bests.load(path) if held and held.sha256 == claimed.sha256 else None
+                yield kept or self._client.fetch_best_path(path, claimed.sha256)
             except (NetworkError, IntegrityError) as error:
-                logger.info("best states %s: %s", notice.sha256[:12], error)
+                logger.info("best states %s: %s", claimed.sha256[:12], error)
 
     def _held_out(self, path: int) -> np.ndarray | None:
         self._require_blob(self.plan.blobs.shards)
@@ -298,12 +298,12 @@ class SwarmSource(StateSource):
     def progress(self, path: int) -> SourceProgress:
         """Return what the path's latest trainer published."""
         service = self._client.view().progress.get(path)
-        best = self._best_score(path) if self.best_round(path) is not None else None
+        best = self._best_loss(path) if self.best_round(path) is not None else None
         if service is None:
-            return SourceProgress(score=best or LossSum())
-        score = best or LossSum(service.validation_nll, service.validation_tokens)
+            return SourceProgress(held_out_loss=best or LossSum())
+        loss = best or LossSum(service.validation_nll, service.validation_tokens)
         # Who only holds best states publishes a path without knowing its tokens.
-        return SourceProgress(service.tokens or None, service.last_round, score)
+        return SourceProgress(service.tokens or None, service.last_round, loss)
 
     @property
     def advice(self) -> str:

@@ -49,16 +49,44 @@ _FILE_NAME = re.compile(r"P(\d{5,8})\.safetensors")
 
 
 @dataclass(frozen=True)
-class BestParameters:
-    """The parameters of a path after the round in which its held-out loss was least.
+class BestReference:
+    """Which best parameters of a path are meant, and what they claim.
 
-    `parameters` is a flat fp32 CPU tensor [layout.size], `score` that of the path's early-stopping
-    rows, `digests` names the module states that the parameters were taken from.
+    What a peer holds, announces or looks for are best parameters of which it has only this; the
+    bytes are fetched by the hash. The loss is a claim until whoever fetched them finds it again.
     """
 
     path: int
     round_index: int
-    score: LossSum
+    held_out_loss: LossSum
+    sha256: str
+
+    @property
+    def loss(self) -> float:
+        """The claimed mean held-out loss in nats."""
+        return self.held_out_loss.nll / self.held_out_loss.tokens
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        """Sort key of the best parameters of a path: the least loss first, then by hash.
+
+        The hash only makes the order one for everybody: none is fetched in place of another
+        of the same loss.
+        """
+        return self.loss, self.sha256
+
+
+@dataclass(frozen=True)
+class BestParameters:
+    """The parameters of a path after the round in which its held-out loss was least.
+
+    `parameters` is a flat fp32 CPU tensor [layout.size], `held_out_loss` that of the path's
+    early-stopping rows, `digests` names the module states that the parameters were taken from.
+    """
+
+    path: int
+    round_index: int
+    held_out_loss: LossSum
     digests: Mapping[str, str]
     parameters: torch.Tensor
     layout: ModuleLayout
@@ -70,6 +98,11 @@ class BestParameters:
         for chunk in best_parameters_chunks(self):
             hasher.update(chunk)
         return hasher.hexdigest()
+
+    @property
+    def reference(self) -> BestReference:
+        """How these parameters are called and compared."""
+        return BestReference(self.path, self.round_index, self.held_out_loss, self.sha256)
 
     def load_into(self, model: PathModel) -> None:
         """Overwrite the parameters of `model`, which has the run's shape, in place."""
@@ -84,7 +117,7 @@ class BestParametersSummary:
 
     path: int
     round_index: int
-    score: LossSum
+    held_out_loss: LossSum
     digests: Mapping[str, str]
 
 
@@ -99,14 +132,18 @@ def path_layout(grid: Grid) -> ModuleLayout:
 
 
 def best_parameters_of(
-    grid: Grid, path: int, round_index: int, score: LossSum, states: Mapping[str, ModuleState]
+    grid: Grid,
+    path: int,
+    round_index: int,
+    held_out_loss: LossSum,
+    states: Mapping[str, ModuleState],
 ) -> BestParameters:
     """Put the best path together from the states of its modules; their tensors are copied.
 
-    Raises KeyError when a module of the path is missing, ValueError for a score of no tokens.
+    Raises KeyError when a module of the path is missing, ValueError for a loss over no tokens.
     """
-    if not is_plausible_loss(score):
-        raise ValueError(f"a best path needs a score, got {score}")
+    if not is_plausible_loss(held_out_loss):
+        raise ValueError(f"best parameters need a held-out loss, got {held_out_loss}")
     layout = path_layout(grid)
     parameters = torch.empty(layout.size, dtype=torch.float32)
     views = layout.views(parameters)
@@ -115,18 +152,19 @@ def best_parameters_of(
         for name, view in grid.layout(module).views(states[module].parameters).items():
             views[name].copy_(view)
     digests = {module: states[module].digest for module in modules}
-    return BestParameters(path, round_index, score, digests, parameters, layout)
+    return BestParameters(path, round_index, held_out_loss, digests, parameters, layout)
 
 
-def is_plausible_loss(score: LossSum) -> bool:
-    """Tell whether this can be the score of some tokens."""
-    return score.tokens > 0 and math.isfinite(score.nll) and score.nll >= 0
+def is_plausible_loss(losses: LossSum) -> bool:
+    """Tell whether this can be the loss of some tokens."""
+    return losses.tokens > 0 and math.isfinite(losses.nll) and losses.nll >= 0
 
 
 def claim_holds(claimed: LossSum, found: LossSum) -> bool:
-    """Tell whether a loss found by scoring again bears out the one that was claimed.
+    """Tell whether the loss that was found bears out the one that was claimed.
 
-    Called by whoever got the parameters from others, with its own score of the same held-out rows.
+    Called by whoever got the parameters from others, with the loss that it finds on the same
+    held-out rows.
     """
     if claimed.tokens != found.tokens or not is_plausible_loss(found):
         return False
@@ -135,7 +173,7 @@ def claim_holds(claimed: LossSum, found: LossSum) -> bool:
 
 def best_parameters_chunks(best: BestParameters) -> Iterator[bytes | memoryview]:
     """Yield the bytes in order without copying the parameters."""
-    header = _header(best.path, best.round_index, best.score, best.digests, best.layout)
+    header = _header(best.path, best.round_index, best.held_out_loss, best.digests, best.layout)
     yield len(header).to_bytes(8, "little")
     yield header
     yield best.parameters.numpy().astype("<f4", copy=False).data.cast("B")
@@ -161,15 +199,15 @@ def greatest_best_path_bytes(grid: Grid) -> int:
     """Return the most bytes that a best-path file can have, to bound a transfer."""
     last = grid.path_count - 1
     digests = dict.fromkeys(grid.modules_of_path(last), "0" * 64)
-    score = LossSum(-1.2345678901234567e-123, GREATEST_COUNT)
-    header = _header(GREATEST_COUNT, GREATEST_COUNT, score, digests, path_layout(grid))
+    longest = LossSum(-1.2345678901234567e-123, GREATEST_COUNT)
+    header = _header(GREATEST_COUNT, GREATEST_COUNT, longest, digests, path_layout(grid))
     return 8 + len(header) + 64 * len(digests) + 4 * path_layout(grid).size
 
 
 def read_best_parameters(
     source: Path | bytes, grid: Grid, expected_sha256: str | None = None, *, path: int | None = None
 ) -> BestParameters:
-    """Read a best path from a file or from bytes, believing nothing but its claimed score.
+    """Read a best path from a file or from bytes, believing nothing but its claimed loss.
 
     Checks the hash, that the bytes are the canonical ones for this grid, that the modules are
     those of the path, that all numbers are finite and, where given, the path. Raises
@@ -188,14 +226,15 @@ def read_best_parameters(
     if set(summary.digests) != set(grid.modules_of_path(summary.path)):
         raise IntegrityError(f"the best of path {summary.path} is made of other modules")
     layout = path_layout(grid)
-    if header != _header(summary.path, summary.round_index, summary.score, summary.digests, layout):
+    round_index, held_out_loss = summary.round_index, summary.held_out_loss
+    if header != _header(summary.path, round_index, held_out_loss, summary.digests, layout):
         raise IntegrityError(
             f"the best of path {summary.path} has other parameters than this run, or is not in "
             "canonical form"
         )
     numbers = numbers_behind(data, header, layout.size, f"the best of path {summary.path}")
     best = BestParameters(
-        summary.path, summary.round_index, summary.score, summary.digests, numbers, layout
+        summary.path, round_index, held_out_loss, summary.digests, numbers, layout
     )
     # The bytes are canonical; this spares hashing them again.
     best.__dict__["sha256"] = sha256
@@ -208,14 +247,18 @@ def read_best_parameters_summary(file: Path) -> BestParametersSummary:
 
 
 def _header(
-    path: int, round_index: int, score: LossSum, digests: Mapping[str, str], layout: ModuleLayout
+    path: int,
+    round_index: int,
+    held_out_loss: LossSum,
+    digests: Mapping[str, str],
+    layout: ModuleLayout,
 ) -> bytes:
     """Return the one header that a best path may have."""
     content = {
         "path": path,
         "round": round_index,
-        "nll": float(score.nll),
-        "tokens": score.tokens,
+        "nll": float(held_out_loss.nll),
+        "tokens": held_out_loss.tokens,
         "modules": dict(digests),
     }
     tensors = zip(layout.names, layout.shapes, strict=True)
@@ -226,12 +269,15 @@ def _parse_header(header: bytes) -> BestParametersSummary:
     """Read what a header says that may be anything."""
     try:
         content = parse_metadata(header, BEST_PATH_FORMAT, "best_path")
-        score = LossSum(_number(content["nll"]), _count(content["tokens"]))
-        if not is_plausible_loss(score):
-            raise ValueError("no score")
+        held_out_loss = LossSum(_number(content["nll"]), _count(content["tokens"]))
+        if not is_plausible_loss(held_out_loss):
+            raise ValueError("no loss")
         digests = {_text(module): _digest(digest) for module, digest in content["modules"].items()}
         return BestParametersSummary(
-            _count(content["path"]), _count(content["round"]), score, dict(sorted(digests.items()))
+            _count(content["path"]),
+            _count(content["round"]),
+            held_out_loss,
+            dict(sorted(digests.items())),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"not a best path: {type(error).__name__} in its header") from None
@@ -264,17 +310,6 @@ def _digest(value: Any) -> str:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HeldBest:
-    """A best path that lies in the folder."""
-
-    path: int
-    round_index: int
-    score: LossSum
-    sha256: str
-    size_bytes: int
-
-
 class BestParametersStore:
     """One best path of every path at most, so disk use is bounded. Thread-safe; one writer.
 
@@ -285,9 +320,10 @@ class BestParametersStore:
         self.folder = Path(folder)
         self._grid = grid
         self._lock = threading.Lock()
-        self._held: dict[int, HeldBest] = {}
+        self._held: dict[int, BestReference] = {}
+        self._size_bytes: dict[int, int] = {}
 
-    def load_from_disk(self) -> tuple[HeldBest, ...]:
+    def load_from_disk(self) -> tuple[BestReference, ...]:
         """Register what an earlier process left; other files are reported and left alone."""
         if self.folder.is_dir():
             remove_stale_temporaries(self.folder)
@@ -306,26 +342,20 @@ class BestParametersStore:
         if summary.path != path:
             raise IntegrityError(f"{file} is of path {summary.path}")
         with storage_errors(self.folder):
-            held = HeldBest(
-                path,
-                summary.round_index,
-                summary.score,
-                sha256_of_file(file),
-                file.stat().st_size,
-            )
+            sha256, size_bytes = sha256_of_file(file), file.stat().st_size
+        held = BestReference(path, summary.round_index, summary.held_out_loss, sha256)
         with self._lock:
-            self._held[path] = held
+            self._held[path], self._size_bytes[path] = held, size_bytes
 
-    def hold(self, best: BestParameters) -> HeldBest:
+    def hold(self, best: BestParameters) -> BestReference:
         """Write a best path in place of the one held of its path. Raises `StorageError`."""
         file = self.file(best.path)
         write_best_parameters(best, file)
         with storage_errors(self.folder):
             size_bytes = file.stat().st_size
-        held = HeldBest(best.path, best.round_index, best.score, best.sha256, size_bytes)
         with self._lock:
-            self._held[best.path] = held
-        return held
+            self._held[best.path], self._size_bytes[best.path] = best.reference, size_bytes
+        return best.reference
 
     def drop(self, path: int) -> None:
         """Drop what is held of this path."""
@@ -334,12 +364,17 @@ class BestParametersStore:
         with storage_errors(self.folder):
             self.file(path).unlink(missing_ok=True)
 
-    def get(self, path: int) -> HeldBest | None:
+    def get(self, path: int) -> BestReference | None:
         """Return what is held of a path."""
         with self._lock:
             return self._held.get(path)
 
-    def all(self) -> tuple[HeldBest, ...]:
+    def size_bytes(self, path: int) -> int:
+        """Return the size of what is, or was last, held of a path."""
+        with self._lock:
+            return self._size_bytes[path]
+
+    def all(self) -> tuple[BestReference, ...]:
         """Return everything held, by path."""
         with self._lock:
             return tuple(self._held[path] for path in sorted(self._held))

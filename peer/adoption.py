@@ -207,15 +207,15 @@ class Adoptions:
             return True
         rows = self.validation[:LOSS_CHECK_SEQUENCES]
         skip = self._node.plan.routing.prefix_tokens
-        before, count = self._trainer.score_anchors(rows, skip)
-        after, _ = self._trainer.score_anchors(rows, skip, {state.module: state})
-        if count == 0 or after / count <= before / count + MAX_LOSS_INCREASE:
+        before = self._trainer.loss_of_anchors(rows, skip).loss
+        after = self._trainer.loss_of_anchors(rows, skip, {state.module: state}).loss
+        if before is None or after is None or after <= before + MAX_LOSS_INCREASE:
             return True
         logger.warning(
             "refused state %s of %s: held-out loss would go from %.3f to %.3f",
             state.digest[:12],
             state.module,
-            before / count,
-            after / count,
+            before,
+            after,
         )
         return False

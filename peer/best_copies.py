@@ -1,8 +1,8 @@
 """The best states of paths that this process holds: announced, copied from others, dropped.
 
 As for private modules, rendezvous hashing names the peers that keep a path's best states besides
-its lead trainer (design 4.6), bootstrap nodes too. Copies are not scored: whoever uses them checks
-their score. One best of a path is held at most, and those that others keep are let go of.
+its lead trainer (design 4.6), bootstrap nodes too. Copies are not checked here: whoever uses them
+does. One best of a path is held at most, and those that others keep are let go of.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from dipaco.dht.best_notices import BestNotice, entry_of_kept
+from dipaco.dht.announced_bests import entry_of_kept
 from dipaco.dht.directory import Directory
 from dipaco.dht.keeping import is_best_keeper
 from dipaco.dht.records import BlobRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_parameters import HeldBest
+from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.errors import DipacoError
 
 from .events import EventLog
@@ -52,34 +52,34 @@ class BestParametersCopies:
     def keep(self, view: SwarmView) -> None:
         """Fetch the best states that this peer is to hold a copy of; let go of others'."""
         copies = self._node.plan.rounds.copies
-        for path, notices in view.bests.items():
+        for path, bests in view.bests.items():
             if self._is_in_training(path) or not is_best_keeper(view, self._node.me, path, copies):
                 continue
-            for notice in notices:
-                if self._may_yet_be_newest(view, path, notice) or self._is_copied(path, notice):
+            for best in bests:
+                if self._may_yet_be_newest(view, path, best) or self._is_copied(path, best):
                     break
         self._drop_unneeded(view)
 
-    def _may_yet_be_newest(self, view: SwarmView, path: int, notice: BestNotice) -> bool:
+    def _may_yet_be_newest(self, view: SwarmView, path: int, best: BestReference) -> bool:
         """Tell whether training has hardly gone on since: while a path gets better and better, its
         best states are its newest, of which there are copies anyway, and new ones come soon."""
         every = self._node.plan.rounds.replication_every_rounds
-        return view.lead(path) is not None and view.last_round(path) < notice.round_index + every
+        return view.lead(path) is not None and view.last_round(path) < best.round_index + every
 
-    def _is_copied(self, path: int, notice: BestNotice) -> bool:
+    def _is_copied(self, path: int, best: BestReference) -> bool:
         """Hold a copy unless it cannot be had; one that is hardly older is good enough."""
         held = self._node.bests.get(path)
-        if held is not None and held.sha256 == notice.sha256:
+        if held is not None and held.sha256 == best.sha256:
             return True
         every = self._node.plan.rounds.replication_every_rounds
-        if held is not None and held.round_index <= notice.round_index < held.round_index + every:
+        if held is not None and held.round_index <= best.round_index < held.round_index + every:
             return True
-        if time.monotonic() - self._failed_at.get(notice.sha256, -1e9) < RETRY_AFTER_S:
+        if time.monotonic() - self._failed_at.get(best.sha256, -1e9) < RETRY_AFTER_S:
             return False
         try:
-            held = self._node.bests.hold(self._node.fetcher.best_path(path, notice.sha256))
+            held = self._node.bests.hold(self._node.fetcher.best_path(path, best.sha256))
         except DipacoError as error:
-            self._failed_at[notice.sha256] = time.monotonic()
+            self._failed_at[best.sha256] = time.monotonic()
             logger.info("could not copy the best states of path %d: %s", path, error)
             return False
         self._name(held)
@@ -87,13 +87,12 @@ class BestParametersCopies:
         self._events.emit("kept_best", path=path, round=held.round_index, sha256=held.sha256)
         return True
 
-    def _name(self, held: HeldBest) -> None:
+    def _name(self, held: BestReference) -> None:
         """Name the best states in a progress entry, so that they are found when all who trained
         the path are gone. The entry of a path in training is its trainer's business."""
         if not self._is_in_training(held.path):
-            notice = BestNotice(held.sha256, held.score, held.round_index)
             known = self._status.progress.get(held.path)
-            self._status.progress[held.path] = entry_of_kept(held.path, notice, known)
+            self._status.progress[held.path] = entry_of_kept(held, known)
 
     def _drop_unneeded(self, view: SwarmView) -> None:
         """Let go of one path's best states that are not this peer's to keep, now and then."""
@@ -102,12 +101,12 @@ class BestParametersCopies:
         self._looked_at = time.monotonic()
         copies = self._node.plan.rounds.copies
         for held in self._node.bests.all():
-            notices = view.bests.get(held.path)
-            if self._is_in_training(held.path) or not notices:
+            bests = view.bests.get(held.path)
+            if self._is_in_training(held.path) or not bests:
                 continue
             if is_best_keeper(view, self._node.me, held.path, copies):
                 continue
-            holders = set(self._node.fetcher.blob_holders(notices[0].sha256))
+            holders = set(self._node.fetcher.blob_holders(bests[0].sha256))
             if len(holders & set(view.peers)) >= copies:
                 logger.info("others keep the best states of path %d: dropped here", held.path)
                 self._node.bests.drop(held.path)
@@ -121,7 +120,8 @@ class BestParametersCopies:
     def publish(self, directory: Directory, life_s: float) -> None:
         """Say which best states this process serves."""
         for held in self._node.bests.all():
-            record = BlobRecord(peer_id=self._node.me, sha256=held.sha256, bytes=held.size_bytes)
+            size_bytes = self._node.bests.size_bytes(held.path)
+            record = BlobRecord(peer_id=self._node.me, sha256=held.sha256, bytes=size_bytes)
             directory.publish_blob(record, life_s)
 
     def read(self, directory: Directory) -> None:

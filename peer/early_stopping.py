@@ -3,7 +3,7 @@
 Whoever trains a path since longest, its lead, keeps the path's states with the least held-out
 loss, announces them, and serves them; replicas of the path hold the same states and leave it to
 the lead. A peer that takes a path over looks for the best so far on its disk and in the progress
-records, and goes on from it once its own score of those parameters bears the claimed loss out: a
+records, and goes on from it once it has found the claimed loss of those parameters again: a
 claim alone would let anybody stop a path by inventing a loss.
 """
 
@@ -14,8 +14,12 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
-from dipaco.dht.best_notices import BestNotice
-from dipaco.modules.best_parameters import BestParameters, HeldBest, best_parameters_of, claim_holds
+from dipaco.modules.best_parameters import (
+    BestParameters,
+    BestReference,
+    best_parameters_of,
+    claim_holds,
+)
 from dipaco.modules.errors import DipacoError, IntegrityError
 from dipaco.modules.evaluate import LossSum
 
@@ -51,9 +55,9 @@ class EarlyStopping:
         self._events = events
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="best-path")
         self._rows = torch.empty(0, 0, dtype=torch.int64)
-        self._best: HeldBest | None = None
-        self._found: tuple[BestNotice, Future[BestParameters]] | None = None
-        self._writing: Future[HeldBest] | None = None
+        self._best: BestReference | None = None
+        self._found: tuple[BestReference, Future[BestParameters]] | None = None
+        self._writing: Future[BestReference] | None = None
         self._has_looked = False
         self._patience = PATIENCE_ROUNDS
         self._refused: dict[str, None] = {}
@@ -69,17 +73,17 @@ class EarlyStopping:
             self._look()
 
     @property
-    def best(self) -> HeldBest | None:
+    def best(self) -> BestReference | None:
         """The best states of the path, checked, on this disk and served."""
         return self._best
 
-    def consider(self, round_index: int, score: LossSum) -> None:
-        """Compare the committed states' score after a round with the best so far."""
+    def consider(self, round_index: int, held_out_loss: LossSum) -> None:
+        """Compare the loss of the committed states after a round with the best so far."""
         self._check_found(round_index)
-        loss = score.loss
+        loss = held_out_loss.loss
         if loss is None or self._writing is not None or not self._is_lead():
             return
-        is_better = self._best is None or loss < _loss(self._best.score)
+        is_better = self._best is None or loss < self._best.loss
         if not (self._has_looked and is_better):
             self._look()
         if self._found is not None and self._found[0].loss <= loss and self._patience > 0:
@@ -88,10 +92,12 @@ class EarlyStopping:
         elif is_better:
             path = self._trainer.path
             assert path is not None
-            anchors = self._trainer.anchors()
-            self._write(best_parameters_of(self._node.grid, path, round_index, score, anchors))
+            states = self._trainer.anchors()
+            self._write(
+                best_parameters_of(self._node.grid, path, round_index, held_out_loss, states)
+            )
 
-    def poll(self) -> HeldBest | None:
+    def poll(self) -> BestReference | None:
         """Return the best states that have been written since the last call, if there are any."""
         if self._writing is None or not self._writing.done():
             return None
@@ -107,12 +113,12 @@ class EarlyStopping:
             "best_path",
             path=held.path,
             round=held.round_index,
-            loss=round(_loss(held.score), 6),
+            loss=round(held.loss, 6),
             sha256=held.sha256,
         )
         return held
 
-    def finish(self, timeout_s: float) -> HeldBest | None:
+    def finish(self, timeout_s: float) -> BestReference | None:
         """Wait for what is being written and return it: the peer moves or leaves."""
         if self._writing is not None:
             wait([self._writing], timeout_s)
@@ -136,14 +142,14 @@ class EarlyStopping:
         candidates = list(self._publisher.view.bests.get(path, ()))
         on_disk = self._node.bests.get(path)
         if on_disk is not None:
-            candidates.append(BestNotice(on_disk.sha256, on_disk.score, on_disk.round_index))
+            candidates.append(on_disk)
         now = time.monotonic()
-        for notice in sorted(candidates, key=lambda notice: (notice.loss, notice.sha256)):
-            if self._best is not None and notice.loss >= _loss(self._best.score):
+        for claimed in sorted(candidates, key=lambda claimed: claimed.rank):
+            if self._best is not None and claimed.loss >= self._best.loss:
                 return
-            lately = now - self._failed_at.get(notice.sha256, -1e9) < RETRY_AFTER_S
-            if notice.sha256 not in self._refused and not lately:
-                self._found = notice, self._executor.submit(self._fetch, path, notice.sha256)
+            lately = now - self._failed_at.get(claimed.sha256, -1e9) < RETRY_AFTER_S
+            if claimed.sha256 not in self._refused and not lately:
+                self._found = claimed, self._executor.submit(self._fetch, path, claimed.sha256)
                 return
 
     def _fetch(self, path: int, sha256: str) -> BestParameters:
@@ -156,37 +162,37 @@ class EarlyStopping:
         return self._node.fetcher.best_path(path, sha256)
 
     def _check_found(self, round_index: int) -> None:
-        """Score what was fetched, and go on from it if its claim holds."""
+        """Check what was fetched, and go on from it if its claim holds."""
         if self._found is None or not self._found[1].done():
             return
-        (notice, future), self._found = self._found, None
+        (claimed, future), self._found = self._found, None
         try:
             best = future.result()
             self._check(best, round_index)
         except IntegrityError as error:
-            logger.warning("best states %s refused: %s", notice.sha256[:12], error)
-            self._refused[notice.sha256] = None
+            logger.warning("best states %s refused: %s", claimed.sha256[:12], error)
+            self._refused[claimed.sha256] = None
             while len(self._refused) > MAX_REMEMBERED:
                 del self._refused[next(iter(self._refused))]
             return
         except DipacoError as error:
-            logger.info("best states %s not to be had: %s", notice.sha256[:12], error)
-            self._failed_at[notice.sha256] = time.monotonic()
+            logger.info("best states %s not to be had: %s", claimed.sha256[:12], error)
+            self._failed_at[claimed.sha256] = time.monotonic()
             return
-        if self._best is None or _loss(best.score) < _loss(self._best.score):
+        if self._best is None or best.reference.loss < self._best.loss:
             self._write(best)
 
     def _check(self, best: BestParameters, round_index: int) -> None:
         if best.round_index > round_index:
             raise IntegrityError(f"they say that they are of round {best.round_index}, yet to come")
-        score = LossSum(
-            *self._trainer.score_best(best, self._rows, self._node.plan.routing.prefix_tokens)
-        )
-        if not claim_holds(best.score, score):
-            found = "none" if score.loss is None else f"{score.loss:.4f}"
+        prefix_tokens = self._node.plan.routing.prefix_tokens
+        claimed = best.held_out_loss
+        found = self._trainer.loss_of_best(best, self._rows, prefix_tokens)
+        if not claim_holds(claimed, found):
+            here = "none" if found.loss is None else f"{found.loss:.4f}"
             raise IntegrityError(
-                f"they claim a held-out loss of {_loss(best.score):.4f} over {best.score.tokens} "
-                f"tokens; here it is {found} over {score.tokens}"
+                f"they claim a held-out loss of {best.reference.loss:.4f} over {claimed.tokens} "
+                f"tokens; here it is {here} over {found.tokens}"
             )
 
     def _write(self, best: BestParameters) -> None:
@@ -195,7 +201,3 @@ class EarlyStopping:
             self._writing = self._executor.submit(lambda: held)
         else:
             self._writing = self._executor.submit(self._node.bests.hold, best)
-
-
-def _loss(score: LossSum) -> float:
-    return score.nll / score.tokens

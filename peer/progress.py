@@ -1,6 +1,6 @@
 """What a trainer tells of its path at the end of a round: how far it is, and how good.
 
-The committed states are scored on the path's held-out split, and a progress entry goes into the
+The held-out loss of the committed states is taken, and a progress entry goes into the
 DHT: others decide by it which path has waited longest (design 4.5), and find the path's best
 states by it.
 """
@@ -12,7 +12,7 @@ import math
 
 import torch
 from dipaco.dht.records import ProgressEntry
-from dipaco.modules.best_parameters import HeldBest
+from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.evaluate import LossSum
 
 from .early_stopping import EarlyStopping
@@ -29,7 +29,7 @@ MAX_LOSS = 1e6
 
 
 class ProgressReports:
-    """Scores and reports the path being trained. Called by the session, on its thread."""
+    """Validates and reports the path being trained. Called by the session, on its thread."""
 
     def __init__(
         self,
@@ -73,39 +73,39 @@ class ProgressReports:
             self._early_stopping.stop()
 
     def end_round(self, round_index: int, train_loss: float) -> None:
-        """Score the committed states when it is their round, and publish how far the path is."""
-        score = LossSum()
+        """Validate the committed states when it is their round; publish how far the path is."""
+        validation = LossSum()
         if (round_index + 1) % self._node.plan.rounds.validation_every_rounds == 0:
-            score = self._validate(round_index)
-        self._publish(round_index, score, train_loss)
+            validation = self._validate(round_index)
+        self._publish(round_index, validation, train_loss)
 
     def _validate(self, round_index: int) -> LossSum:
-        """Score the committed states; compare them with the best so far."""
+        """Return the loss of the committed states; compare them with the best so far."""
         assert self._files is not None
         reported, choosing = self._files.validation, self._files.early_stopping
-        score = self._score(reported)
-        if score.loss is not None:
-            self._status.validation_loss = score.loss
+        validation = self._held_out_loss(reported)
+        if validation.loss is not None:
+            self._status.validation_loss = validation.loss
             self._events.emit(
                 "validation",
                 path=self._trainer.path,
                 round=round_index,
-                loss=round(score.loss, 6),
-                tokens=score.tokens,
+                loss=round(validation.loss, 6),
+                tokens=validation.tokens,
             )
         if self._early_stopping is not None:
-            chosen_by = score if choosing is reported else self._score(choosing)
+            chosen_by = validation if choosing is reported else self._held_out_loss(choosing)
             self._early_stopping.consider(round_index, chosen_by)
-        return score
+        return validation
 
-    def _score(self, rows: torch.Tensor) -> LossSum:
-        nll, count = self._trainer.score_anchors(rows, self._node.plan.routing.prefix_tokens)
-        if count and not math.isfinite(nll):
+    def _held_out_loss(self, rows: torch.Tensor) -> LossSum:
+        found = self._trainer.loss_of_anchors(rows, self._node.plan.routing.prefix_tokens)
+        if found.tokens and not math.isfinite(found.nll):
             logger.warning("the held-out loss is not finite, so it is not published")
             return LossSum()
-        return LossSum(nll, count)
+        return found
 
-    def _publish(self, round_index: int, score: LossSum, train_loss: float) -> None:
+    def _publish(self, round_index: int, validation: LossSum, train_loss: float) -> None:
         path = self._trainer.path
         assert path is not None
         counted = [s.progress.get(path) for s in self._trainer.anchors().values()]
@@ -114,23 +114,17 @@ class ProgressReports:
             path=path,
             last_round=round_index,
             tokens=max((progress.tokens for progress in counted if progress), default=0),
-            validation_nll=score.nll,
-            validation_tokens=score.tokens,
+            validation_nll=validation.nll,
+            validation_tokens=validation.tokens,
             train_loss=train_loss if plain else MAX_LOSS,
         )
         self._report_best(self._early_stopping.best if self._early_stopping else None)
         self._publisher.announce()
 
-    def _report_best(self, held: HeldBest | None) -> None:
+    def _report_best(self, held: BestReference | None) -> None:
         """Name the best states in the entry of their path; they are served from this moment."""
         entry = self._status.progress.get(held.path) if held is not None else None
         if held is None or entry is None:
             return
-        named = {
-            "best_sha256": held.sha256,
-            "best_nll": held.score.nll,
-            "best_tokens": held.score.tokens,
-            "best_round": held.round_index,
-        }
-        self._status.progress[held.path] = ProgressEntry(**{**entry.model_dump(), **named})
+        self._status.progress[held.path] = entry.naming(held)
         self._publisher.announce()

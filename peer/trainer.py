@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
-from dipaco.modules.evaluate import sum_losses
+from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import outer_gradient
@@ -245,30 +245,28 @@ class PathTrainer:
         own_steps = progress.unmerged_tokens // self.tokens_per_step
         self.path_step = max(self.path_step, self._counted_steps(state) + own_steps)
 
-    def score_anchors(
+    def loss_of_anchors(
         self,
         tokens: torch.Tensor,
         skip_tokens: int,
         replaced: Mapping[str, ModuleState] | None = None,
-    ) -> tuple[float, int]:
-        """Score `tokens` [sequences, length] with the committed states of the path.
+    ) -> LossSum:
+        """Return the loss of `tokens` [sequences, length] under the path's committed states.
 
         `replaced` tries other states in place of some anchors. Local parameters are restored bit
-        for bit. Returns the summed negative log-likelihood in nats and the tokens scored.
+        for bit.
         """
         assert self.path is not None
         states = {**self.anchors(), **(replaced or {})}
         with self.model_of(self.path, states) as model:
-            return sum_losses(model, tokens, skip_tokens, device=self.device)
+            return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
 
-    def score_best(
-        self, best: BestParameters, tokens: torch.Tensor, skip_tokens: int
-    ) -> tuple[float, int]:
-        """Score `tokens` with the best states of the path, as `score_anchors` does."""
+    def loss_of_best(self, best: BestParameters, tokens: torch.Tensor, skip_tokens: int) -> LossSum:
+        """Return the loss of `tokens` under the best states of the path, as `loss_of_anchors`."""
         assert self.path is not None
         with self.model_of(self.path, self.anchors()) as model:
             best.load_into(model)
-            return sum_losses(model, tokens, skip_tokens, device=self.device)
+            return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
 
     @contextlib.contextmanager
     def model_of(self, path: int, states: Mapping[str, ModuleState]) -> Iterator[PathModel]:

@@ -17,6 +17,7 @@ from typing import Any
 from dipaco.modules.best_parameters import (
     BestParameters,
     BestParametersStore,
+    BestReference,
     best_parameters_of,
     read_best_parameters,
     write_best_parameters,
@@ -72,13 +73,12 @@ class EarlyStopping:
         self._folder = folder
         self._in_memory: dict[int, BestParameters] = {}
         self._reports: dict[int, BestReport] = {}
-        self._earlier: dict[int, tuple[int, LossSum]] = {}
+        self._earlier: dict[int, BestReference] = {}
         if folder is not None and folder.is_dir():
             for pending in folder.glob("*.pending"):
                 pending.unlink(missing_ok=True)
             self._earlier = {
-                held.path: (held.round_index, held.score)
-                for held in BestParametersStore(folder, grid).load_from_disk()
+                held.path: held for held in BestParametersStore(folder, grid).load_from_disk()
             }
 
     def consider(
@@ -93,7 +93,7 @@ class EarlyStopping:
     ) -> BestReport | None:
         """Compare the committed states of a path after a round with its best so far.
 
-        `model` holds these states and is free afterwards, `validation` is their score on the
+        `model` holds these states and is free afterwards, `validation` is their loss on the
         reported rows. Without `trained` they are only reported, as before the first round.
         Returns what is the best now; None while there is none, or without early stopping.
         """
@@ -101,8 +101,8 @@ class EarlyStopping:
         if not rounds.early_stopping:
             return None
         if trained and (round_index + 1) % rounds.validation_every_rounds == 0:
-            chosen = self._chosen_score(path, model, validation)
-            best = self._best_score(path)
+            chosen = self._chosen_loss(path, model, validation)
+            best = self._best_loss(path)
             if chosen.loss is not None and (
                 best is None or best.loss is None or chosen.loss < best.loss
             ):
@@ -130,13 +130,13 @@ class EarlyStopping:
                 os.replace(pending, pending.with_suffix(".safetensors"))
         sync_folder(self._folder)
 
-    def _best_score(self, path: int) -> LossSum | None:
+    def _best_loss(self, path: int) -> LossSum | None:
         if path in self._reports:
             return self._reports[path].chosen
-        return self._earlier[path][1] if path in self._earlier else None
+        return self._earlier[path].held_out_loss if path in self._earlier else None
 
-    def _chosen_score(self, path: int, model: PathModel, validation: LossSum) -> LossSum:
-        """Score the rows that choose, unless they are the reported ones."""
+    def _chosen_loss(self, path: int, model: PathModel, validation: LossSum) -> LossSum:
+        """Return the loss on the rows that choose, which may be the reported ones."""
         rounds = self._plan.rounds
         rows = self._run.validation_tokens(self._plan, path)
         chosen = early_stopping_rows(rows, rounds)
@@ -145,15 +145,16 @@ class EarlyStopping:
         return LossSum(*sum_losses(model, chosen, self._plan.routing.prefix_tokens))
 
     def _report_earlier(self, path: int, model: PathModel) -> BestReport:
-        """Score the best states that an earlier life of the simulation kept."""
-        round_index, chosen = self._earlier[path]
+        """Report the best states that an earlier life of the simulation kept."""
+        earlier = self._earlier[path]
         best = self.load(path)
         assert best is not None
         best.load_into(model)
         rows = self._run.validation_tokens(self._plan, path)
         reported = reported_rows(rows, self._plan.rounds, self._sequences)
         prefix_tokens = self._plan.routing.prefix_tokens
-        return BestReport(round_index, chosen, LossSum(*sum_losses(model, reported, prefix_tokens)))
+        validation = LossSum(*sum_losses(model, reported, prefix_tokens))
+        return BestReport(earlier.round_index, earlier.held_out_loss, validation)
 
     def _keep(self, best: BestParameters) -> None:
         if self._folder is None:

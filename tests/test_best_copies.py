@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.dht.best_notices import BestNotice
 from dipaco.dht.records import BlobRecord, ClaimRecord, PeerRecord
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.best_parameters import BestParameters, BestParametersStore, best_parameters_of
@@ -114,7 +113,7 @@ def view_of(last_round: int, *bests: BestParameters, led: bool = True) -> SwarmV
         peers=peers,
         claims={LEAD: claim} if led else {},
         progress={PATH: PathService(last_round, 10, 1.0, 1, 1.0)},
-        bests={PATH: tuple(BestNotice(b.sha256, b.score, b.round_index) for b in bests)},
+        bests={PATH: tuple(b.reference for b in bests)},
     )
 
 
@@ -136,7 +135,9 @@ def test_best_states_are_copied_once_training_has_gone_on(
     assert (entry.best_sha256, entry.best_round, entry.tokens) == (first.sha256, 4, 0)
     directory: Any = process
     process.copies.publish(directory, 9.0)
-    assert [(r.sha256, r.bytes) for r in process.published] == [(first.sha256, held.size_bytes)]
+    assert [(r.sha256, r.bytes) for r in process.published] == [
+        (first.sha256, process.bests.size_bytes(PATH))
+    ]
     better = best_of(process, states, 7)
     process.copies.keep(view_of(8, better))
     assert [file.name for file in process.bests.folder.iterdir()] == ["P00001.safetensors"]

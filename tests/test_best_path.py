@@ -75,7 +75,7 @@ def test_bytes_come_back_and_any_tool_reads_them(
 ) -> None:
     again = read_best_parameters(content(best), grid, best.sha256, path=2)
     assert content(again) == content(best)
-    assert again.score == SCORE
+    assert again.held_out_loss == SCORE
     assert again.round_index == 7
     assert again.sha256 == best.sha256
     assert len(content(best)) <= greatest_best_path_bytes(grid)
@@ -83,9 +83,9 @@ def test_bytes_come_back_and_any_tool_reads_them(
     assert store.load(2) is None
     held = store.hold(best)
     file = tmp_path / "best" / "P00002.safetensors"
-    assert held.size_bytes == file.stat().st_size
+    assert store.size_bytes(held.path) == file.stat().st_size
     assert store.find(held.sha256) == file
-    assert read_best_parameters_summary(file).score == SCORE
+    assert read_best_parameters_summary(file).held_out_loss == SCORE
     tensors = safetensors.torch.load_file(file)
     assert set(tensors) == {name for name, _ in PathModel(MODEL).named_parameters()}
 
@@ -165,5 +165,5 @@ def test_a_claim_holds_when_the_loss_is_found_again() -> None:
     assert not claim_holds(LossSum(100.0, 50), LossSum(100.0, 49))
     assert not claim_holds(LossSum(100.0, 50), LossSum(float("nan"), 50))
     assert not claim_holds(LossSum(), LossSum())
-    with pytest.raises(ValueError, match="needs a score"):
+    with pytest.raises(ValueError, match="need a held-out loss"):
         best_parameters_of(None, 0, 0, LossSum(float("inf"), 1), {})  # type: ignore[arg-type]

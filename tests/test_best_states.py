@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.dht.best_notices import BestNotice
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
-from dipaco.modules.best_parameters import BestParameters, best_parameters_of
+from dipaco.modules.best_parameters import BestParameters, BestReference, best_parameters_of
 from dipaco.modules.errors import NetworkError, StorageError
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.transformer import PathModel
@@ -41,22 +40,23 @@ def run(prepared: RunFolder, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def best(prepared: RunFolder) -> BestParameters:
-    """The genesis as somebody's best states, with its true score."""
+    """The genesis as somebody's best states, with its true loss."""
     run = prepared
     plan = run.plan()
     grid = run.grid(plan)
     base = run.base_parameters(plan)
     states = {m: run.genesis_state(plan, m, base) for m in grid.modules_of_path(PATH)}
     model = PathModel(plan.model)
-    unscored = best_parameters_of(grid, PATH, 3, LossSum(1.0, 1), states)
-    unscored.load_into(model)
+    unchecked = best_parameters_of(grid, PATH, 3, LossSum(1.0, 1), states)
+    unchecked.load_into(model)
     rows = early_stopping_rows(run.validation_tokens(plan, PATH), plan.rounds)
-    score = LossSum(*sum_losses(model, rows, TINY_PREFIX_TOKENS))
-    return best_parameters_of(grid, PATH, 3, score, states)
+    true = LossSum(*sum_losses(model, rows, TINY_PREFIX_TOKENS))
+    return best_parameters_of(grid, PATH, 3, true, states)
 
 
 def lie(best: BestParameters) -> BestParameters:
-    return replace(best, score=LossSum(best.score.nll / 2, best.score.tokens))
+    true = best.held_out_loss
+    return replace(best, held_out_loss=LossSum(true.nll / 2, true.tokens))
 
 
 def hold(run: RunFolder, best: BestParameters) -> Path:
@@ -116,7 +116,7 @@ class Swarm:
         self.plan = run.plan()
         self.folder = folder
         self.served = {best.sha256: best for best in served}
-        self.notices = [BestNotice(b.sha256, b.score, b.round_index) for b in served]
+        self.notices = [b.reference for b in served]
         self._run = run
 
     def view(self) -> Any:
@@ -149,7 +149,7 @@ def test_a_swarms_false_claims_are_passed_over(
     run: RunFolder, best: BestParameters, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     client: Any = Swarm(run, cache, [lie(best), best])
-    client.notices.insert(0, BestNotice("0" * 64, LossSum(1.0, 1), 1))
+    client.notices.insert(0, BestReference(PATH, 1, LossSum(1.0, 1), "0" * 64))
     source = SwarmSource(client)
     found = source.best_path(PATH)
     assert found is not None

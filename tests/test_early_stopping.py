@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dipaco.dht.best_notices import BestNotice
 from dipaco.dht.records import ClaimRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import (
@@ -170,11 +169,9 @@ class Peer:
     def anchors(self) -> dict[str, ModuleState]:
         return self.states
 
-    def score_best(
-        self, best: BestParameters, tokens: torch.Tensor, skip: int
-    ) -> tuple[float, int]:
+    def loss_of_best(self, best: BestParameters, tokens: torch.Tensor, skip: int) -> LossSum:
         best.load_into(self._model)
-        return sum_losses(self._model, tokens, skip)
+        return LossSum(*sum_losses(self._model, tokens, skip))
 
     def best_path(self, path: int, sha256: str) -> BestParameters:
         self.fetches.append(sha256)
@@ -190,7 +187,7 @@ class Peer:
         claims = {}
         if lead is not None:
             claims[lead] = ClaimRecord(peer_id=lead, path=1, state="training", since_s=0.0, round=0)
-        notices = tuple(BestNotice(b.sha256, b.score, b.round_index) for b in bests)
+        notices = tuple(b.reference for b in bests)
         self.view = SwarmView(now_s=0.0, claims=claims, bests={1: notices})
 
 
@@ -227,12 +224,12 @@ def started(peer: Peer, rows: torch.Tensor) -> EarlyStopping:
     return stopping
 
 
-def scored(
+def best_of(
     peer: Peer, round_index: int, states: dict[str, ModuleState], rows: Any
 ) -> BestParameters:
-    """Return the best path that these states make, with their true score."""
+    """Return the best path that these states make, with their true loss."""
     best = best_parameters_of(peer.grid, 1, round_index, LossSum(1.0, 1), states)
-    true = LossSum(*peer.score_best(best, rows, TINY_PREFIX_TOKENS))
+    true = peer.loss_of_best(best, rows, TINY_PREFIX_TOKENS)
     return best_parameters_of(peer.grid, 1, round_index, true, states)
 
 
@@ -243,7 +240,7 @@ def end_round(
     if stopping._found is not None:
         wait([stopping._found[1]])
     peer.states = states
-    stopping.consider(best.round_index, best.score)
+    stopping.consider(best.round_index, best.held_out_loss)
     stopping.finish(20.0)
 
 
@@ -255,7 +252,7 @@ def test_a_peer_keeps_what_the_simulator_keeps(
 ) -> None:
     stopping = started(peer, rows)
     for number, states in enumerate(history):
-        end_round(stopping, peer, scored(peer, number, states, rows), states)
+        end_round(stopping, peer, best_of(peer, number, states, rows), states)
     swarm = ReferenceSwarm(overfitted)
     list(swarm.rounds(ROUNDS))
     expected = swarm.best.load(1)
@@ -272,11 +269,10 @@ def test_a_peer_keeps_what_the_simulator_keeps(
 def test_taking_a_path_over_goes_on_from_the_best_so_far(
     peer: Peer, rows: torch.Tensor, history: list[dict[str, ModuleState]]
 ) -> None:
-    bests = [scored(peer, number, states, rows) for number, states in enumerate(history)]
-    best = min(bests, key=lambda b: b.score.nll)
-    worse = [
-        n for n, b in enumerate(bests) if n > best.round_index and b.score.nll > best.score.nll
-    ]
+    bests = [best_of(peer, number, states, rows) for number, states in enumerate(history)]
+    losses = [best.held_out_loss.nll for best in bests]
+    best = bests[losses.index(min(losses))]
+    worse = [n for n, loss in enumerate(losses) if n > best.round_index and loss > min(losses)]
     peer.served = {best.sha256: best}
     peer.announced(best)
     stopping = started(peer, rows)
@@ -296,7 +292,8 @@ def test_taking_a_path_over_goes_on_from_the_best_so_far(
 
 
 def lie(best: BestParameters) -> BestParameters:
-    return replace(best, score=LossSum(best.score.nll / 2, best.score.tokens))
+    true = best.held_out_loss
+    return replace(best, held_out_loss=LossSum(true.nll / 2, true.tokens))
 
 
 def of_the_future(best: BestParameters) -> BestParameters:
@@ -304,7 +301,8 @@ def of_the_future(best: BestParameters) -> BestParameters:
 
 
 def of_other_rows(best: BestParameters) -> BestParameters:
-    return replace(best, score=LossSum(best.score.nll / 2, best.score.tokens // 2))
+    true = best.held_out_loss
+    return replace(best, held_out_loss=LossSum(true.nll / 2, true.tokens // 2))
 
 
 @pytest.mark.parametrize("forge", [lie, of_the_future, of_other_rows])
@@ -315,7 +313,7 @@ def test_a_claim_that_does_not_hold_is_refused_once(
     forge: Callable[[BestParameters], BestParameters],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    true = [scored(peer, number, states, rows) for number, states in enumerate(history[:2])]
+    true = [best_of(peer, number, states, rows) for number, states in enumerate(history[:2])]
     forged = forge(true[0])
     peer.served = {forged.sha256: forged}
     peer.announced(forged)
@@ -325,16 +323,16 @@ def test_a_claim_that_does_not_hold_is_refused_once(
     assert "refused" in caplog.text
     assert peer.fetches == [forged.sha256]
     assert stopping.best is not None
-    expected = min(true, key=lambda b: b.score.nll)
+    expected = min(true, key=lambda b: b.held_out_loss.nll)
     assert stopping.best.sha256 in {t.sha256 for t in true}
-    assert stopping.best.score.nll >= expected.score.nll
+    assert stopping.best.held_out_loss.nll >= expected.held_out_loss.nll
     stopping.stop()
 
 
 def test_what_nobody_serves_does_not_hold_up_a_path(
     peer: Peer, rows: torch.Tensor, history: list[dict[str, ModuleState]]
 ) -> None:
-    best = scored(peer, 0, history[0], rows)
+    best = best_of(peer, 0, history[0], rows)
     gone = lie(best)
     peer.announced(gone)
     stopping = started(peer, rows)
@@ -347,8 +345,8 @@ def test_what_nobody_serves_does_not_hold_up_a_path(
 def test_a_replica_that_becomes_the_lead_goes_on_from_the_leads_best(
     peer: Peer, rows: torch.Tensor, history: list[dict[str, ModuleState]]
 ) -> None:
-    bests = [scored(peer, number, states, rows) for number, states in enumerate(history)]
-    best = min(bests, key=lambda b: b.score.nll)
+    bests = [best_of(peer, number, states, rows) for number, states in enumerate(history)]
+    best = min(bests, key=lambda b: b.held_out_loss.nll)
     peer.served = {best.sha256: best}
     peer.announced(best, lead=OTHER)
     stopping = started(peer, rows)
@@ -366,7 +364,7 @@ def test_a_replica_that_becomes_the_lead_goes_on_from_the_leads_best(
 def test_somebody_who_claims_and_never_serves_costs_a_path_few_rounds(
     peer: Peer, rows: torch.Tensor, history: list[dict[str, ModuleState]]
 ) -> None:
-    best = scored(peer, 0, history[0], rows)
+    best = best_of(peer, 0, history[0], rows)
     peer.announced(lie(best))
     stopping = started(peer, rows)
     assert stopping._found is not None
@@ -375,7 +373,7 @@ def test_somebody_who_claims_and_never_serves_costs_a_path_few_rounds(
     peer.states = history[0]
     for number in range(PATIENCE_ROUNDS + 1):
         assert stopping.finish(20.0) is None
-        stopping.consider(number, best.score)
+        stopping.consider(number, best.held_out_loss)
     held = stopping.finish(20.0)
     assert held is not None
     assert held.round_index == PATIENCE_ROUNDS
@@ -385,13 +383,13 @@ def test_somebody_who_claims_and_never_serves_costs_a_path_few_rounds(
 def test_only_the_lead_of_a_path_keeps_its_best(
     peer: Peer, rows: torch.Tensor, history: list[dict[str, ModuleState]]
 ) -> None:
-    best = scored(peer, 0, history[0], rows)
+    best = best_of(peer, 0, history[0], rows)
     peer.announced(lie(best), lead=OTHER)
     stopping = started(peer, rows)
     end_round(stopping, peer, best, history[0])
     assert stopping.best is None
     assert not peer.fetches
     peer.announced(lead=ME)
-    end_round(stopping, peer, scored(peer, 1, history[1], rows), history[1])
+    end_round(stopping, peer, best_of(peer, 1, history[1], rows), history[1])
     assert stopping.best is not None
     stopping.stop()

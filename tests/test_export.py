@@ -357,5 +357,5 @@ def test_a_card_without_figures_shows_what_training_found(trained: Path, tmp_pat
     card = (tmp_path / "out" / "README.md").read_text()
     assert "No evaluation was given" in card
     assert "was not told where the texts come from" in card
-    score = DiskSource(trained).progress(0).score
+    score = DiskSource(trained).progress(0).held_out_loss
     assert f"| {score.perplexity:.2f} |" in card

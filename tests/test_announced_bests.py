@@ -1,18 +1,13 @@
-"""What progress records say of best states: bounds, order of belief, keepers."""
+"""What progress records say of best parameters: bounds, order of belief, keepers."""
 
 from __future__ import annotations
 
 import pytest
-from dipaco.dht.best_notices import (
-    GREATEST_NOTICES,
-    BestNotice,
-    announced_bests,
-    best_of_entry,
-    entry_of_kept,
-)
+from dipaco.dht.announced_bests import MOST_ANNOUNCED, announced_bests, entry_of_kept
 from dipaco.dht.keeping import is_best_keeper
 from dipaco.dht.records import ClaimRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView
+from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.evaluate import LossSum
 from pydantic import ValidationError
 
@@ -21,14 +16,12 @@ def name(number: int) -> str:
     return "Qm" + "1" * 42 + "2" + "ABCDEFGHJKLMNPQRSTUVWXYZ"[number]
 
 
-def notice(digit: str, nll: float = 100.0, round_index: int = 3) -> BestNotice:
-    return BestNotice(digit * 64, LossSum(nll, 50), round_index)
+def best(digit: str, nll: float = 100.0, round_index: int = 3, path: int = 1) -> BestReference:
+    return BestReference(path, round_index, LossSum(nll, 50), digit * 64)
 
 
-def record(peer: int, *best: BestNotice, path: int = 1) -> ProgressRecord:
-    return ProgressRecord(
-        peer_id=name(peer), entries=tuple(entry_of_kept(path, known) for known in best)
-    )
+def record(peer: int, *bests: BestReference) -> ProgressRecord:
+    return ProgressRecord(peer_id=name(peer), entries=tuple(entry_of_kept(one) for one in bests))
 
 
 def claim(peer: int, since_s: float, state: str = "training") -> ClaimRecord:
@@ -49,9 +42,9 @@ BEST = {"best_sha256": "a" * 64, "best_nll": 2.0, "best_tokens": 7, "best_round"
 
 
 def test_an_entry_without_best_states_is_one_of_before() -> None:
-    assert best_of_entry(ProgressEntry.model_validate(PLAIN)) is None
+    assert ProgressEntry.model_validate(PLAIN).best is None
     named = ProgressEntry.model_validate({**PLAIN, **BEST})
-    assert best_of_entry(named) == BestNotice("a" * 64, LossSum(2.0, 7), 4)
+    assert named.best == BestReference(1, 4, LossSum(2.0, 7), "a" * 64)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +69,14 @@ def test_impossible_best_states_are_refused(change: dict[str, object]) -> None:
 
 def test_what_a_keeper_says_leaves_its_own_progress_as_it_is() -> None:
     known = ProgressEntry.model_validate(PLAIN)
-    said = entry_of_kept(1, notice("b", round_index=9), known)
+    said = entry_of_kept(best("b", round_index=9), known)
     assert (said.tokens, said.validation_nll, said.last_round) == (10, 1.0, 9)
-    assert best_of_entry(said) == notice("b", round_index=9)
-    assert entry_of_kept(1, notice("b", round_index=2), known).last_round == 5
+    assert said.best == best("b", round_index=9)
+    assert entry_of_kept(best("b", round_index=2), known).last_round == 5
 
 
 def test_the_lead_is_believed_first_then_the_least_loss() -> None:
-    records = [record(0, notice("a", 90.0)), record(1, notice("b", 95.0)), record(2, notice("c"))]
+    records = [record(0, best("a", 90.0)), record(1, best("b", 95.0)), record(2, best("c"))]
     claims = {c.peer_id: c for c in (claim(2, 5.0), claim(0, 9.0), claim(1, 1.0, "joining"))}
 
     def order(claims: dict[str, ClaimRecord]) -> list[str]:
@@ -94,19 +87,19 @@ def test_the_lead_is_believed_first_then_the_least_loss() -> None:
 
 
 def test_what_is_not_plausible_is_left_out() -> None:
-    late = record(0, notice("a", round_index=11))
-    foreign = record(1, notice("b"), path=4)
-    twice = record(2, notice("c"), notice("d", 1.0))
+    late = record(0, best("a", round_index=11))
+    foreign = record(1, best("b", path=4))
+    twice = record(2, best("c"), best("d", 1.0))
     found = announced_bests([late, foreign, twice], {}, 4, 10)
-    assert found == {1: (notice("c"),)}
-    many = [record(peer, notice("abcdef"[peer], 50.0 + peer)) for peer in range(6)]
-    assert len(announced_bests(many, {}, 4, 10)[1]) == GREATEST_NOTICES
+    assert found == {1: (best("c"),)}
+    many = [record(peer, best("abcdef"[peer], 50.0 + peer)) for peer in range(6)]
+    assert len(announced_bests(many, {}, 4, 10)[1]) == MOST_ANNOUNCED
 
 
 def test_somebody_elses_word_about_the_same_states_does_not_hide_the_leads() -> None:
-    records = [record(0, notice("a", 1.0)), record(1, notice("a", 95.0))]
+    records = [record(0, best("a", 1.0)), record(1, best("a", 95.0))]
     claims = {name(1): claim(1, 0.0)}
-    assert announced_bests(records, claims, 4, 10) == {1: (notice("a", 95.0),)}
+    assert announced_bests(records, claims, 4, 10) == {1: (best("a", 95.0),)}
 
 
 @pytest.mark.parametrize("led", [False, True])
