@@ -1,8 +1,8 @@
 """Assigning points to paths so that every path gets its share.
 
-Cheapest assignment under a capacity for every path is a transport problem, and its solution is
-again "the path of least cost", with a bias added to the cost of each path. So the capacity
-that is fitted on a sample also holds, approximately, for documents never seen.
+The cheapest assignment when every path has a capacity is a transport problem. Its solution is again
+"the path of least cost", with a bias added to the cost of each path. So capacities fitted on a
+sample also hold, approximately, for documents never seen.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def balance_biases(
     tolerance: float = 0.02,
     passes: int = 200,
 ) -> np.ndarray:
-    """Return biases, float64 [K], with which argmin(distances + biases) loads columns as asked.
+    """Return biases, float64 [K], with which argmin(distances + biases) gives columns their shares.
 
-    `distances` is [N, K]; `weights` [N] is what each point loads its column with; `targets` [K] is
-    in what proportion the columns are to be loaded (default: all alike). Each pass sets a column's
-    bias to the value that gives exactly its share while the others stand still (the auction step
-    of the transport dual), half-way, and stops when no load is further than `tolerance` of its
-    share from it, or after `passes` and some for every column. Many columns are first brought near
-    their shares all at once. Single heavy points may make exact shares impossible; then the best
-    biases found are returned. `biases` is where to start. The result sums to zero.
+    Called by the routers. `distances` is [N, K]; `weights` [N] is the load of each point;
+    `targets` [K] are the proportions of the loads (default: equal); `biases` is where to start.
+    The result sums to zero. Raises ValueError if a target is not positive.
 
-    Raises ValueError if a target is not positive.
+    A column too full becomes dearer and loses its marginal points, so moving one bias at a time to
+    where its own load is right, others fixed, ends where all are (an auction for the transport
+    problem). With many columns that takes long, so Sinkhorn's steps bring all near their shares
+    first. It ends when every load is within `tolerance` of its share; heavy single points may make
+    that impossible, so passes are bounded and the best biases found are returned.
     """
     columns = distances.shape[1]
     current = np.zeros(columns) if biases is None else biases.astype(np.float64).copy()
@@ -79,8 +79,8 @@ def balance_biases(
 
 
 class _Assignment:
-    """Which column is the cheapest for each row, kept up to date while single columns shift: that
-    takes the time of a row sum over one column, not over all."""
+    """Which column is cheapest for each row, kept up to date while single columns shift: a shift
+    takes the time of one column, not of all."""
 
     def __init__(self, costs: np.ndarray) -> None:
         self._costs = costs

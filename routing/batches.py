@@ -1,4 +1,4 @@
-"""Which sequences a path's step trains on: a pure function, so that every machine draws alike.
+"""Which sequences a path's step trains on: a pure function, the same on every machine.
 
 A shard is read as an endless stream of epochs, each a permutation of the whole shard. Replicas of
 one path read different streams, so two peers on one path do not repeat each other's work.
@@ -18,8 +18,8 @@ def batch_indices(
 ) -> np.ndarray:
     """Return the rows of the shard that `step` trains on, int64 [batch_sequences].
 
-    `step` counts the steps of the path, `replica` the peers on it (0 is the lead). The batch is
-    the piece `step * batch_sequences` of the stream; it may cross epochs, or hold several.
+    `step` counts the steps of the path, `replica` the peers on it (0 is the lead). The batch
+    begins at position `step * batch_sequences` of the stream; it may cross epochs, or hold several.
 
     Raises CorpusError if the shard is empty, ValueError for a negative argument. Called by
     `BatchStream`.
@@ -48,7 +48,7 @@ def batch_indices(
 def _epoch_order(seed: int, path: int, replica: int, epoch: int, sequences: int) -> np.ndarray:
     """Return one epoch's permutation of the shard, int64 [sequences], read-only.
 
-    Sorting raw words of a bit generator, because NumPy promises that these never change between
+    It sorts raw words of a bit generator, because NumPy promises that these never change between
     versions and makes no such promise for `Generator.permutation`.
     """
     words = np.random.PCG64(np.random.SeedSequence((seed, path, replica, epoch)))

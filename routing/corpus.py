@@ -134,8 +134,8 @@ class DocumentReader:
     """Reads the documents of a part as `iterate_documents` does, and can say where it is.
 
     `position` is what `position()` of another reader of the same data returned; this one goes on
-    behind the last document that the other had yielded. Of what lies before, no file is opened
-    again, and of the file in which it lies no row is looked at. Called by `CorpusStream`.
+    after the last document that the other had yielded. Earlier files are not opened again, nor are
+    earlier rows of the same file read. Called by `CorpusStream`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class DocumentReader:
 def is_held_out(document: Document, fraction: float) -> bool:
     """Tell whether a document is for validation when there is no validation source.
 
-    Decided by a hash of its text, so equal texts never stand on both sides.
+    Decided by a hash of its text, so equal texts are never on both sides.
     """
     digest = hashlib.sha256(document.text.encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
@@ -200,8 +200,8 @@ def is_held_out(document: Document, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class _Source:
-    """A file or a split: what it is called, how its rows are read, and what to say, before and
-    behind the reason, if they cannot be."""
+    """A file or a split: what it is called, how its rows are read, and what to say before and
+    after the reason if they cannot be read."""
 
     name: str
     open: Callable[[], Iterable[dict[str, Any]]]
@@ -308,8 +308,8 @@ class CorpusStream:
     """All documents, first those to train on, each with whether it is held out.
 
     `position` is what `position()` of an earlier stream of the same data returned; this one yields
-    what comes behind. `counts` says how many documents of each kind lie before where it is: held
-    out (True) or not. Raises CorpusError as `iterate_documents` does. Called by preparation.
+    what comes after it. `counts` says how many documents of each kind came before: held out (True)
+    or not. Raises CorpusError as `iterate_documents` does. Called by preparation.
     """
 
     def __init__(self, config: CorpusConfig, position: Mapping[str, Any] | None = None) -> None:
@@ -346,7 +346,7 @@ class CorpusStream:
 
 
 class CorpusBookmark:
-    """Where a `CorpusStream` was when all before it had been written, in a file.
+    """How far a `CorpusStream` was when everything before had been written, in a file.
 
     `inputs` is a hash of everything that the stream depends on.
     """
@@ -363,8 +363,8 @@ class CorpusBookmark:
         )
 
     def load(self, train: int, held_out: int) -> dict[str, Any] | None:
-        """Return the bookmark, or None if there is none for these inputs that is of use to a
-        writer that has so many documents of each kind: not beyond what it has."""
+        """Return the bookmark, or None if there is none for these inputs, or if it is beyond what a
+        writer with so many documents of each kind has."""
         try:
             found = json.loads(self._path.read_bytes())
             position: dict[str, Any] = found["position"]

@@ -2,7 +2,7 @@
 
 DiPaCo sections 2.4.2 and 7.2.1: every path scores the router documents, the label of a document is
 the path with the greatest summed log-likelihood, and multinomial logistic regression on the prefix
-features learns to tell it. The paper then trains a bias "to match the target document-to-path
+features learns to predict it. The paper then trains a bias "to match the target document-to-path
 distribution" without saying how; here the biases are the duals of the transport problem with that
 distribution (`balance_biases`), which is exact on the sample.
 """
@@ -19,8 +19,8 @@ from dipaco.modules.errors import ConfigurationError
 from .balancing import balance_biases
 from .router import FeatureRouter, standardisation
 
-# What a path gets of the sample at least, if that is no more than half of an equal share: a share
-# estimated from fewer documents may come out as nothing in the corpus.
+# The least documents of the sample for a path, unless that is more than half of an equal share: a
+# share estimated from fewer documents may turn out to be nothing in the corpus.
 _LEAST_DOCUMENTS = 8
 # Of the spread of the scores: decides between paths that score alike, and nothing else.
 _TIE_BREAK = 1e-6
@@ -89,8 +89,8 @@ def fit_discriminative(
     that no document prefers would stay empty and could never be trained to become better.
 
     `regularisation` is the L2 penalty on weight and bias. Full-batch L-BFGS in float64 from zero:
-    the objective is strictly convex and there is no chance in it. `seed` decides only which of
-    several paths that score alike, as untrained ones do, a document counts for (`preferred_paths`).
+    the objective is strictly convex, so nothing is random. `seed` decides only which of several
+    paths with equal scores, as untrained ones have, a document counts for (`preferred_paths`).
 
     Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
     scores do not fit each other or are not finite. Called by `fit_router`.
@@ -118,8 +118,8 @@ def fit_discriminative(
 
 def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndarray:
     """Return the shares of documents [paths] that sum to 1: those of the labels, but none below
-    `least_share` of an equal share or a few documents, what that takes being taken from the others
-    in proportion."""
+    `least_share` of an equal share or a few documents; the others give up what that takes, in
+    proportion."""
     shares = np.bincount(labels, minlength=paths) / len(labels)
     few = min(_LEAST_DOCUMENTS / len(labels), 0.5 / paths)
     floor = max(least_share / paths, few, min(1 / len(labels), 1 / paths))
@@ -134,9 +134,9 @@ def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndar
 def preferred_paths(nll: np.ndarray, targets: np.ndarray, seed: int) -> np.ndarray:
     """Return the path that models each document best, int64 [N], every path being best for some.
 
-    A path that is the best for hardly any document gets those on which it is the least behind,
+    A path that is best for hardly any document gets those on which it is the least behind,
     `targets` [paths] of them: classes without examples would all get the same weights, and no bias
-    could tell them apart again. Of paths that score alike chance decides.
+    could tell them apart again. Between paths with equal scores, chance decides.
     """
     documents, paths = nll.shape
     best = np.argmin(nll, axis=1)

@@ -67,8 +67,8 @@ def _padded(
 class DocumentRouter:
     """Routes documents by their first `prefix_tokens` tokens (DiPaCo section 2.4).
 
-    The base model stays on the device it is on, and runs only if the router needs features. Called
-    by preparation, evaluation and generation.
+    The base model stays on its device, and runs only if the router needs features. Called by
+    preparation, evaluation and generation.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Router documents and what the paths think of them (DiPaCo section 2.4.2).
+"""Router documents and how the paths score them (DiPaCo section 2.4.2).
 
 A discriminative router learns from labels: for each document of a sample, the path under which
-its text is likeliest. No machine holds all paths, so the sample is a blob (`RouterDocuments`),
-each path is scored by itself, by whoever holds it, and its scores are a blob again
+its text is likeliest. No machine holds all paths. So the sample is a blob (`RouterDocuments`), each
+path is scored by itself by a machine that holds it, and its scores are another blob
 (`DocumentScores`). Both are safetensors files with one metadata entry, so the same content has
 the same bytes; the formats are described in `docs/protocol.md`. No network here.
 """
@@ -114,9 +114,9 @@ class RouterDocuments:
 
 @dataclass(frozen=True, eq=False)
 class DocumentScores:
-    """What one path makes of the router documents.
+    """One path's scores of the router documents.
 
-    `nll` float64 [N] is the summed negative log-likelihood in nats of each document behind its
+    `nll` float64 [N] is the summed negative log-likelihood in nats of each document after its
     prefix, `tokens` int64 [N] how many tokens that is. `request` is the id of the score request,
     16 hexadecimal digits, `states` the digest of each module of the path that scored.
     Raises IntegrityError for scores that cannot be.
@@ -208,11 +208,11 @@ def score_router_documents(
     stop: int | None = None,
     device: torch.device | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `model` makes of rows `start` to `stop`: nll float64 and tokens int64.
+    """Return the scores that `model` gives rows `start` to `stop`: nll float64 and tokens int64.
 
     A peer scores slice by slice between inner steps; slices that begin at multiples of
-    `SCORING_BATCH` give together the bits of one pass. The caller puts the model into the state
-    to be scored. Called by the peer and by `dipaco-bootstrap prepare --from`.
+    `SCORING_BATCH` together give the bits of one pass. The caller loads the state to be scored
+    into the model. Called by the peer and by `dipaco-bootstrap prepare --from`.
     """
     rows = documents.tokens[start:stop]
     return row_losses(model, rows, documents.prefix_tokens, SCORING_BATCH, device)

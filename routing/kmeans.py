@@ -103,7 +103,7 @@ def _balanced_lloyd(
 
 
 def cluster_means(points: np.ndarray, assignment: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Return the means of the clusters; one that lost all its points takes the worst served."""
+    """Return the means of the clusters; one that lost all its points gets the worst-served one."""
     clusters = len(centroids)
     counts = np.bincount(assignment, minlength=clusters)
     used = counts > 0

@@ -45,7 +45,7 @@ class LabelRouter(Router):
         *,
         seed: int = 0,
     ) -> LabelRouter:
-        """Share the labels out: the largest first, each to the path with the least so far.
+        """Share out the labels: the largest first, each to the path with the least so far.
 
         `labels` are those of N documents, `weights` [N] how much each counts, usually its tokens.
 

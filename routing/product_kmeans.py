@@ -21,7 +21,7 @@ class ProductKMeansRouter(FeatureRouter):
     width does not divide. Codebook l, float64 [modules of level l, width of slice l], has a
     centroid for each module of the level, and a path is the mixed-radix number of its modules,
     level 0 most significant, as in `Grid`. So paths that share a module get documents that are
-    alike in the slice of its level.
+    similar in the slice of its level.
 
     cost[i, p] = sum over l of |slice_l(i) - codebook_l[module_l(p)]|^2 + bias_p. The biases are
     zero for a plain fit; a balanced fit chooses one for each path, not for each module, because

@@ -28,7 +28,7 @@ class PathReport(Config):
 
 
 class LabelAgreement(Config):
-    """How far the paths are the labels, over the tokens of the documents that have one."""
+    """How well paths and labels agree, over the tokens of the documents that have a label."""
 
     normalised_mutual_information: float = Field(
         description="Mutual information of path and label / the mean of their entropies: 0 when "

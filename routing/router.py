@@ -1,4 +1,4 @@
-"""What every router is: from what is known of a document's beginning to its path, and a file.
+"""What every router does: from the beginning of a document to its path, and to and from a file.
 
 A router file is a safetensors file with one metadata entry, so it can be read by anything and has
 one byte string, hence one hash. The kinds are listed in `dipaco.routing.routers`.

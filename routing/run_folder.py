@@ -194,8 +194,8 @@ class RunFolder:
         """Return the state that a module starts the run from.
 
         It is cut out of the base model, or is the state that the plan of a successor run names.
-        Whoever wants several gives the `base_parameters`, which are else read for each.
-        Raises IntegrityError if that state is missing, or is none to begin a run with.
+        To read several, give the `base_parameters`, which are otherwise read for each one.
+        Raises IntegrityError if that state is missing, or cannot begin a run.
         """
         layout = self.grid(plan).layout(module)
         digests = self.genesis_index(plan)

@@ -40,7 +40,7 @@ class PathSummary:
 
 @dataclass
 class _PathPart:
-    """What is finished of one path's file."""
+    """How much of one path's file is finished."""
 
     bytes: int = 0
     documents: int = 0
@@ -93,7 +93,7 @@ class ShardBuilder:
         validation: TokenCorpus,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Route and write what is not done yet; `progress` gets (documents done, of how many)."""
+        """Route and write what is not done yet; `progress` gets (documents done, in all)."""
         total = len(train) + len(validation)
         for part, corpus in zip(_PARTS, (train, validation), strict=True):
             while self._done[part] < len(corpus):
@@ -161,8 +161,8 @@ class ShardBuilder:
         self._save()
 
     def _chunk(self, corpus: TokenCorpus, first: int) -> range:
-        """Return the documents of the chunk at `first`: so many, or so many tokens, whichever is
-        less, because of long documents a few fill the memory."""
+        """Return the documents of the chunk at `first`, bounded in number and in tokens, because a
+        few long documents would fill the memory."""
         stop = min(first + self._chunk_documents, len(corpus))
         start_token = int(corpus.ends[first - 1]) if first else 0
         ends = np.asarray(corpus.ends[first:stop], dtype=np.int64)
@@ -215,7 +215,7 @@ class ShardBuilder:
                 yield self._file(part, path), self._parts[part][path].bytes
 
     def _start(self) -> None:
-        """Take up the progress that was saved for the same inputs, or begin anew."""
+        """Continue from the progress that was saved for the same inputs, or begin again."""
         self._reset()
         if self._progress_path.exists():
             values = json.loads(self._progress_path.read_bytes())

@@ -61,7 +61,7 @@ class TokenCorpus:
         return self.label_names[number] if number < len(self.label_names) else None
 
     def rows(self, sequence_length: int) -> np.ndarray:
-        """Return all documents packed into rows, [N, sequence_length]; what is over is left out.
+        """Return all documents packed into rows, [N, sequence_length]; no incomplete row.
 
         Raises CorpusError if the corpus is shorter than one row.
         """
@@ -167,10 +167,10 @@ def write_token_corpora(
 ) -> Iterator[tuple[int, int]]:
     """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
 
-    Goes on where the writers stand: the documents that they hold are read but not tokenised again.
-    Those that the stream leaves out at its beginning are counted in `passed`, by whether they are
-    held out. Yields (documents done, tokens done) after each chunk, when the stream has given
-    nothing that is not written. The order of the stream must be the same every time.
+    Goes on where the writers stopped: documents that they hold are read but not tokenised again.
+    Those that the stream skips at its beginning are counted in `passed`, by whether they are held
+    out. Yields (documents done, tokens done) after each chunk, when everything that the stream gave
+    is written. The order of the stream must be the same every time.
     """
     done = {False: train.documents, True: validation.documents}
     writers = {False: train, True: validation}

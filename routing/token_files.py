@@ -104,8 +104,8 @@ def are_shared(rounds: RoundsConfig) -> bool:
 def early_stopping_rows(rows: np.ndarray, rounds: RoundsConfig) -> np.ndarray:
     """Return the rows of a path's held-out split [N, T] that choose its best states.
 
-    At most `validation_sequences`, evenly spread. Peers, the simulator and whoever checks the
-    score of a best path take the same ones.
+    At most `validation_sequences`, evenly spread. Peers, the simulator and anybody who checks the
+    loss of best parameters use the same ones.
     """
     chosen = rows if are_shared(rounds) else rows[_documents(rows) % 2 == 1]
     return even_sample(chosen, rounds.validation_sequences)
