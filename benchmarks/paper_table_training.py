@@ -16,8 +16,8 @@ from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.checkpoint import CheckpointFolder, link_run
 from dipaco.simulator.dense import train_dense
-from dipaco.simulator.path_worker import SimulatedPeer
 from dipaco.simulator.reference import ReferenceSwarm
+from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 from paper_table_cells import Cell, Size
 
 Say = Callable[[str], None]
@@ -109,8 +109,10 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
         steps_per_round=size.round_steps,
         first_round=first,
         states=states,
-        validation_sequences=plan.rounds.validation_sequences if cell.early_stopping else 0,
-        best_folder=run.path / "best" if cell.early_stopping else None,
+        settings=SimulatorSettings(
+            validation_sequences=plan.rounds.validation_sequences if cell.early_stopping else 0,
+            best_folder=run.path / "best" if cell.early_stopping else None,
+        ),
     )
     if checkpoint:
         checkpoints.restore(checkpoint, swarm)

@@ -209,6 +209,10 @@ class Grid:
         """Return where in a round the boundary of `level` lies, in (0, 1]."""
         return self._offsets[level]
 
+    def levels_in_time_order(self) -> tuple[str, ...]:
+        """Return the levels as their boundaries follow each other in a round."""
+        return tuple(sorted(self.level_names, key=self.level_offset))
+
     def steps_before(self, level: str, inner_steps: int) -> int:
         """Return how many of a round's `inner_steps` are done before the boundary of `level`.
 

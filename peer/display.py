@@ -159,7 +159,8 @@ class _LivePanel:
         schedule = self._node.schedule
         if now < schedule.start_s:
             return f"the run starts in {schedule.start_s - now:.0f} s"
-        upcoming = min(schedule.next_boundary(level, now) for level in schedule.ordered_levels())
+        levels = schedule.grid.levels_in_time_order()
+        upcoming = min(schedule.next_boundary(level, now) for level in levels)
         return (
             f"{schedule.round_at(now)}, boundary of {upcoming.level} in "
             f"{upcoming.time_s - now:.0f} s"

@@ -80,13 +80,6 @@ class RoundSchedule:
         """Fixed-steps mode: inner steps of a round that lie before `level`'s boundary."""
         return self.grid.steps_before(level, self.fixed_steps)
 
-    def ordered_levels(self) -> tuple[str, ...]:
-        """Levels in the order of their boundaries inside a round (ties: level order)."""
-        names = self.grid.level_names
-        return tuple(
-            sorted(names, key=lambda name: (self.grid.level_offset(name), names.index(name)))
-        )
-
 
 class RoundPosition:
     """The round that a peer is in, and each level's next boundary. Used on the session's thread.
@@ -99,7 +92,7 @@ class RoundPosition:
 
     def __init__(self, schedule: RoundSchedule) -> None:
         self._schedule = schedule
-        self._levels = schedule.ordered_levels()
+        self._levels = schedule.grid.levels_in_time_order()
         self.round_index = 0
         self.steps_in_round = 0
         self._next: dict[str, Boundary] = {}

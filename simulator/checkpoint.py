@@ -21,9 +21,9 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, write_state
 from dipaco.routing.run_folder import RunFolder
 
-from .keeping import Luggage, read_luggage, read_notes, worker_file, write_worker
-from .live_folder import LiveFolder
+from .live_folder import LiveFolder, read_luggage, read_notes, worker_file, write_worker
 from .reference import ReferenceSwarm
+from .storage import Luggage
 
 _LIVE, _PARTIAL = "live", ".partial"
 
@@ -72,7 +72,7 @@ class CheckpointFolder:
             assert optimizer is None or isinstance(optimizer, dict)
             file = worker_file(target.workers, worker.number)
             write_worker(file, notes, luggage.local, optimizer)
-        target.save(swarm)
+        target.save(swarm.identity, swarm.next_round)
 
     def anchors(self, checkpoint: Path, grid: Grid) -> dict[str, ModuleState]:
         """Return the module states of a checkpoint; one that has none is as the run began it.
@@ -93,15 +93,14 @@ class CheckpointFolder:
         IntegrityError if a file is broken.
         """
         folder = LiveFolder(checkpoint)
-        next_round = folder.check(swarm)
+        next_round = folder.check(swarm.identity)
         if next_round is None:
             raise IntegrityError(f"{checkpoint} is not a checkpoint of this version; remove it")
         for worker in swarm.workers:
             file = worker_file(folder.workers, worker.number)
             if file.exists():
                 worker.restore(read_notes(file), Luggage(*read_luggage(file)))
-        swarm.next_round = next_round
-        swarm.find_position()
+        swarm.go_on_in(next_round)
 
     def open_live(self) -> Path:
         """Return the folder for a simulation that keeps its workers on disk.

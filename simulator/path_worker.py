@@ -9,8 +9,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,43 +22,24 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
+from dipaco.routing.run_folder import RunFolder
 
-from .keeping import KeptStates, Luggage, WorkerShelf
-
-
-@dataclass(frozen=True)
-class SimulatedPeer:
-    """Who trains what. Several peers on one path are its replicas, numbered from 0 (the lead)."""
-
-    path: int
-    replica: int = 0
-    name: str = ""
-    """Peer ID in the swarm that is simulated; decides the order of summation among replicas."""
-
-    @property
-    def peer(self) -> str:
-        """The name in contribution tables, unique within a swarm."""
-        return self.name or f"{self.path}/{self.replica:06d}"
+from .settings import SimulatedPeer, SimulatorSettings
+from .storage import KeptStates, Luggage, Storage, WorkerShelf
 
 
 class Workbench:
     """A model and its inner loop, used by one worker at a time; compiled on CUDA, as in peers."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        device: torch.device,
-        *,
-        optimizer: str = "adamw",
-        micro_batch_size: int | None = None,
-    ) -> None:
+    def __init__(self, plan: RunPlan, settings: SimulatorSettings) -> None:
+        device = torch.device(settings.device)
         self.model = PathModel(plan.model).to(device)
         self.inner = InnerLoop(
             self.model,
             plan.inner,
             device,
-            optimizer=optimizer,
-            micro_batch_size=micro_batch_size,
+            optimizer=settings.optimizer,
+            micro_batch_size=settings.micro_batch_size,
             compile_model=device.type == "cuda",
         )
         self.occupant: PathWorker | None = None
@@ -245,3 +225,24 @@ class PathWorker:
         """Return how many inner steps of this worker's path a state has counted."""
         progress = state.progress.get(self.peer.path)
         return progress.tokens // self._stream.tokens_per_batch if progress else 0
+
+
+def open_workers(
+    run: RunFolder, peers: Sequence[SimulatedPeer], bench: Workbench, storage: Storage
+) -> tuple[PathWorker, ...]:
+    """Return a worker for each peer; they take turns on `bench`. Called by `ReferenceSwarm`."""
+    plan = run.plan()
+    grid = run.grid(plan)
+    streams = {
+        path: BatchStream(
+            run.train_tokens(plan, path),
+            seed=plan.seed,
+            path=path,
+            batch_sequences=plan.inner.batch_sequences,
+        )
+        for path in {peer.path for peer in peers}
+    }
+    return tuple(
+        PathWorker(number, peer, grid, bench, streams[peer.path], storage.states, storage.shelf)
+        for number, peer in enumerate(peers)
+    )

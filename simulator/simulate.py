@@ -1,4 +1,4 @@
-"""What `dipaco-simulate` does once its command line is read."""
+"""What `dipaco-simulate` does and prints once its command line is read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
+from rich.console import Console
+from rich.table import Table
 
 from .checkpoint import CheckpointFolder, link_run
 from .dense import DenseResult, train_dense
-from .display import RoundPrinter
-from .path_worker import SimulatedPeer
-from .reference import ReferenceSwarm, RoundReport
+from .reference import ReferenceSwarm
+from .report import RoundReport
+from .settings import SimulatedPeer, SimulatorSettings
 
 logger = logging.getLogger(__name__)
+
+# Steps of the dense baseline between two lines, at least, and lines in all, about.
+_DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     _check(options)
     keep_freed_memory()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     source = RunFolder(options.run_folder)
     source.plan()
     output = link_run(source, options.out) if options.out else None
@@ -75,13 +82,14 @@ def open_swarm(
         steps_per_round=options.steps_per_round,
         first_round=max(options.first_round, _round_after(states)),
         states=states,
-        threads=options.threads,
-        device=_device(options.device),
-        optimizer=options.optimizer,
-        validation_sequences=options.validation_sequences,
-        best_folder=output.path / "best" if output else None,
-        keep=options.keep,
-        folder=checkpoints.open_live() if checkpoints and on_disk else None,
+        settings=SimulatorSettings(
+            device=_device(options.device),
+            optimizer=options.optimizer,
+            validation_sequences=options.validation_sequences,
+            best_folder=output.path / "best" if output else None,
+            keep=options.keep,
+            folder=checkpoints.open_live() if checkpoints and on_disk else None,
+        ),
     )
     if checkpoints and checkpoint and not on_disk:
         checkpoints.restore(checkpoint, swarm)
@@ -194,3 +202,81 @@ def _dense_dict(result: DenseResult, file: Path | None) -> dict[str, Any]:
 
 def _print_json_round(report: RoundReport) -> None:
     print(json.dumps(report.as_dict()), flush=True)
+
+
+class RoundPrinter:
+    """Prints a simulation as it goes. Plain lines without a terminal."""
+
+    def __init__(self, swarm: ReferenceSwarm, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        plan = swarm.plan
+        self._console.print(
+            f"run {plan.run_id} ({plan.name}): {len({p.path for p in swarm.peers})} of "
+            f"{swarm.grid.path_count} paths, {len(swarm.peers)} peers, "
+            f"{swarm.steps_per_round} inner steps a round, codec {plan.averaging.codec}"
+        )
+
+    def round(self, report: RoundReport) -> None:
+        """Print one line."""
+        losses = [path.train_loss for path in report.paths if path.train_loss is not None]
+        parts = [
+            f"round {report.round_index}" if losses else "before",
+            f"train loss {sum(losses) / len(losses):.4f}" if losses else "",
+            _perplexity(report.validation.perplexity),
+            _best(report),
+            f"{report.seconds:.1f} s",
+        ]
+        self._console.print("   ".join(part for part in parts if part))
+
+    def summary(self, report: RoundReport) -> None:
+        """Print the paths and the modules as they are after the last round."""
+        paths = Table(
+            "path", "steps", "train loss", "validation loss", "tokens scored", "best", "in round"
+        )
+        for path in report.paths:
+            paths.add_row(
+                str(path.path),
+                str(path.step),
+                _loss(path.train_loss),
+                _loss(path.validation.loss),
+                str(path.validation.tokens),
+                _loss(path.best.validation.loss if path.best else None),
+                str(path.best.round_index) if path.best else "-",
+            )
+        modules = Table("module", "version", "digest")
+        for module, digest in report.digests.items():
+            modules.add_row(module, str(report.versions[module]), digest[:16])
+        self._console.print(paths, modules)
+
+    def dense_step(self, steps: int) -> Callable[[int, float], None]:
+        """Return what prints a line now and then while the dense baseline trains."""
+        every = max(_DENSE_LINE_STEPS, steps // _DENSE_LINES)
+
+        def show(step: int, loss: float) -> None:
+            if (step + 1) % every == 0:
+                self._console.print(f"dense step {step + 1} of {steps}   train loss {loss:.4f}")
+
+        return show
+
+    def dense(self, result: DenseResult, file: Path | None) -> None:
+        """Print how the dense baseline does."""
+        saved = f"   saved as {file}" if file else ""
+        self._console.print(
+            f"dense after {result.steps} steps   "
+            f"{_perplexity(result.validation.perplexity) or 'not scored'}{saved}"
+        )
+
+
+def _perplexity(value: float | None) -> str:
+    return "" if value is None else f"validation perplexity {value:.2f}"
+
+
+def _best(report: RoundReport) -> str:
+    if not any(path.best for path in report.paths):
+        return ""
+    perplexity = report.best_validation.perplexity
+    return "" if perplexity is None else f"with best states {perplexity:.2f}"
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

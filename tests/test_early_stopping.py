@@ -29,6 +29,7 @@ from dipaco.peer.early_stopping import PATIENCE_ROUNDS, EarlyStopping
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import early_stopping_rows, reported_rows
 from dipaco.simulator.reference import ReferenceSwarm
+from dipaco.simulator.settings import SimulatorSettings
 from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 ME, OTHER = "Qm" + "a" * 44, "Qm" + "b" * 44
@@ -111,14 +112,19 @@ def test_the_simulator_keeps_the_least_loss_of_every_path(overfitted: RunFolder)
 def test_a_resumed_simulation_keeps_its_best(tmp_path: Path, overfitted: RunFolder) -> None:
     whole = ReferenceSwarm(overfitted)
     last = list(whole.rounds(ROUNDS))[-1]
-    begun = ReferenceSwarm(overfitted, best_folder=tmp_path)
+    begun = ReferenceSwarm(overfitted, settings=SimulatorSettings(best_folder=tmp_path))
     list(begun.rounds(3))
     begun.best.commit()
     states = dict(begun.states)
     begun.run_round()
     pending = [file.name for file in tmp_path.glob("*.pending")]
     # Killed here. What was found behind the checkpoint is found again.
-    resumed = ReferenceSwarm(overfitted, states=states, first_round=3, best_folder=tmp_path)
+    resumed = ReferenceSwarm(
+        overfitted,
+        states=states,
+        first_round=3,
+        settings=SimulatorSettings(best_folder=tmp_path),
+    )
     assert not list(tmp_path.glob("*.pending"))
     for path in resumed.report().paths:
         known = begun.report().paths[path.path].best
@@ -139,7 +145,7 @@ def test_a_resumed_simulation_keeps_its_best(tmp_path: Path, overfitted: RunFold
 
 def test_early_stopping_can_be_off(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", rounds={"early_stopping": False})
-    swarm = ReferenceSwarm(run, best_folder=tmp_path / "best")
+    swarm = ReferenceSwarm(run, settings=SimulatorSettings(best_folder=tmp_path / "best"))
     report = swarm.run_round()
     assert {path.best for path in report.paths} == {None}
     assert report.best_validation == report.validation
@@ -206,7 +212,7 @@ def rows(overfitted: RunFolder) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def history(overfitted: RunFolder) -> list[dict[str, ModuleState]]:
     """The states of all modules after each round."""
-    swarm = ReferenceSwarm(overfitted, validation_sequences=0)
+    swarm = ReferenceSwarm(overfitted, settings=SimulatorSettings(validation_sequences=0))
     states = []
     for _ in range(ROUNDS):
         swarm.run_round()

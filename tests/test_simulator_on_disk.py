@@ -18,12 +18,19 @@ from dipaco.modules.state import write_state
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.checkpoint import CheckpointFolder
 from dipaco.simulator.dense import train_dense
-from dipaco.simulator.path_worker import SimulatedPeer
-from dipaco.simulator.reference import ReferenceSwarm, RoundReport
+from dipaco.simulator.reference import ReferenceSwarm
+from dipaco.simulator.report import RoundReport
+from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 from support.tiny_run import make_tiny_run
 from test_simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+UNSCORED = SimulatorSettings(validation_sequences=0)
+
+
+def kept_in(folder: Path) -> SimulatorSettings:
+    return SimulatorSettings(keep="disk", folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +63,11 @@ def test_keeping_paths_on_disk_changes_no_bit(
     tmp_path: Path, run_name: str, optimizer: str, request: pytest.FixtureRequest
 ) -> None:
     run = request.getfixturevalue(run_name)
-    expected = list(ReferenceSwarm(run, optimizer=optimizer).rounds(2))
+    in_memory = SimulatorSettings(optimizer=optimizer)
+    expected = list(ReferenceSwarm(run, settings=in_memory).rounds(2))
     for keep in ("disk", "device"):
-        swarm = ReferenceSwarm(run, optimizer=optimizer, keep=keep, folder=tmp_path)
+        settings = replace(in_memory, keep=keep, folder=tmp_path)
+        swarm = ReferenceSwarm(run, settings=settings)
         for report, other in zip(expected, swarm.rounds(2), strict=True):
             assert other.as_dict() | {"seconds": 0} == report.as_dict() | {"seconds": 0}
 
@@ -81,12 +90,12 @@ def test_a_simulation_on_disk_that_was_killed_repeats_one_segment_at_most(
     reports: list[RoundReport] = []
     with monkeypatch.context() as patch:
         _stop_after(patch, steps)
-        swarm = ReferenceSwarm(private_run, keep="disk", folder=tmp_path)
+        swarm = ReferenceSwarm(private_run, settings=kept_in(tmp_path))
         with pytest.raises(KeyboardInterrupt):
             _add_rounds(swarm, reports)
     with monkeypatch.context() as patch:
         done = _stop_after(patch, 1000)
-        swarm = ReferenceSwarm(private_run, keep="disk", folder=tmp_path)
+        swarm = ReferenceSwarm(private_run, settings=kept_in(tmp_path))
         assert swarm.next_round == len(reports)
         _add_rounds(swarm, reports)
     assert steps + len(done) <= 2 * 4 * 4 + 1
@@ -100,7 +109,7 @@ def test_killed_between_two_outer_steps_of_a_boundary(
     (expected,) = ReferenceSwarm(private_run).rounds(1)
     for boundary in (0, 1, 3, 6):
         commits: list[str] = []
-        commit = ReferenceSwarm._commit
+        commit = ReferenceSwarm._step_module
 
         def counted(
             self: ReferenceSwarm,
@@ -116,10 +125,10 @@ def test_killed_between_two_outer_steps_of_a_boundary(
 
         folder = tmp_path / str(boundary)
         with monkeypatch.context() as patch:
-            patch.setattr(ReferenceSwarm, "_commit", counted)
+            patch.setattr(ReferenceSwarm, "_step_module", counted)
             with pytest.raises(KeyboardInterrupt):
-                ReferenceSwarm(private_run, keep="disk", folder=folder).run_round()
-        report = ReferenceSwarm(private_run, keep="disk", folder=folder).run_round()
+                ReferenceSwarm(private_run, settings=kept_in(folder)).run_round()
+        report = ReferenceSwarm(private_run, settings=kept_in(folder)).run_round()
         assert report.digests == expected.digests
 
 
@@ -130,8 +139,8 @@ def test_a_level_without_steps_stays_alone_after_a_restart(
     with monkeypatch.context() as patch:
         _stop_after(patch, 2)
         with pytest.raises(KeyboardInterrupt):
-            ReferenceSwarm(run, keep="disk", folder=tmp_path / "live").run_round()
-    swarm = ReferenceSwarm(run, keep="disk", folder=tmp_path / "live")
+            ReferenceSwarm(run, settings=kept_in(tmp_path / "live")).run_round()
+    swarm = ReferenceSwarm(run, settings=kept_in(tmp_path / "live"))
     assert swarm.run_round().digests == ReferenceSwarm(run).run_round().digests
 
 
@@ -162,9 +171,9 @@ def _many_paths(folder: Path) -> RunFolder:
 def test_256_paths_in_seconds(tmp_path: Path) -> None:
     run = _many_paths(tmp_path / "run")
     started = time.process_time()
-    in_memory = ReferenceSwarm(run, validation_sequences=0).run_round()
+    in_memory = ReferenceSwarm(run, settings=UNSCORED).run_round()
     on_disk = ReferenceSwarm(
-        run, validation_sequences=0, keep="disk", folder=tmp_path / "live"
+        run, settings=replace(UNSCORED, keep="disk", folder=tmp_path / "live")
     ).run_round()
     assert on_disk.digests == in_memory.digests
     assert len(on_disk.digests) == 16 + 16 + 256
@@ -204,7 +213,7 @@ def test_a_simulation_within_a_round_goes_on_in_memory(
     checkpoints = CheckpointFolder(tmp_path)
     with monkeypatch.context() as patch:
         _stop_after(patch, 22)
-        swarm = ReferenceSwarm(private_run, keep="disk", folder=checkpoints.live)
+        swarm = ReferenceSwarm(private_run, settings=kept_in(checkpoints.live))
         with pytest.raises(KeyboardInterrupt):
             list(swarm.rounds(2))
     latest = checkpoints.latest()
@@ -219,7 +228,7 @@ def test_a_simulation_within_a_round_goes_on_in_memory(
 def test_a_successor_run_starts_from_its_genesis_states(
     tmp_path: Path, private_run: RunFolder
 ) -> None:
-    trained = ReferenceSwarm(private_run, validation_sequences=0)
+    trained = ReferenceSwarm(private_run, settings=UNSCORED)
     trained.run_round()
     plan, run = private_run.plan(), RunFolder(tmp_path / "run")
     shutil.copytree(private_run.path / "blobs", run.path / "blobs")
@@ -236,32 +245,33 @@ def test_a_successor_run_starts_from_its_genesis_states(
     successor = plan.model_copy(update={"blobs": blobs, "successor_of": plan.run_id})
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     run.manifest_path.write_bytes(sign_manifest(successor, key))
-    in_memory = ReferenceSwarm(run, validation_sequences=0)
+    in_memory = ReferenceSwarm(run, settings=UNSCORED)
     assert {m: s.digest for m, s in in_memory.states.items()} == {
         m: s.digest for m, s in begun.items()
     }
-    on_disk = ReferenceSwarm(run, validation_sequences=0, keep="disk", folder=tmp_path / "live")
+    settings = replace(UNSCORED, keep="disk", folder=tmp_path / "live")
+    on_disk = ReferenceSwarm(run, settings=settings)
     assert on_disk.run_round().digests == in_memory.run_round().digests
 
 
 def test_a_broken_worker_file_is_named(tmp_path: Path, shared_run: RunFolder) -> None:
-    ReferenceSwarm(shared_run, keep="disk", folder=tmp_path).run_round()
+    ReferenceSwarm(shared_run, settings=kept_in(tmp_path)).run_round()
     file = tmp_path / "workers" / "00002.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(IntegrityError, match=r"00002\.safetensors is broken"):
-        ReferenceSwarm(shared_run, keep="disk", folder=tmp_path)
+        ReferenceSwarm(shared_run, settings=kept_in(tmp_path))
 
 
 def test_a_directory_of_another_simulation_is_refused(
     tmp_path: Path, shared_run: RunFolder
 ) -> None:
-    ReferenceSwarm(shared_run, keep="disk", folder=tmp_path)
+    ReferenceSwarm(shared_run, settings=kept_in(tmp_path))
     with pytest.raises(ConfigurationError, match="peers"):
-        ReferenceSwarm(shared_run, keep="disk", folder=tmp_path, peers=[SimulatedPeer(0)])
+        ReferenceSwarm(shared_run, settings=kept_in(tmp_path), peers=[SimulatedPeer(0)])
     with pytest.raises(ConfigurationError, match="needs a directory"):
-        ReferenceSwarm(shared_run, keep="disk")
+        ReferenceSwarm(shared_run, settings=SimulatorSettings(keep="disk"))
     with pytest.raises(ConfigurationError, match="keep 'tape'"):
-        ReferenceSwarm(shared_run, keep="tape")
+        ReferenceSwarm(shared_run, settings=SimulatorSettings(keep="tape"))
 
 
 def test_a_dense_training_that_was_killed_goes_on(

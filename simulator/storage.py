@@ -5,25 +5,22 @@
     disk     in files, one worker in memory at a time: hundreds of paths. Every segment and every
              outer step is kept at once, so a killed simulation repeats one segment at most
 
-The three give the same bits.
+The three give the same bits. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
+for what a worker leaves when it makes room for the next, and the newest state of every module.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
-from dipaco.modules.errors import IntegrityError
-from dipaco.modules.files import atomic_write, remove_stale_temporaries, storage_errors
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.files import remove_stale_temporaries, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import KeptOptimizer
 from dipaco.modules.state import (
@@ -34,97 +31,10 @@ from dipaco.modules.state import (
     read_state_summary,
     write_state,
 )
+from dipaco.routing.run_folder import RunFolder
 
-_METADATA = "worker"
-_TENSOR = "tensor"
-
-
-def worker_file(folder: Path, number: int) -> Path:
-    """Return the file of the worker with this number."""
-    return folder / f"{number:05d}.safetensors"
-
-
-def write_worker(
-    file: Path,
-    notes: Mapping[str, Any],
-    local: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, Any] | None,
-) -> None:
-    """Write a worker: plain `notes`, flat local parameters by module, `InnerLoop.state_dict`.
-
-    Raises StorageError on a full disk.
-    """
-    tensors = {f"local/{module}": flat for module, flat in local.items()}
-    structure = _taken_apart(optimizer, tensors, "optimizer")
-    metadata = json.dumps({"notes": notes, "optimizer": structure})
-    atomic_write(file, safetensors.torch.save(tensors, metadata={_METADATA: metadata}))
-
-
-def read_notes(file: Path) -> dict[str, Any]:
-    """Return the notes of a worker. Raises IntegrityError for a broken file."""
-    with _opened(file) as (_, metadata):
-        return dict(metadata["notes"])
-
-
-def read_local(file: Path, module: str) -> torch.Tensor | None:
-    """Return the local parameters of one module, flat fp32; None if the file has none of it.
-
-    Raises IntegrityError for a broken file.
-    """
-    name = f"local/{module}"
-    with _opened(file) as (handle, _):
-        return handle.get_tensor(name) if name in set(handle.keys()) else None
-
-
-def read_luggage(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    """Return all local parameters and the AdamW state. Raises IntegrityError for a broken file."""
-    with _opened(file) as (handle, metadata):
-        local = {
-            name.removeprefix("local/"): handle.get_tensor(name)
-            for name in handle.keys()  # noqa: SIM118 - it is no mapping
-            if name.startswith("local/")
-        }
-        return local, _put_together(metadata["optimizer"], handle)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    try:
-        with safetensors.safe_open(file, framework="pt", device="cpu") as handle:
-            yield handle, json.loads(handle.metadata()[_METADATA])
-    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(
-            f"{file} is broken ({type(error).__name__}: {error}); remove its checkpoint to start "
-            f"from the saved module states with fresh AdamW states"
-        ) from None
-
-
-def _taken_apart(value: Any, tensors: dict[str, torch.Tensor], name: str) -> Any:
-    """Put the tensors in `value` into `tensors` and return the rest as plain JSON."""
-    if isinstance(value, torch.Tensor):
-        tensors[name] = value.contiguous()
-        return {_TENSOR: name}
-    if isinstance(value, Mapping):
-        # As pairs, because the keys of AdamW's state are numbers.
-        return {
-            "mapping": [
-                [key, _taken_apart(item, tensors, f"{name}/{key}")] for key, item in value.items()
-            ]
-        }
-    if isinstance(value, list | tuple):
-        return [_taken_apart(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
-    return value
-
-
-def _put_together(value: Any, handle: Any) -> Any:
-    if isinstance(value, list):
-        return [_put_together(item, handle) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _TENSOR in value:
-        return handle.get_tensor(value[_TENSOR])
-    return {key: _put_together(item, handle) for key, item in value["mapping"]}
-
+from .live_folder import LiveFolder, read_local, read_luggage, read_notes, worker_file, write_worker
+from .settings import SimulatorSettings
 
 KEEP_CHOICES = ("memory", "device", "disk")
 
@@ -360,3 +270,78 @@ class DiskStates(KeptStates):
 
     def _file(self, module: str) -> Path:
         return self._folder / module
+
+
+class Storage:
+    """The shelf and the states of one simulation. This one is in memory."""
+
+    is_on_disk = False
+    """Whether all of it is in files at any instant, so that nothing is to be saved."""
+    found_round: int | None = None
+    """The round in which an earlier process left the simulation; None if this one begins it."""
+
+    def __init__(self, states: KeptStates, shelf: WorkerShelf) -> None:
+        self.states = states
+        self.shelf = shelf
+
+    def note_next_round(self, round_index: int) -> None:
+        """Note which round comes next, for a process that goes on from here; only on disk."""
+
+
+class DiskStorage(Storage):
+    """A simulation in a `LiveFolder`. `identity` says which one, see `ReferenceSwarm.identity`.
+
+    Raises ConfigurationError if the folder holds another simulation, IntegrityError if it is
+    broken.
+    """
+
+    is_on_disk = True
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        grid: Grid,
+        given: Mapping[str, ModuleState],
+        genesis: Genesis,
+    ) -> None:
+        self._live = LiveFolder(folder)
+        self._identity = identity
+        self.found_round = self._live.check(identity)
+        super().__init__(
+            DiskStates(self._live.anchors, grid, given, genesis), DiskShelf(self._live.workers)
+        )
+
+    def note_next_round(self, round_index: int) -> None:
+        """Write the number of the round beside states and workers."""
+        self._live.save(self._identity, round_index)
+
+
+def open_storage(
+    run: RunFolder,
+    settings: SimulatorSettings,
+    identity: Mapping[str, Any],
+    given: Mapping[str, ModuleState],
+) -> Storage:
+    """Return the storage that the settings name. Called by `ReferenceSwarm`.
+
+    Modules begin with the `given` states, or with those of the run's genesis. Raises
+    ConfigurationError, and what `DiskStorage` raises.
+    """
+    keep, device = settings.keep, torch.device(settings.device)
+    if keep not in KEEP_CHOICES:
+        raise ConfigurationError(f"keep '{keep}' is unknown; give {', '.join(KEEP_CHOICES)}")
+    plan = run.plan()
+    grid = run.grid(plan)
+    base = run.base_parameters(plan) if plan.blobs.genesis is None else None
+
+    def genesis(module: str) -> ModuleState:
+        return run.genesis_state(plan, module, base)
+
+    if keep == "disk":
+        if settings.folder is None:
+            raise ConfigurationError("to keep workers on disk a simulation needs a directory")
+        return DiskStorage(settings.folder, identity, grid, given, genesis)
+    parking = device if keep == "device" else torch.device("cpu")
+    shelf = MemoryShelf(parking, keeps_optimizers=parking.type == device.type)
+    return Storage(MemoryStates(grid, given, genesis), shelf)

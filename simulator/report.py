@@ -1,0 +1,171 @@
+"""What a simulation says after a round: losses, the score of every path, digests of all modules.
+
+Scores are of the *committed* states, those that a swarm's readers would fetch, on held-out
+sequences; what workers have trained since is not in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from dipaco.modules.compose import load_path
+from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_files import reported_rows
+
+from .early_stopping import BestReport, EarlyStopping
+from .path_worker import PathWorker
+from .settings import SimulatorSettings
+from .storage import KeptStates
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """One path after a round."""
+
+    path: int
+    step: int
+    """Inner steps of the path so far."""
+    train_loss: float | None
+    """Mean over the round's inner steps, nats a token."""
+    validation: LossSum
+    """Its committed states on its held-out sequences."""
+    best: BestReport | None = None
+    """Its best states so far; None without early stopping."""
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """The swarm after a round. Round -1 is the state before any."""
+
+    round_index: int
+    digests: Mapping[str, str]
+    versions: Mapping[str, int]
+    paths: tuple[PathReport, ...]
+    seconds: float
+
+    @property
+    def validation(self) -> LossSum:
+        """All paths together, every token counting alike."""
+        return LossSum.total(path.validation for path in self.paths)
+
+    @property
+    def best_validation(self) -> LossSum:
+        """All paths together, each with its best states so far, or its present ones without."""
+        return LossSum.total(
+            path.best.validation if path.best else path.validation for path in self.paths
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values: a line of `dipaco-simulate --json`."""
+        return {
+            "round": self.round_index,
+            "digests": dict(self.digests),
+            "versions": dict(self.versions),
+            "paths": [
+                {
+                    "path": path.path,
+                    "step": path.step,
+                    "train_loss": path.train_loss,
+                    "validation_loss": path.validation.loss,
+                    "validation_tokens": path.validation.tokens,
+                    "best": path.best.as_dict() if path.best else None,
+                }
+                for path in self.paths
+            ],
+            "validation": {
+                "perplexity": self.validation.perplexity,
+                "tokens": self.validation.tokens,
+            },
+            "best_validation": {
+                "perplexity": self.best_validation.perplexity,
+                "tokens": self.best_validation.tokens,
+            },
+            "seconds": round(self.seconds, 3),
+        }
+
+
+class Reporter:
+    """Scores the committed states of paths and makes the report of a round."""
+
+    def __init__(self, run: RunFolder, settings: SimulatorSettings) -> None:
+        self._run = run
+        self._plan = run.plan()
+        self._grid = run.grid(self._plan)
+        self._device = torch.device(settings.device)
+        self._sequences = settings.validation_sequences
+        self.best = EarlyStopping(
+            run,
+            self._plan,
+            self._grid,
+            sequences=settings.validation_sequences,
+            folder=settings.best_folder,
+        )
+        """The best states of every path so far."""
+
+    def report(
+        self,
+        round_index: int,
+        workers: Sequence[PathWorker],
+        states: KeptStates,
+        *,
+        trained: bool,
+        started_s: float,
+    ) -> RoundReport:
+        """Report a round that began at `started_s` of `time.monotonic`.
+
+        Without `trained` there was no round: the states are only looked at.
+        """
+        paths = sorted({worker.peer.path for worker in workers})
+        return RoundReport(
+            round_index=round_index,
+            paths=tuple(
+                self._path_report(
+                    round_index, [w for w in workers if w.peer.path == path], states, trained
+                )
+                for path in paths
+            ),
+            digests={module: states.digest(module) for module in states},
+            versions={module: states.summary(module).version for module in states},
+            seconds=time.monotonic() - started_s,
+        )
+
+    def _path_report(
+        self, round_index: int, workers: Sequence[PathWorker], states: KeptStates, trained: bool
+    ) -> PathReport:
+        """Report a path; `workers` are its replicas."""
+        path = workers[0].peer.path
+        losses = [loss for worker in workers for loss in worker.round_losses] if trained else []
+        validation, best = self._score(path, round_index, states, trained=trained)
+        return PathReport(
+            path=path,
+            step=max(worker.path_step for worker in workers),
+            train_loss=sum(losses) / len(losses) if losses else None,
+            validation=validation,
+            best=best,
+        )
+
+    def _score(
+        self, path: int, round_index: int, states: KeptStates, *, trained: bool
+    ) -> tuple[LossSum, BestReport | None]:
+        """Score the states of a path on its held-out sequences; keep them if they are its best."""
+        if self._sequences == 0:
+            return LossSum(), None
+        own = {module: states[module] for module in self._grid.modules_of_path(path)}
+        load_path(self._model, self._grid, path, own)
+        held_out = self._run.validation_tokens(self._plan, path)
+        rows = reported_rows(held_out, self._plan.rounds, self._sequences)
+        score = LossSum(*sum_losses(self._model, rows, self._plan.routing.prefix_tokens))
+        best = self.best.consider(path, round_index, self._model, own, score, trained=trained)
+        return score, best
+
+    @cached_property
+    def _model(self) -> PathModel:
+        """A model of its own, so that scoring never disturbs the workers."""
+        return PathModel(self._plan.model).to(self._device)

@@ -1,0 +1,71 @@
+"""What a simulation is asked to do: who trains what, and how it is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dipaco.modules.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class SimulatorSettings:
+    """How a simulation is carried out, which changes no number unless it is said."""
+
+    device: torch.device | str = "cpu"
+    """Where paths are trained and scored. Another type of device has other bits."""
+    optimizer: str = "adamw"
+    """"adamw" or "adamw8bit", as the peers are told. They have different bits."""
+    micro_batch_size: int | None = None
+    """Sequences that go through the model at once; None is the whole batch. Can change bits."""
+    validation_sequences: int | None = None
+    """Held-out sequences to score per path after each round, at most; None is all of them, and 0
+    none, which also leaves early stopping out."""
+    best_folder: Path | None = None
+    """Where the best states of the paths are kept; None is in memory."""
+    keep: str = "memory"
+    """Where workers and states are while nobody uses them: one of `storage.KEEP_CHOICES`."""
+    folder: Path | None = None
+    """For "disk": the folder, `live` of `CheckpointFolder`. A simulation that is in it already,
+    even one killed within a round, goes on; it has its own states and number of the round."""
+
+
+@dataclass(frozen=True)
+class SimulatedPeer:
+    """Who trains what. Several peers on one path are its replicas, numbered from 0 (the lead)."""
+
+    path: int
+    replica: int = 0
+    name: str = ""
+    """Peer ID in the swarm that is simulated; decides the order of summation among replicas."""
+
+    @property
+    def peer(self) -> str:
+        """The name in contribution tables, unique within a swarm."""
+        return self.name or f"{self.path}/{self.replica:06d}"
+
+
+def checked_peers(
+    peers: Sequence[SimulatedPeer] | None, path_count: int
+) -> tuple[SimulatedPeer, ...]:
+    """Return the peers in canonical order, by default one per path.
+
+    Raises ConfigurationError for peers that cannot be.
+    """
+    if peers is None:
+        return tuple(SimulatedPeer(path) for path in range(path_count))
+    if not peers:
+        raise ConfigurationError("a simulation needs at least one path to train")
+    for peer in peers:
+        if not 0 <= peer.path < path_count:
+            raise ConfigurationError(
+                f"path {peer.path} is not one of the {path_count} paths of this run; "
+                f"give 0 to {path_count - 1}"
+            )
+    if len({(peer.path, peer.replica) for peer in peers}) < len(peers):
+        raise ConfigurationError("a path is given twice; its replicas must differ in number")
+    if len({peer.peer for peer in peers}) < len(peers):
+        raise ConfigurationError("two simulated peers have the same name")
+    return tuple(sorted(peers, key=lambda peer: (peer.path, peer.peer)))
