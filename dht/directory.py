@@ -25,6 +25,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from .identity import Identity
+from .logs import Complaints
 from .manifest import SignedManifest, verify_manifest
 from .records import (
     KINDS,
@@ -49,7 +50,7 @@ logger = logging.getLogger("dipaco.dht.directory")
 
 CALL_TIMEOUT_S = 30.0
 ALIVE_CHECK_S = 1.0
-MAX_REMEMBERED_COMPLAINTS = 1024
+MAX_COMPLAINTS = 1024
 RecordT = TypeVar("RecordT", bound=Record)
 # Tasks of the DHT process, referred to so that they are not collected while they run.
 _PINGS: set[asyncio.Task[None]] = set()
@@ -77,7 +78,7 @@ class Directory:
         self._lock = threading.RLock()
         self._expirations: dict[RecordName, float] = {}
         self._collected: dict[RecordName, _Entry] | None = None
-        self._complained_about: set[Any] = set()
+        self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
         self._verified_manifests: dict[bytes, SignedManifest] = {}
 
     @property
@@ -360,10 +361,7 @@ class Directory:
 
     def _complain(self, subkey: Any, what: str, error: DipacoError) -> None:
         """Log a refusal, as a warning the first time: the same records come every few seconds."""
-        level = logging.DEBUG if subkey in self._complained_about else logging.WARNING
-        if len(self._complained_about) < MAX_REMEMBERED_COMPLAINTS:
-            self._complained_about.add(subkey)
-        logger.log(level, "skipped %s: %s", what, error)
+        logger.log(self._complaints.level(subkey), "skipped %s: %s", what, error)
 
     def _get_many(self, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
         """Return the unexpired subkeys and values of dictionary keys, from the network."""

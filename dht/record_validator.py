@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-import time
 from collections import OrderedDict
 from typing import Any
 
@@ -23,6 +22,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import get_dht_time
 
 from .identity import Identity
+from .logs import Complaints
 from .manifest import envelope_run_id
 from .records import MAX_SUBKEY_BYTES, Address, RecordError, parse_record, parse_subkey
 from .score_request import ScoreRequestError, verify_score_request
@@ -53,7 +53,7 @@ class RecordValidator(RSASignatureValidator):
 
     def __init__(self, private_key: RSAPrivateKey | None = None) -> None:
         super().__init__(private_key)
-        self._complained_at: dict[str, float] = {}
+        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
@@ -127,15 +127,7 @@ class RecordValidator(RSASignatureValidator):
 
     def _complain(self, owner: str, reason: str) -> None:
         """Log a refusal, as a warning at most once a minute for each peer."""
-        now = time.monotonic()
-        self._complained_at = {
-            peer: at for peer, at in self._complained_at.items() if now - at < COMPLAINT_PERIOD_S
-        }
-        silent = owner in self._complained_at or len(self._complained_at) >= MAX_COMPLAINTS
-        level = logging.DEBUG if silent else logging.WARNING
-        if not silent:
-            self._complained_at[owner] = now
-        logger.log(level, "refused a record of %s: %s", owner, reason)
+        logger.log(self._complaints.level(owner), "refused a record of %s: %s", owner, reason)
 
 
 def _load_subkey(subkey: bytes | None) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,12 +16,14 @@ from dataclasses import dataclass
 import torch
 from dipaco.dht.agreement import expected_group, winning_state
 from dipaco.modules.errors import DipacoError
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateReference, heaviest
 
 from .events import EventLog
-from .node import Node
+from .interfaces import StateFetcher, Swarm
 from .outer_round import Answers, CommittedElsewhere
-from .publisher import Publisher
+from .retry import RecentFailures
 from .trainer import PathTrainer, Snapshot
 
 logger = logging.getLogger("dipaco.peer.adoption")
@@ -32,6 +33,8 @@ MAX_LOSS_INCREASE = 1.0
 LOSS_CHECK_SEQUENCES = 8
 # Rounds without a commit of its own after which a peer no longer insists on its state.
 PATIENCE_ROUNDS = 4
+# Refresh periods for which a state that could not be fetched is left alone.
+RETRY_PERIODS = 5
 
 
 @dataclass(frozen=True)
@@ -45,28 +48,42 @@ class _Fetch:
 
 
 class Adoptions:
-    """Fetches in the background, applies on the session's thread, between two inner steps."""
+    """Fetches in the background, applies on the session's thread, between two inner steps.
+
+    `ask` asks a peer what it holds of a module, `hold` takes a new anchor.
+    """
 
     def __init__(
         self,
-        node: Node,
-        publisher: Publisher,
+        plan: RunPlan,
+        grid: Grid,
+        swarm: Swarm,
+        fetcher: StateFetcher,
         trainer: PathTrainer,
+        events: EventLog,
+        *,
+        me: str,
+        ask: Callable[[str, str], StateReference | None],
+        round_now: Callable[[], int],
         executor: Executor,
         wake: threading.Event,
         hold: Callable[[ModuleState], None],
-        events: EventLog,
     ) -> None:
-        self._node = node
-        self._publisher = publisher
+        self._plan = plan
+        self._grid = grid
+        self._swarm = swarm
+        self._fetcher = fetcher
         self._trainer = trainer
+        self._me = me
+        self._ask = ask
+        self._round_now = round_now
         self._executor = executor
         self._wake = wake
         self._hold = hold
         self._events = events
         self._fetching: dict[str, _Fetch] = {}
         self._refused_digests: set[str] = set()
-        self._unavailable: dict[str, float] = {}
+        self._unavailable = RecentFailures[str](RETRY_PERIODS * swarm.period_s)
         self._uncommitted: dict[str, Snapshot] = {}
         self._looked_s = 0.0
         self.validation = torch.empty(0, 0, dtype=torch.int64)
@@ -82,14 +99,11 @@ class Adoptions:
 
         Called by an outer round, on its thread, when its group failed.
         """
-
-        def ask(peer: str) -> StateReference | None:
-            return self._node.exchange.holdings(peer, module)
-
         alive = set()
         winners: dict[str, StateReference] = {}
         with ThreadPoolExecutor(max_workers=max(1, min(len(peers), 16))) as pool:
-            for peer, future in [(peer, pool.submit(ask, peer)) for peer in sorted(peers)]:
+            asked = [(peer, pool.submit(self._ask, peer, module)) for peer in sorted(peers)]
+            for peer, future in asked:
                 try:
                     held = future.result()
                 except DipacoError as error:
@@ -117,20 +131,19 @@ class Adoptions:
 
     def catch_up(self, now: float, running: Collection[str]) -> None:
         """Look, once a refresh, whether a heavier state of a module is announced."""
-        if now - self._looked_s < self._publisher.period_s:
+        if now - self._looked_s < self._swarm.period_s:
             return
         self._looked_s = now
-        view = self._publisher.view
+        view = self._swarm.view
         for module in self._trainer.modules:
-            level = self._node.grid.level_of(module)
-            if level in running or module in self._fetching:
+            if self._grid.level_of(module) in running or module in self._fetching:
                 continue
             best = winning_state(
                 [s for s in view.states(module) if s.digest not in self._refused_digests],
                 own=self._trainer.anchor(module).reference,
                 view=view,
-                grid=self._node.grid,
-                plan=self._node.plan,
+                grid=self._grid,
+                plan=self._plan,
             )
             if best is not None:
                 self.start(best, view.holders(best), self._uncommitted.get(module))
@@ -141,7 +154,7 @@ class Adoptions:
         """Fetch a state in the background; `snapshot` is the work that it may contain."""
         if wanted.module in self._fetching or wanted.digest in self._refused_digests:
             return
-        if time.monotonic() < self._unavailable.get(wanted.digest, 0.0):
+        if wanted.digest in self._unavailable:
             return
         future = self._executor.submit(self._fetch_or_none, wanted, holders)
         future.add_done_callback(lambda _: self._wake.set())
@@ -151,16 +164,16 @@ class Adoptions:
         self, wanted: StateReference, holders: tuple[str, ...]
     ) -> ModuleState | None:
         try:
-            return self._node.fetcher.state(wanted, holders)
+            return self._fetcher.state(wanted, holders)
         except DipacoError as error:
             logger.warning("state %s of %s: %s", wanted.digest[:12], wanted.module, error)
-            self._unavailable[wanted.digest] = time.monotonic() + 5 * self._publisher.period_s
+            self._unavailable.add(wanted.digest)
             return None
 
     def finish(self, running: Collection[str]) -> None:
         """Apply what has arrived, for levels that have no outer round `running`."""
         for module, fetch in list(self._fetching.items()):
-            if not fetch.future.done() or self._node.grid.level_of(module) in running:
+            if not fetch.future.done() or self._grid.level_of(module) in running:
                 continue
             del self._fetching[module]
             state = fetch.future.result()
@@ -192,21 +205,19 @@ class Adoptions:
         is taken whatever the held-out loss says, and so is any by a peer that has been left
         behind for rounds: what it trains by itself is not used by anybody.
         """
-        view = self._publisher.view
-        others = expected_group(view, self._node.grid, module) - {self._node.me}
+        others = expected_group(self._swarm.view, self._grid, module) - {self._me}
         agreeing = len(others & set(holders))
         if agreeing >= 2 and 2 * agreeing > len(others):
             return True
         anchor = self._trainer.anchor(module).reference
-        behind = self._node.schedule.round_at(self._node.clock.now()) - anchor.last_round
-        return behind > PATIENCE_ROUNDS
+        return self._round_now() - anchor.last_round > PATIENCE_ROUNDS
 
     def _believable(self, state: ModuleState) -> bool:
         """Check that a foreign state does not wreck the held-out loss (design 4.4)."""
         if len(self.validation) == 0:
             return True
         rows = self.validation[:LOSS_CHECK_SEQUENCES]
-        skip = self._node.plan.routing.prefix_tokens
+        skip = self._plan.routing.prefix_tokens
         before = self._trainer.loss_of_anchors(rows, skip).loss
         after = self._trainer.loss_of_anchors(rows, skip, {state.module: state}).loss
         if before is None or after is None or after <= before + MAX_LOSS_INCREASE:

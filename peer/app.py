@@ -186,7 +186,6 @@ def start_background(
     keeper = Keeper(
         node.plan,
         node.grid,
-        node.schedule,
         publisher,
         node.fetcher,
         node.held,

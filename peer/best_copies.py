@@ -22,6 +22,7 @@ from dipaco.modules.errors import DipacoError
 from .events import EventLog
 from .node import Node
 from .publisher import PeerStatus
+from .retry import RecentFailures
 
 logger = logging.getLogger("dipaco.peer.best_copies")
 
@@ -41,7 +42,7 @@ class BestParametersCopies:
         self._status = status
         self._announce = announce
         self._events = events
-        self._failed_at: dict[str, float] = {}
+        self._failed = RecentFailures[str](RETRY_AFTER_S)
         self._looked_at = time.monotonic()
 
     def load_from_disk(self) -> None:
@@ -74,12 +75,12 @@ class BestParametersCopies:
         every = self._node.plan.rounds.replication_every_rounds
         if held is not None and held.round_index <= best.round_index < held.round_index + every:
             return True
-        if time.monotonic() - self._failed_at.get(best.sha256, -1e9) < RETRY_AFTER_S:
+        if best.sha256 in self._failed:
             return False
         try:
             held = self._node.bests.hold(self._node.fetcher.best_path(path, best.sha256))
         except DipacoError as error:
-            self._failed_at[best.sha256] = time.monotonic()
+            self._failed.add(best.sha256)
             logger.info("could not copy the best states of path %d: %s", path, error)
             return False
         self._name(held)

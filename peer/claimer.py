@@ -13,7 +13,8 @@ from dipaco.modules.grid import Grid
 
 from .events import EventLog
 from .exchange.clock import Clock
-from .publisher import Claim, PeerStatus, Publisher
+from .interfaces import Swarm
+from .publisher import Claim, PeerStatus
 
 logger = logging.getLogger("dipaco.peer.claimer")
 
@@ -26,7 +27,7 @@ class Claimer:
     def __init__(
         self,
         grid: Grid,
-        publisher: Publisher,
+        swarm: Swarm,
         status: PeerStatus,
         clock: Clock,
         events: EventLog,
@@ -35,7 +36,7 @@ class Claimer:
         pinned: int | None,
     ) -> None:
         self._grid = grid
-        self._publisher = publisher
+        self._swarm = swarm
         self._status = status
         self._clock = clock
         self._events = events
@@ -51,13 +52,13 @@ class Claimer:
         `MAX_LOOKS` times. The status says `joining` until the session begins to train.
         """
         if decision is None:
-            view = self._publisher.refresh()
+            view = self._swarm.refresh()
             decision = choose_path(view, self._grid, self._me, pinned=self._pinned)
         for _ in range(MAX_LOOKS):
             self._take(decision)
-            self._publisher.refresh()
+            self._swarm.refresh()
             stopping.wait(self._random.uniform(0.2, 0.8))
-            view = self._publisher.refresh()
+            view = self._swarm.refresh()
             if stopping.is_set() or self._pinned is not None:
                 break
             better = resolve_collision(view, self._grid, self._me)
@@ -76,12 +77,12 @@ class Claimer:
             reason=decision.reason,
             pinned=self._pinned is not None,
         )
-        self._publisher.announce()
+        self._swarm.announce()
 
     def say(self, state: Literal["training", "leaving"]) -> None:
         """Go on with the claim: the path is in training, or the peer leaves."""
         self._status.claim = replace(self._status.claim, state=state)
-        self._publisher.announce()
+        self._swarm.announce()
 
     def take_back(self, path: int) -> None:
         """Claim the path in training again, after a move that did not succeed."""
@@ -92,4 +93,4 @@ class Claimer:
             reason="the move to another path failed",
             pinned=self._pinned is not None,
         )
-        self._publisher.announce()
+        self._swarm.announce()

@@ -10,7 +10,6 @@ claim alone would let anybody stop a path by inventing a loss.
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -26,6 +25,7 @@ from dipaco.modules.evaluate import LossSum
 from .events import EventLog
 from .node import Node
 from .publisher import Publisher
+from .retry import RecentFailures
 from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.early_stopping")
@@ -61,7 +61,7 @@ class EarlyStopping:
         self._has_looked = False
         self._patience = PATIENCE_ROUNDS
         self._refused: dict[str, None] = {}
-        self._failed_at: dict[str, float] = {}
+        self._failed = RecentFailures[str](RETRY_AFTER_S)
 
     def begin_path(self, rows: torch.Tensor) -> None:
         """Take the rows [sequences, length] that choose the best states of the path that begins,
@@ -143,12 +143,10 @@ class EarlyStopping:
         on_disk = self._node.bests.get(path)
         if on_disk is not None:
             candidates.append(on_disk)
-        now = time.monotonic()
         for claimed in sorted(candidates, key=lambda claimed: claimed.rank):
             if self._best is not None and claimed.loss >= self._best.loss:
                 return
-            lately = now - self._failed_at.get(claimed.sha256, -1e9) < RETRY_AFTER_S
-            if claimed.sha256 not in self._refused and not lately:
+            if claimed.sha256 not in self._refused and claimed.sha256 not in self._failed:
                 self._found = claimed, self._executor.submit(self._fetch, path, claimed.sha256)
                 return
 
@@ -177,7 +175,7 @@ class EarlyStopping:
             return
         except DipacoError as error:
             logger.info("best states %s not to be had: %s", claimed.sha256[:12], error)
-            self._failed_at[claimed.sha256] = time.monotonic()
+            self._failed.add(claimed.sha256)
             return
         if self._best is None or best.reference.loss < self._best.loss:
             self._write(best)

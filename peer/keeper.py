@@ -21,11 +21,9 @@ from dipaco.modules.state import StateReference
 
 from .background import Background
 from .best_copies import BestParametersCopies
-from .exchange.fetching import ContentFetcher
-from .exchange.held_states import HeldStates
+from .interfaces import Fetcher, StateHolder, Swarm
 from .node import Node
-from .publisher import Publisher
-from .rounds import RoundSchedule
+from .retry import RecentFailures
 
 logger = logging.getLogger("dipaco.peer.keeper")
 
@@ -40,21 +38,20 @@ class Keeper:
         self,
         plan: RunPlan,
         grid: Grid,
-        schedule: RoundSchedule,
-        publisher: Publisher,
-        fetcher: ContentFetcher,
-        held: HeldStates,
+        swarm: Swarm,
+        fetcher: Fetcher,
+        held: StateHolder,
         *,
         me: str,
         own_modules: Callable[[], tuple[str, ...]],
         background: Background,
         on_kept: Callable[[str, int], None] = lambda module, version: None,
         best_copies: BestParametersCopies | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
         self._grid = grid
-        self._schedule = schedule
-        self._publisher = publisher
+        self._swarm = swarm
         self._fetcher = fetcher
         self._held = held
         self._me = me
@@ -65,7 +62,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._failed_at: dict[str, float] = {}
+        self._failed = RecentFailures[str](RETRY_AFTER_S, monotonic)
         self._thread = background.thread("keeper", self._run)
 
     def start(self) -> None:
@@ -97,19 +94,22 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._wake.wait(self._publisher.period_s)
+            self._wake.wait(self._swarm.period_s)
             self._wake.clear()
-            if self._stopping.is_set():
-                return
-            try:
-                self._keep_offered()
-                view = self._publisher.view
-                self._keep_states(view)
-                if self._best_copies is not None:
-                    self._best_copies.keep(view)
-                self._keep_blobs(view)
-            except DipacoError as error:
-                logger.debug("keeper: %s", error)
+            if not self._stopping.is_set():
+                self.keep()
+
+    def keep(self) -> None:
+        """Fetch what was offered and what is assigned to this peer. Called by the thread."""
+        try:
+            self._keep_offered()
+            view = self._swarm.view
+            self._keep_states(view)
+            if self._best_copies is not None:
+                self._best_copies.keep(view)
+            self._keep_blobs(view)
+        except DipacoError as error:
+            logger.debug("keeper: %s", error)
 
     def _keep_offered(self) -> None:
         with self._lock:
@@ -118,9 +118,8 @@ class Keeper:
             self._fetch_state(offered, (peer,))
 
     def _keep_states(self, view: SwarmView) -> None:
-        now = time.monotonic()
-        failed = {key for key, at in self._failed_at.items() if now - at < RETRY_AFTER_S}
         copies = self._plan.rounds.copies
+        failed = self._failed.keys()
         wanted = modules_to_keep(view, self._grid, self._me, copies, unavailable=failed)
         own = set(self._own_modules())
         for state in wanted:
@@ -137,7 +136,7 @@ class Keeper:
                 return False
             if state.last_round < held.last_round + self._plan.rounds.replication_every_rounds:
                 return False
-        return time.monotonic() - self._failed_at.get(state.digest, -1e9) > RETRY_AFTER_S
+        return state.digest not in self._failed
 
     def _fetch_state(self, wanted: StateReference, holders: tuple[str, ...]) -> None:
         held = self._held.get(wanted.module)
@@ -146,30 +145,28 @@ class Keeper:
         try:
             state = self._fetcher.state(wanted, holders)
         except DipacoError as error:
-            self._failed_at[wanted.digest] = time.monotonic()
+            self._failed.add(wanted.digest)
             logger.info("could not copy %s: %s", wanted.module, error)
             return
         self._held.hold(state, save=True)
-        self._publisher.announce()
+        self._swarm.announce()
         self._on_kept(wanted.module, wanted.version)
 
     def _keep_blobs(self, view: SwarmView) -> None:
         """Fetch the blobs of the run that are assigned to this peer, one a turn."""
         peers = tuple(sorted(view.peers))
         for sha256 in self._fetcher.all_blobs():
-            if self._fetcher.has_blob(sha256):
+            if sha256 in self._failed or self._fetcher.has_blob(sha256):
                 continue
             if self._me not in keepers(sha256, peers, self._plan.rounds.copies):
-                continue
-            if time.monotonic() - self._failed_at.get(sha256, -1e9) < RETRY_AFTER_S:
                 continue
             try:
                 self._fetcher.blob(sha256)
             except DipacoError as error:
-                self._failed_at[sha256] = time.monotonic()
+                self._failed.add(sha256)
                 logger.info("could not copy a blob: %s", error)
                 continue
-            self._publisher.announce_blobs()
+            self._swarm.announce_blobs()
             return
 
 
@@ -179,7 +176,7 @@ MAX_OFFERS_AT_ONCE = 8
 
 
 def hand_over(
-    node: Node, publisher: Publisher, modules: tuple[str, ...], deadline: float
+    node: Node, swarm: Swarm, modules: tuple[str, ...], deadline: float
 ) -> tuple[str, ...]:
     """Offer the newest states of `modules` to their keepers and wait until they have them.
 
@@ -188,7 +185,7 @@ def hand_over(
     """
     waiting: dict[str, tuple[StateReference, list[str]]] = {}
     try:
-        view = publisher.view
+        view = swarm.view
     except DipacoError:
         return ()
     others = tuple(sorted(peer for peer in view.peers if peer != node.me))

@@ -29,6 +29,7 @@ from dipaco.routing.document_scores import RouterDocuments
 from .events import EventLog
 from .node import Node
 from .publisher import Publisher
+from .retry import RecentFailures
 from .score_job import DocumentsError, ScoreJob, fetch_documents, fetch_states, reason_of
 from .trainer import PathTrainer
 
@@ -85,7 +86,7 @@ class Scoring:
         self._job: ScoreJob | None = None
         self._open_since: dict[int, float] = {}
         self._idle_since = time.monotonic()
-        self._failed_at: dict[int, float] = {}
+        self._failed = RecentFailures[int](RETRY_AFTER_S)
 
     # -- on the publisher's thread
 
@@ -169,7 +170,6 @@ class Scoring:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _choose(self, answer: _Answer, board: ScoringBoard, now: float) -> None:
-        failed = {p for p, at in self._failed_at.items() if now - at < RETRY_AFTER_S}
         if len(answer.entries) >= MAX_SCORE_ENTRIES:
             return
         path = path_to_score(
@@ -179,7 +179,7 @@ class Scoring:
             open_s={path: now - since for path, since in self._open_since.items()},
             idle_s=now - self._idle_since,
             patience_s=PATIENCE_PERIODS * self._publisher.period_s,
-            exclude=failed | answer.entries.keys(),
+            exclude=self._failed.keys() | answer.entries.keys(),
         )
         if path is None:
             return
@@ -256,7 +256,7 @@ class Scoring:
 
     def _fail(self, answer: _Answer, path: int, error: Exception) -> None:
         logger.warning("path %d could not be scored: %s", path, reason_of(error))
-        self._failed_at[path] = time.monotonic()
+        self._failed.add(path)
         self._forget(answer, path, "failed", reason_of(error))
 
     def _forget(self, answer: _Answer, path: int, state: str, reason: str) -> None:

@@ -89,7 +89,18 @@ class Session:
         self._rounds_done = 0
         self._last_loss = float("nan")
         self._adoptions = Adoptions(
-            node, publisher, self._trainer, self._executor, self._wake, self._hold_anchor, events
+            node.plan,
+            node.grid,
+            publisher,
+            node.fetcher,
+            self._trainer,
+            events,
+            me=node.me,
+            ask=node.exchange.holdings,
+            round_now=lambda: node.schedule.round_at(node.clock.now()),
+            executor=self._executor,
+            wake=self._wake,
+            hold=self._hold_anchor,
         )
         self._outer_rounds = OuterRounds(
             node,

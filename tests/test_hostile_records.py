@@ -170,7 +170,7 @@ def test_keys_by_the_hundred_do_not_fill_the_log(
     for number in range(5 * MAX_COMPLAINTS):
         validator._complain(f"peer {number}", "it is bad")
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) <= MAX_COMPLAINTS
-    assert len(validator._complained_at) <= MAX_COMPLAINTS
+    assert len(validator._complaints._said_at) <= MAX_COMPLAINTS
 
 
 def test_addresses_of_ipv6_relays_fit_and_device_names_are_cleaned(

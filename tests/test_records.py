@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dipaco.dht.identity import Identity, load_or_create_identity
+from dipaco.dht.logs import Complaints
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.dht.record_validator import RecordValidator, record_validators
 from dipaco.dht.records import (
@@ -261,7 +262,7 @@ def test_nothing_but_a_record_error_comes_of_a_strange_subkey(subkey: Any) -> No
 
 def refused(validator: RecordValidator, record: DHTRecord, caplog: pytest.LogCaptureFixture) -> str:
     """Check that a record is refused with one line, and return the line."""
-    validator._complained_at.clear()
+    validator._complaints = Complaints(60.0, 1)
     caplog.clear()
     with caplog.at_level(logging.WARNING, RECORD_LOGGER):
         assert not validator.validate(record)

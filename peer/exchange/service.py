@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from dipaco.dht.logs import Complaints
 from dipaco.modules.state import StateReference
 from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -59,6 +60,7 @@ MAX_UPLOADS = 8
 MAX_UPLOADS_PER_PEER = 2
 RETRY_AFTER_S = 1.0
 COMPLAINT_PERIOD_S = 60.0
+MAX_COMPLAINTS = 100
 HANDLER_TIMEOUT_S = 10.0
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -105,7 +107,7 @@ class ExchangeService(ServicerBase):
         self._system_time = system_time
         self._shelf = ContentShelf()
         self._uploads: Counter[str] = Counter()
-        self._complained_at: dict[str, float] = {}
+        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
     def set_source(self, held: RunContent, run_id: str) -> None:
         """Serve a run's content from now on."""
@@ -180,13 +182,7 @@ class ExchangeService(ServicerBase):
 
     def _complain(self, peer: str, what: str, error: Exception) -> None:
         """Log a refusal, once a minute for each peer."""
-        now = time.monotonic()
-        self._complained_at = {
-            other: at for other, at in self._complained_at.items() if now - at < COMPLAINT_PERIOD_S
-        }
-        level = logging.DEBUG if peer in self._complained_at else logging.WARNING
-        self._complained_at.setdefault(peer, now)
-        logger.log(level, "refused %s from %s: %s", what, peer, error)
+        logger.log(self._complaints.level(peer), "refused %s from %s: %s", what, peer, error)
 
     async def _serve_fetch(
         self, stream: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

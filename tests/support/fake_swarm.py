@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
 
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
 from dipaco.dht.view import SwarmView
+from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference
+from dipaco.modules.state import ModuleState, StateReference
 from dipaco.peer.exchange.clock import Clock
 
 ME = "Qm" + "a" * 44
@@ -18,7 +22,8 @@ ME = "Qm" + "a" * 44
 
 def peer_id(number: int) -> str:
     """Return the id of another peer."""
-    return f"Qm{number:044d}"
+    digits = "".join("ABCDEFGHJK"[int(digit)] for digit in str(number))
+    return "Qm" + digits.rjust(44, "1")
 
 
 class FakeTime:
@@ -130,6 +135,109 @@ class FakeExchange:
 
     def clock_samples(self, peers: Any, count: int, timeout_s: float) -> dict[str, Any]:
         return {}
+
+
+class FakeSwarm:
+    """A view that a test sets, and a count of what was announced: the publisher for others."""
+
+    period_s = 500.0
+
+    def __init__(self, view: SwarmView | None = None) -> None:
+        self.view = view or SwarmView(now_s=0.0)
+        self.announced = 0
+        self.on_refresh: Callable[[], None] = lambda: None
+
+    def refresh(self) -> SwarmView:
+        self.on_refresh()
+        return self.view
+
+    def announce(self) -> None:
+        self.announced += 1
+
+    def announce_blobs(self) -> None:
+        self.announced += 1
+
+
+class FakeFetcher:
+    """Serves the states and blobs that a test puts in; all else fails."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, ModuleState] = {}
+        self.run_blobs: tuple[str, ...] = ()
+        self.served_blobs: set[str] = set()
+        self.blobs_here: set[str] = set()
+        self.asked: list[str] = []
+        """Digests and hashes, in order."""
+        self.failure: Exception | None = None
+
+    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
+        self.asked.append(wanted.digest)
+        if self.failure is not None:
+            raise self.failure
+        if wanted.digest not in self.states:
+            raise NetworkError(f"none of {len(holders)} holders answers")
+        return self.states[wanted.digest]
+
+    def all_blobs(self) -> tuple[str, ...]:
+        return self.run_blobs
+
+    def has_blob(self, sha256: str) -> bool:
+        return sha256 in self.blobs_here
+
+    def blob(self, sha256: str) -> Path:
+        self.asked.append(sha256)
+        if sha256 not in self.served_blobs:
+            raise NetworkError("nobody has it")
+        self.blobs_here.add(sha256)
+        return Path(sha256)
+
+
+def holding(peer: str, state: StateReference) -> HoldingRecord:
+    """Return what a peer announces that holds `state`."""
+    return HoldingRecord.of(state, peer_id=peer)
+
+
+def peer_record(peer: str, state: str = "serving") -> PeerRecord:
+    """Return what a peer says of itself."""
+    return PeerRecord(
+        peer_id=peer,
+        protocol=1,
+        software="dipaco/test",
+        device="cpu",
+        state=state,
+        path=None,
+        tokens_per_s=0.0,
+        round=0,
+        reachable="direct",
+        addresses=(),
+        bytes_up=0,
+        bytes_down=0,
+    )
+
+
+class AtOnce(Executor):
+    """Does what it is given before `submit` returns."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Impatient(threading.Event):
+    """An event on which nobody waits in real time: `wait` says at once whether it is set."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+
+def claim(peer: str, path: int, state: str = "training", **fields: Any) -> ClaimRecord:
+    """Return a claim of a peer, old unless `since_s` says otherwise."""
+    given = {"since_s": 1.0, "round": 0, **fields}
+    return ClaimRecord(peer_id=peer, path=path, state=state, **given)
 
 
 def held_state(

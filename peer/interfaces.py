@@ -1,0 +1,72 @@
+"""What the parts of a peer need of each other, and no more: a test gives each a small stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from dipaco.dht.view import SwarmView
+from dipaco.modules.state import ModuleState, StateReference
+
+
+class Swarm(Protocol):
+    """The swarm as this peer sees it, and its way to say that something changed: the publisher."""
+
+    @property
+    def view(self) -> SwarmView:
+        """The newest view. Raises `NetworkError` before the first."""
+        ...
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two refreshes."""
+        ...
+
+    def refresh(self) -> SwarmView:
+        """Publish and read, and return a view that is newer than this call."""
+        ...
+
+    def announce(self) -> None:
+        """Publish soon."""
+        ...
+
+    def announce_blobs(self) -> None:
+        """Publish the blobs held here soon."""
+        ...
+
+
+class StateFetcher(Protocol):
+    """Gets states from other peers: the fetcher."""
+
+    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
+        """Fetch and check a state. Raises a `DipacoError` when no holder gives it."""
+        ...
+
+
+class Fetcher(StateFetcher, Protocol):
+    """Gets the blobs of the run too."""
+
+    def all_blobs(self) -> tuple[str, ...]:
+        """The hashes that the run consists of."""
+        ...
+
+    def has_blob(self, sha256: str) -> bool:
+        """Whether a blob is on this disk."""
+        ...
+
+    def blob(self, sha256: str) -> Path:
+        """Fetch a blob. Raises a `DipacoError` when nobody gives it."""
+        ...
+
+
+class StateHolder(Protocol):
+    """Serves states to others: the held states."""
+
+    def get(self, module: str) -> StateReference | None:
+        """What is held of a module."""
+        ...
+
+    def hold(self, state: ModuleState, *, save: bool) -> None:
+        """Serve a state from now on; with `save` from the disk."""
+        ...
