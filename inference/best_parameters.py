@@ -1,9 +1,9 @@
 """The best states of the paths of a source: found, checked against their claims, remembered.
 
-What a swarm announces as the best states of a path is a claim (`dipaco.dht.announced_bests`), and
-a copy on a peer's disk may never have been checked. So their loss is found again on the held-out
-rows that early stopping uses before they are taken for what they say they are: one pass over at
-most `validation_sequences` rows for each path.
+What a swarm announces as the best states of a path is a claim (`dipaco.dht.best_notices`), and
+a copy on a peer's disk may never have been checked. So they are scored again on the held-out rows
+that early stopping uses before their claim is believed: one pass over at most
+`validation_sequences` rows for each path.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CheckedBestParameters:
     """Tells which paths have best states that can be used, and gives them.
 
     :param candidates: gives the best states to try of a path, one after the other
-    :param held_out: gives all held-out rows of a path [N, T], or None where they are not at hand;
-        what cannot be checked is then used as it is
+    :param held_out: gives all held-out rows of a path [N, T], or None where they are not here;
+        what cannot be checked is then used unchecked
     :param device: where paths are run
     """
 
@@ -50,16 +50,16 @@ class CheckedBestParameters:
         self._rounds: dict[int, int | None] = {}
 
     def round_of(self, path: int) -> int | None:
-        """Return the round of a path's best states, or None when there are none to be used.
+        """Return the round of a path's best states, or None if there are none to use.
 
-        Found, and checked, when it is first asked for.
+        They are found and checked when first asked for.
         """
         if path not in self._rounds:
             self._rounds[path] = self._find(path)
         return self._rounds[path]
 
     def load(self, path: int) -> BestParameters | None:
-        """Return the best states of a path; None when there are none to be used."""
+        """Return the best states of a path; None if there are none to use."""
         return self._store.load(path) if self.round_of(path) is not None else None
 
     def _find(self, path: int) -> int | None:

@@ -1,7 +1,7 @@
 """The documents of an evaluation as scoring windows on disk, a few bytes a document in memory.
 
-Every token behind a document's routing prefix is scored exactly once and has a number of its own:
-the documents' scored tokens are counted through, in order. Scores of any path (`token_scores`) and
+Every token after a document's routing prefix is scored exactly once and has its own number: the
+scored tokens of all documents are numbered in order. Scores of any path (`token_scores`) and
 decisions of rerouting (`rerouting`) are arrays over these numbers.
 """
 
@@ -24,7 +24,7 @@ from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows, token_dtype, window_stride
 
-# Documents that are routed in one go.
+# Documents that are routed at once.
 _DOCUMENTS_AT_ONCE = 256
 _TOKENS_AT_ONCE = 2**22
 

@@ -88,7 +88,7 @@ class EvaluationReport:
     unscored_documents: int
     """Documents of missing paths."""
     short_documents: int
-    """Documents with no token behind the routing prefix."""
+    """Documents with no token after the routing prefix."""
     paths_with_best: tuple[int, ...] = ()
     """Scored paths whose best states were used (early stopping), not their newest."""
     reroute: RerouteReport | None = None
@@ -192,7 +192,7 @@ def evaluate(
                 chosen = windows.paths == path
                 own[chosen] = document_sums(scores, path)[chosen]
             missing = tuple(sorted(set(windows.paths.tolist()) - set(scores.paths)))
-            progress("choosing paths anew")
+            progress("choosing paths again")
             reroute = reroute_report(scores, rerouting.rerouter.to(device), rerouting.windows)
         chosen = ~np.isin(windows.paths, missing)
         if not chosen.any():

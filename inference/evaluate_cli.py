@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--reroute",
         metavar="W[,W...]",
-        help="also choose the path anew every W tokens; every path scores every document",
+        help="also choose the path again every W tokens; every path scores every document",
     )
     add_rerouter_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -120,7 +120,7 @@ def show(report: EvaluationReport, console: Console) -> None:
     if report.missing_paths:
         console.print(
             f"not scored: {report.unscored_documents} documents of paths "
-            f"{', '.join(map(str, report.missing_paths))}, of which a module has no state"
+            f"{', '.join(map(str, report.missing_paths))}, which lack the state of a module"
         )
     if report.short_documents:
         console.print(f"too short to score: {report.short_documents} documents")

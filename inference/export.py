@@ -38,7 +38,7 @@ Readme = Callable[[int], str]
 
 
 class Exporter:
-    """Writes paths of one source, all alike, one in memory at a time.
+    """Writes paths of one source, all in the same way, one in memory at a time.
 
     `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
     module that several paths have are stored there once and hard-linked into their folders.
@@ -161,7 +161,7 @@ class Exporter:
             try:
                 os.link(stored, folder / shard)
             except OSError:
-                # A file system without hard links: the folder is right all the same, only larger.
+                # A file system without hard links: the folder is just as good, only larger.
                 shutil.copyfile(stored, folder / shard)
 
     def _write_files(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:

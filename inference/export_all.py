@@ -34,7 +34,7 @@ from .export import (
 from .export_card import CardNotes, gather_figures, model_card, path_readme
 from .sources import StateSource
 
-# Of the disk, this much is left free: whoever fills it to the last byte harms others.
+# This much of the disk is left free: filling it to the last byte would harm others.
 _SPARE_BYTES = 2**26
 REROUTER_FILE = "rerouter.safetensors"
 
@@ -120,7 +120,7 @@ def check_space(
     say(
         f"{grid.path_count} paths of {_size(each)} as {name}"
         f"{', shared modules stored once' if shared else ''}"
-        f"{f', {there} of them there already' if there else ''}: {_size(needed)} to write, "
+        f"{f', {there} of them already there' if there else ''}: {_size(needed)} to write, "
         f"{_size(free)} free in {out}"
     )
     if needed + _SPARE_BYTES > free:

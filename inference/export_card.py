@@ -20,8 +20,8 @@ from dipaco.modules.plan import RunPlan
 from .sources import StateSource
 
 _UNKNOWN_DATA = (
-    "The export was not told where the texts come from and under what licence they are. Whoever "
-    "publishes this model should say so here."
+    "The export was not told where the texts come from and under what licence they are. "
+    "Whoever publishes this model should say so here."
 )
 
 

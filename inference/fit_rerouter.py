@@ -2,9 +2,9 @@
 
 At each scored position and for each window W the cost of a path is the summed negative
 log-likelihood that it gives to the next W tokens of the document. Heads and the base LM below them
-learn the path of least cost. Some documents are held out: they choose which of the states on the
-way is kept, and for each W which head decides and how much better a path must look to be worth
-leaving the current one, so a rerouter that has learnt nothing stays on the routed path.
+learn the path of least cost. Some documents are held out: they choose which parameters of the
+training are kept, and for each W which head decides and how much better a path must look before
+the current one is left. So a rerouter that has learnt nothing stays on the routed path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 FEWEST_DOCUMENTS = 20
 _EVALUATIONS = 10
-# Held-out documents with which the gains of policies can be told apart.
+# Held-out documents that it takes to tell the gains of policies apart.
 _ENOUGH_DOCUMENTS = 100
 _MARGIN_QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 
@@ -116,7 +116,7 @@ def fit_rerouter(
         )
     if len(documents) < FEWEST_DOCUMENTS:
         raise CorpusError(
-            f"{len(documents)} documents have a token behind the routing prefix; fitting a "
+            f"{len(documents)} documents have a token after the routing prefix; fitting a "
             f"rerouter takes at least {FEWEST_DOCUMENTS}, give more or longer --data"
         )
     held_out = _held_out(len(documents), config)
@@ -146,8 +146,8 @@ def fit_rerouter(
 
 
 def _held_out(count: int, config: RerouterConfig) -> np.ndarray:
-    """Return which documents are held out, bool [count]: of a few documents a quarter, because few
-    cannot choose."""
+    """Return which documents are held out, bool [count]: a quarter if there are few, because too
+    few cannot choose."""
     few = min(count // 4, _ENOUGH_DOCUMENTS)
     size = min(max(round(count * config.held_out_fraction), few), count - few)
     chosen = np.zeros(count, dtype=bool)
@@ -271,7 +271,7 @@ class _Fit:
         """Set the policies that gain most on the held-out documents; return their losses.
 
         The gain over staying on the routed path is the mean over documents less its standard
-        error, so that luck with a few documents moves nobody. Of equal ones the larger margin
+        error, so that luck with a few documents changes nothing. Of equal ones the larger margin
         wins, then the longer look-ahead.
         """
         heads = list(self.rerouter.windows)

@@ -1,7 +1,7 @@
 """Generating text: the prompt is routed once, and only its path runs.
 
-The key-value cache stays valid that way; with rerouting every W tokens (`generate_reroute`) it is
-computed anew whenever the path changes (section 6).
+So the key-value cache stays valid; with rerouting every W tokens (`PathChooser`) it is computed
+again whenever the path changes (section 6).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def generate_tokens(
     sampling: Sampling,
     reroute: Callable[[Sequence[int]], bool] | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that `model` puts behind `prompt`, until the document ends.
+    """Yield the tokens with which `model` continues `prompt`, until the document ends.
 
     The context is at most the run's sequence length: when it is full, generation goes on from its
-    newer half. `reroute` is asked before every token, with the context, and answers whether it has
-    put another path into `model`: then the cache is computed anew. Called by `dipaco-generate`.
+    newer half. `reroute` is called with the context before every token and tells whether it has
+    put another path into `model`: then the cache is computed again. Called by `dipaco-generate`.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(model.parameters()).device
@@ -168,7 +168,7 @@ class PathChooser:
         )
 
     def _move(self, model: PathModel, path: int) -> bool:
-        """Put a path into the model if it is another one and can be had."""
+        """Put a path into the model if it is another one and can be fetched."""
         if path == self.path:
             return False
         try:

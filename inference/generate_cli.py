@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=128,
         metavar="N",
-        help="generate at most so many tokens (default 128)",
+        help="generate at most N tokens (default 128)",
     )
     parser.add_argument(
         "--temperature",
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--reroute",
         type=int,
         metavar="W",
-        help="choose the path anew every W tokens and say so on standard error",
+        help="choose the path again every W tokens and say so on standard error",
     )
     add_rerouter_argument(parser)
     return parser

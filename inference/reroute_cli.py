@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(
         prog="dipaco-reroute",
-        description="Choose paths anew while a document goes on: fit the model that chooses.",
+        description="Choose paths again in the middle of a document: fit what chooses.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fit = commands.add_parser(

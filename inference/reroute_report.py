@@ -1,4 +1,4 @@
-"""What rerouting every W tokens gives, beside not rerouting and what hindsight would give."""
+"""Perplexities of rerouting every W tokens, beside those without rerouting and with hindsight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RerouteWindow:
     """The look-ahead window that decided."""
     score: LossSum
     switches: float
-    """Which part of the decisions left the path of the tokens before."""
+    """The fraction of decisions that left the path of the tokens before."""
     decisions: int
     best: LossSum
     """With the best path of each window by hindsight: a bound."""

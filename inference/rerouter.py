@@ -32,7 +32,7 @@ REROUTER_FORMAT = "dipaco-rerouter/1"
 REROUTER_FILE = "rerouter.safetensors"
 DEFAULT_WINDOWS = (16, 32, 64, 128, 256, 512, 1024)
 _MOST_WINDOWS = 64
-# How much likelier than any other path the routed one is at first, as a logit.
+# How much likelier than any other path the routed one is at the start, as a logit.
 _FIRST_PRIOR = 2.0
 
 
@@ -103,9 +103,9 @@ class Rerouter(nn.Module):
     def next_path(
         self, tokens: Sequence[int], routed: int, current: int, window: int, allowed: np.ndarray
     ) -> int:
-        """Return the path for the `window` tokens behind `tokens`, of which the end is read.
+        """Return the path for the `window` tokens after `tokens`, whose last ones are read.
 
-        Called by generation, which goes on with `current` if it is as good.
+        Called by generation, which stays on `current` if it is as good.
         """
         device = self.head.device
         policy = self.policy(window)

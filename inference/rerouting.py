@@ -1,7 +1,7 @@
 """Perplexities of choosing a path every W tokens, from scores by all paths (section 2.4.3).
 
 The first `prefix_tokens` tokens of a document belong to the run's router and are not scored. From
-there on a decision is made at every W-th token; for W as long as the document there is one.
+there on a decision is made at every W-th token, so only one if W is the document's length or more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .document_windows import DocumentWindows
 from .token_scores import TokenScores
 
 STAY: float = math.inf
-"""The bonus for staying with which no path is ever left."""
+"""The bonus for staying that never lets a path be left."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def rerouted_score(scores: TokenScores, choices: np.ndarray, window: int) -> Los
 
 
 def switches(scores: TokenScores, choices: np.ndarray, window: int) -> float:
-    """Return which part of the decisions changed the path; the first may leave the routed one."""
+    """Return the fraction of decisions that changed the path; even the first may do so."""
     made = decisions(scores.documents, window)
     kept = scores.kept[made.documents]
     if not kept.any():

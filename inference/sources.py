@@ -54,7 +54,7 @@ class SourceSettings:
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """How far a path is, as far as it is known; the held-out loss is that of the states in use."""
+    """A path's progress, as far as it is known; the held-out loss is that of the states in use."""
 
     tokens: int | None = None
     last_round: int | None = None
@@ -174,7 +174,7 @@ class StateSource(ABC):
             self._states.pop(self.grid.modules_of_path(path)[-1], None)
 
     def close(self) -> None:
-        """Let go of the states, and of what else the source holds."""
+        """Release the states, and whatever else the source holds."""
         self._states.clear()
 
     def _genesis_state(self, module: str) -> ModuleState:

@@ -1,4 +1,4 @@
-"""What every path gives to every token: the one pass that all perplexities are computed from.
+"""The loss that every path gives every token: one pass, from which all perplexities come.
 
 Routed, rerouted and single-path perplexities, and the bounds by hindsight, are sums of the same
 numbers, so they are comparable to the last token (DiPaCo section 7.2.2: the array S_ijp).
@@ -66,7 +66,7 @@ def token_scores(
 
     A path's scores are a file of 4 bytes a token in `folder`, named by a hash of the documents
     and of the path's parameters: a later call with the same directory reuses what is there, so an
-    interrupted one goes on with the path that it stopped at. Every token has as much context as
+    interrupted one goes on with the path where it stopped. Every token has as much context as
     the windows give it, whichever path scores it.
 
     Raises as `assemble_path` does for one of `paths` without a state, StorageError when the disk is
