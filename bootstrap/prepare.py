@@ -32,6 +32,7 @@ from dipaco.routing.routers import ROUTER_KINDS, load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
+from dipaco.routing.token_files import reported_rows
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
@@ -362,7 +363,14 @@ class Preparation:
             "shards", self._tokens_hash, self.base, self.router, self._paths,
             self.config.model.sequence_length, self.config.router.prefix_tokens,
             self.config.router.train_paths,
+            *([self._held_back_fraction] if self._held_back_fraction else []),
         )  # fmt: skip
+
+    @property
+    def _held_back_fraction(self) -> float:
+        """Part of the training documents that choose best parameters instead."""
+        early_stopping = self.config.rounds.early_stopping
+        return self.config.data.early_stopping_fraction if early_stopping else 0.0
 
     def _shard_builder(self) -> ShardBuilder:
         router = DocumentRouter(
@@ -379,6 +387,7 @@ class Preparation:
             self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
+            held_back_fraction=self._held_back_fraction,
         )
 
     @cached_property
@@ -437,7 +446,8 @@ class Preparation:
         each = max(1, SUMMARY_SEQUENCES // self._paths)
         total_nll, total_tokens = 0.0, 0
         for path in range(self._paths):
-            rows = self.folder.validation_tokens(plan, path)[:each]
+            held_out = self.folder.validation_tokens(plan, path)
+            rows = reported_rows(held_out, plan.rounds, None)[:each]
             if len(rows):
                 tokens = torch.from_numpy(rows.astype(np.int64))
                 nll, count = sum_losses(

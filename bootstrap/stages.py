@@ -41,7 +41,9 @@ def corpus_fingerprint(config: CorpusConfig) -> str:
     for part, path in names:
         found = path.stat()
         files.append([part, path.name, found.st_size, found.st_mtime_ns])
-    settings = config.model_dump(mode="json", exclude={"train", "validation"})
+    # The last concerns the shards, not which documents there are.
+    apart = {"train", "validation", "early_stopping_fraction"}
+    settings = config.model_dump(mode="json", exclude=apart)
     return inputs_hash(settings, files)
 
 

@@ -28,6 +28,7 @@ from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_files import reported_rows
 
 from .display import Display
 from .local_scores import ScoresFolder, local_request, score_paths
@@ -185,7 +186,8 @@ class Succession:
         model = PathModel(plan.model).to(self.device).eval()
         scores = []
         for path in range(self.grid.path_count):
-            rows = run.validation_tokens(plan, path)[:each]
+            held_out = run.validation_tokens(plan, path)
+            rows = reported_rows(held_out, plan.rounds, None)[:each]
             if len(rows):
                 modules = self.grid.modules_of_path(path)
                 states = {module: run.genesis_state(plan, module) for module in modules}

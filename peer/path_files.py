@@ -27,7 +27,7 @@ class PathData:
     validation: torch.Tensor
     """Rows of the published loss, [sequences, length]."""
     early_stopping: torch.Tensor
-    """Rows that choose the best states; the same tensor unless the run has them separate."""
+    """Rows that choose the best states; the same tensor only where the run has no others."""
 
 
 class PathFiles:
@@ -73,12 +73,12 @@ class PathFiles:
         return PathData(stream, *self._held_out_rows(path))
 
     def _held_out_rows(self, path: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the held-out rows of the published loss, and those of early stopping."""
+        """Return the rows of the published loss, and those that choose best parameters."""
         plan, rounds = self._node.plan, self._node.plan.rounds
         rows = self._node.run_folder.validation_tokens(plan, path)
         check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
         reported = _as_tensor(reported_rows(rows, rounds, rounds.validation_sequences))
-        if are_shared(rounds):
+        if are_shared(rows, rounds):
             return reported, reported
         return reported, _as_tensor(early_stopping_rows(rows, rounds))
 

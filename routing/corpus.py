@@ -58,6 +58,13 @@ class CorpusConfig(Config):
     held_out_fraction: float = Field(
         0.01, gt=0, lt=1, description="Part held out when there is no validation source."
     )
+    early_stopping_fraction: float = Field(
+        0.02,
+        ge=0,
+        lt=1,
+        description="Part of the training documents that choose each path's best parameters, and "
+        "that no path trains on; with early_stopping.",
+    )
     train_limit: int | None = Field(None, ge=1, description="Training documents, at most.")
     validation_limit: int | None = Field(None, ge=1, description="Validation documents, at most.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ from dipaco.modules.plan import PathShard, ShardIndex
 
 from .document_routing import DocumentRouter
 from .token_corpus import TokenCorpus
-from .token_files import scoring_windows, token_dtype, window_stride
+from .token_files import is_held_back, scoring_windows, token_dtype, window_stride
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["train", "validation"]
-_PARTS: tuple[Part, Part] = ("train", "validation")
+Part = Literal["train", "validation", "held_back"]
+_PARTS: tuple[Part, ...] = ("train", "validation", "held_back")
+_CORPORA: tuple[Part, Part] = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class PathSummary:
     train_documents: int
     train_tokens: int
     validation_documents: int
+    held_back_documents: int
     labels: tuple[tuple[str, float], ...]  # the largest labels first, by their share of the tokens
     label_tokens: Mapping[str, int] = field(default_factory=dict)
 
@@ -53,7 +56,11 @@ class ShardBuilder:
     A path's training documents follow each other and are cut into rows of `sequence_length`
     tokens, the last row padded; each document is in the shards of its `train_paths` best paths
     (section 2.4.4). A path's validation file holds the `scoring_windows` of the held-out documents
-    whose best path it is, in the order of the corpus. The work is done in chunks of documents; a
+    whose best path it is, in the order of the corpus.
+
+    A `held_back_fraction` of the training documents is in no shard (`is_held_back`): an empty row
+    and the windows of those whose best path it is follow in the path's validation file, and choose
+    its best parameters (section 2.7). The work is done in chunks of documents; a
     builder that was killed goes on after its last finished chunk and the files come out the same.
 
     `inputs` is a hash of everything that the shards depend on. Called by `bootstrap.prepare`.
@@ -69,6 +76,7 @@ class ShardBuilder:
         inputs: str,
         *,
         train_paths: int = 1,
+        held_back_fraction: float = 0.0,
         chunk_documents: int = 1024,
         chunk_tokens: int = 2_000_000,
     ) -> None:
@@ -79,7 +87,8 @@ class ShardBuilder:
         self._dtype = token_dtype(vocabulary_size)
         self._row_bytes = sequence_length * self._dtype.itemsize
         self._inputs = inputs
-        self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
+        self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1, "held_back": 1}
+        self._held_back_fraction = held_back_fraction
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
         self._progress_path = folder / "progress.json"
@@ -95,7 +104,7 @@ class ShardBuilder:
     ) -> None:
         """Route and write what is not done yet; `progress` gets (documents done, in all)."""
         total = len(train) + len(validation)
-        for part, corpus in zip(_PARTS, (train, validation), strict=True):
+        for part, corpus in zip(_CORPORA, (train, validation), strict=True):
             while self._done[part] < len(corpus):
                 self._add_chunk(part, corpus)
                 if progress:
@@ -108,10 +117,12 @@ class ShardBuilder:
         May be called again after an interruption: files that were moved are remembered.
         """
         digests = self._moved()
-        for part in _PARTS:
+        for part in _CORPORA:
             for path in range(self._path_count):
                 file = self._file(part, path)
                 if file.exists():
+                    if part == "validation":
+                        self._add_held_back(path)
                     digests[file.name] = blobs.add_file(file)
         atomic_write(self._folder / "digests.json", canonical_json(digests))
         for part in _PARTS:
@@ -130,6 +141,7 @@ class ShardBuilder:
                 train_documents=self._parts["train"][path].documents,
                 train_tokens=self._parts["train"][path].tokens,
                 validation_documents=self._parts["validation"][path].documents,
+                held_back_documents=self._parts["held_back"][path].documents,
                 labels=self._label_shares(path),
                 label_tokens=dict(self._labels[path]),
             )
@@ -142,21 +154,24 @@ class ShardBuilder:
         documents = [corpus.document(index) for index in indices]
         labels = [corpus.label_name(index) for index in indices]
         paths = self._router.nearest_paths(documents, self._routed_to[part], labels)
-        pieces: dict[int, list[np.ndarray]] = {}
+        pieces: dict[tuple[Part, int], list[np.ndarray]] = {}
         for document, label, chosen in zip(documents, labels, paths.tolist(), strict=True):
-            content = document if part == "train" else self._windows(document)
+            into = part
+            if part == "train" and is_held_back(document, self._held_back_fraction):
+                into = "held_back"
+            content = document if into == "train" else self._windows(document)
             content = content.astype(self._dtype).reshape(-1)
-            for path in chosen:
-                pieces.setdefault(path, []).append(content)
-                self._parts[part][path].documents += 1
-                self._parts[part][path].tokens += len(document)
-                if part == "train" and label is not None:
+            for path in chosen[: self._routed_to[into]]:
+                pieces.setdefault((into, path), []).append(content)
+                self._parts[into][path].documents += 1
+                self._parts[into][path].tokens += len(document)
+                if into == "train" and label is not None:
                     self._labels[path][label] += len(document)
-        for path, arrays in pieces.items():
+        for (into, path), arrays in pieces.items():
             content = np.concatenate(arrays)
-            with storage_errors(self._folder), open(self._file(part, path), "ab") as file:
+            with storage_errors(self._folder), open(self._file(into, path), "ab") as file:
                 file.write(content.tobytes())
-            self._parts[part][path].bytes += content.nbytes
+            self._parts[into][path].bytes += content.nbytes
         self._done[part] = indices.stop
         self._save()
 
@@ -171,6 +186,21 @@ class ShardBuilder:
 
     def _windows(self, document: np.ndarray) -> np.ndarray:
         return scoring_windows(document, self._sequence_length, self._router.prefix_tokens)
+
+    def _add_held_back(self, path: int) -> None:
+        """Put an empty row and the held-back documents behind the held-out ones of a path; doing
+        it twice changes nothing."""
+        if not self._held_back_fraction:
+            return
+        empty = np.full(self._sequence_length, PAD_TOKEN, self._dtype)
+        with (
+            storage_errors(self._folder),
+            open(self._file("validation", path), "ab") as file,
+            open(self._file("held_back", path), "rb") as held_back,
+        ):
+            file.truncate(self._parts["validation"][path].bytes)
+            file.write(empty.tobytes())
+            shutil.copyfileobj(held_back, file)
 
     def _pad_train_files(self) -> None:
         """Fill up the last row of every training file; doing it twice changes nothing."""
@@ -192,7 +222,8 @@ class ShardBuilder:
             train_sequences=self._sequences("train", path),
             train_documents=self._parts["train"][path].documents,
             validation_sha256=digests[self._file("validation", path).name],
-            validation_sequences=self._sequences("validation", path),
+            validation_sequences=self._sequences("validation", path)
+            + (1 + self._sequences("held_back", path) if self._held_back_fraction else 0),
         )
 
     def _sequences(self, part: Part, path: int) -> int:
@@ -232,15 +263,15 @@ class ShardBuilder:
         self._save()
 
     def _reset(self) -> None:
-        self._done: dict[Part, int] = dict.fromkeys(_PARTS, 0)
+        self._done: dict[Part, int] = dict.fromkeys(_CORPORA, 0)
         self._parts: dict[Part, list[_PathPart]] = {
             part: [_PathPart() for _ in range(self._path_count)] for part in _PARTS
         }
         self._labels: list[Counter[str]] = [Counter() for _ in range(self._path_count)]
 
     def _restore(self, values: dict[str, Any]) -> None:
-        for part in _PARTS:
-            self._done[part] = values["done"][part]
+        self._done |= values["done"]
+        for part in values["parts"]:
             self._parts[part] = [_PathPart(*counts) for counts in values["parts"][part]]
         self._labels = [Counter(counts) for counts in values["labels"]]
 

@@ -1,6 +1,6 @@
 """Early stopping in a simulation: the best states of every path, as the peers keep them.
 
-They are chosen after the same rounds and by the same held-out rows as in a swarm, so a swarm of
+They are chosen after the same rounds and by the same rows as in a swarm, so a swarm of
 fixed-steps peers keeps the same ones. With a directory they lie in `P00003.safetensors`; one found
 since the last checkpoint waits in `P00003.pending`, because a simulation that was killed trains
 the rounds behind its checkpoint again.
@@ -140,7 +140,8 @@ class EarlyStopping:
         rounds = self._plan.rounds
         rows = self._run.validation_tokens(self._plan, path)
         chosen = early_stopping_rows(rows, rounds)
-        if are_shared(rounds) and len(chosen) == len(reported_rows(rows, rounds, self._sequences)):
+        reported = reported_rows(rows, rounds, self._sequences)
+        if are_shared(rows, rounds) and len(chosen) == len(reported):
             return validation
         return LossSum(*sum_losses(model, chosen, self._plan.routing.prefix_tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -20,17 +21,19 @@ from dipaco.modules.best_parameters import (
     best_parameters_of,
     read_best_parameters,
 )
-from dipaco.modules.config import BEGIN_TOKEN, RoundsConfig
+from dipaco.modules.config import BEGIN_TOKEN, PAD_TOKEN, RoundsConfig
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.early_stopping import PATIENCE_ROUNDS, EarlyStopping
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import early_stopping_rows, reported_rows
+from dipaco.routing.token_files import are_shared, early_stopping_rows, reported_rows
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatorSettings
-from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run, sign_tiny_run
 
 ME, OTHER = "Qm" + "a" * 44, "Qm" + "b" * 44
 ROUNDS = 5
@@ -77,7 +80,75 @@ def test_shared_rows_are_the_same_and_separate_ones_of_other_documents() -> None
     assert len(early_stopping_rows(rows[:0], separate)) == 0
 
 
+def test_rows_behind_the_empty_row_choose_whatever_the_setting() -> None:
+    documents, held_back = rows_of([2, 1, 3]), rows_of([1, 2]) + 100
+    held_back[[0, 1], 0] = BEGIN_TOKEN
+    empty = np.full((1, 8), PAD_TOKEN)
+    rows = np.concatenate([documents, empty, held_back])
+    for split in ("shared", "separate"):
+        rounds = RoundsConfig(validation_sequences=100, early_stopping_split=split)
+        assert np.array_equal(reported_rows(rows, rounds, None), documents)
+        assert np.array_equal(early_stopping_rows(rows, rounds), held_back)
+        assert not are_shared(rows, rounds)
+    none = np.concatenate([documents, empty])
+    assert len(early_stopping_rows(none, RoundsConfig())) == 0
+    off = RoundsConfig(early_stopping=False)
+    assert np.array_equal(reported_rows(rows, off, None), documents)
+
+
 # -- the simulator
+
+
+def test_rows_of_the_shard_choose_and_rows_of_validation_report(
+    tmp_path: Path, overfitted: RunFolder
+) -> None:
+    """A run with held-back documents keeps what is best on them, and reports on the others."""
+    run, plan = with_held_back(overfitted, tmp_path / "run")
+    swarm = ReferenceSwarm(run)
+    model = PathModel(plan.model)
+
+    def scored(path: int, held_back: bool) -> float:
+        states = {m: swarm.states[m] for m in swarm.grid.modules_of_path(path)}
+        best_parameters_of(swarm.grid, path, 0, LossSum(1.0, 1), states).load_into(model)
+        rows = run.validation_tokens(plan, path)
+        end = int(np.flatnonzero(rows[:, 0] == PAD_TOKEN)[0])
+        part = rows[end + 1 :] if held_back else rows[:end]
+        return LossSum(*sum_losses(model, part, TINY_PREFIX_TOKENS)).loss or 0.0
+
+    chosen: dict[int, list[float]] = {0: [], 1: []}
+    for report in swarm.rounds(ROUNDS):
+        for path in report.paths:
+            chosen[path.path].append(scored(path.path, held_back=True))
+            assert path.validation.loss == scored(path.path, held_back=False)
+            assert path.best is not None
+            assert path.best.chosen.loss == min(chosen[path.path])
+            if path.best.round_index == report.round_index:
+                assert path.best.validation == path.validation
+
+
+def with_held_back(source: RunFolder, folder: Path) -> tuple[RunFolder, RunPlan]:
+    """Copy a run, with an empty row and the other path's held-out rows behind each path's own."""
+    shutil.copytree(source.path, folder)
+    run = RunFolder(folder)
+    plan = run.plan()
+    rows = [run.validation_tokens(plan, path) for path in range(2)]
+    shards = []
+    for shard in run.shard_index(plan).paths:
+        empty = np.full((1, plan.model.sequence_length), PAD_TOKEN)
+        joined = np.concatenate([rows[shard.path], empty, rows[1 - shard.path]])
+        data = joined.astype(rows[0].dtype).tobytes()
+        update = {
+            "validation_sha256": run.blobs.add_bytes(data),
+            "validation_sequences": len(joined),
+        }
+        shards.append(shard.model_copy(update=update))
+    index = ShardIndex(sequence_length=plan.model.sequence_length, paths=tuple(shards))
+    sha256 = run.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
+    blobs = plan.blobs.model_copy(update={"shards": sha256})
+    rounds = plan.rounds.model_copy(update={"validation_sequences": 1000})
+    plan = plan.model_copy(update={"blobs": blobs, "rounds": rounds})
+    sign_tiny_run(run, plan)
+    return run, plan
 
 
 def test_the_simulator_keeps_the_least_loss_of_every_path(overfitted: RunFolder) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,14 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dipaco.modules.blobs import BlobStore
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, RoundsConfig
 from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.plan import ShardIndex
 from dipaco.routing.corpus import Document
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.shards import ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
-from dipaco.routing.token_files import check_tokens, open_tokens, scoring_windows
+from dipaco.routing.token_files import (
+    check_tokens,
+    early_stopping_rows,
+    is_held_back,
+    open_tokens,
+    reported_rows,
+    scoring_windows,
+)
 from dipaco.routing.tokenizer import Tokenizer
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
@@ -181,6 +189,61 @@ def test_overlapping_shards(tmp_path: Path) -> None:
         assert index.paths[path].train_documents == len(mine)
         summary = builder.summaries()[path]
         assert sum(summary.label_tokens.values()) == summary.train_tokens == len(flat)
+
+
+@pytest.mark.parametrize("train_paths", [1, 2])
+@pytest.mark.parametrize("chunks", [4, 10**9])
+def test_held_back_documents_are_in_no_shard(tmp_path: Path, train_paths: int, chunks: int) -> None:
+    """They stand behind an empty row of their best path's validation file, also after a kill."""
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+
+    def builder(chunks: int) -> ShardBuilder:
+        return ShardBuilder(
+            tmp_path / "shards", FirstLetterRouter(chunks), PATHS, LENGTH, VOCABULARY, "inputs",
+            train_paths=train_paths, held_back_fraction=0.25, chunk_documents=8,
+        )  # fmt: skip
+
+    with contextlib.suppress(KeyboardInterrupt):
+        builder(chunks).build(train, validation)
+    finished = builder(10**9)
+    finished.build(train, validation)
+    blobs = BlobStore(tmp_path / "blobs")
+    index = finished.finish(blobs)
+    assert finished.finish(blobs) == index
+    texts = {held_out: [d.text for d, v in _documents() if v == held_out] for held_out in (0, 1)}
+    tokens = {v: [LetterTokenizer().document_tokens(t) for t in texts[v]] for v in texts}
+    held_back = [d for d in tokens[0] if is_held_back(d, 0.25)]
+    trained = [d for d in tokens[0] if d not in held_back]
+    assert 5 < len(held_back) < 40
+    for path in range(PATHS):
+        shard = index.paths[path]
+        own = [d for d in trained if (path - d[1]) % PATHS < train_paths]
+        flat = [token for document in own for token in document]
+        rows = open_tokens(blobs.path(shard.train_sha256), LENGTH, VOCABULARY)
+        # A last row of one token would be left out.
+        assert len(flat) <= rows.size + 1
+        assert rows.reshape(-1)[: len(flat)].tolist() == flat[: rows.size]
+        assert shard.train_documents == len(own)
+        rows = open_tokens(blobs.path(shard.validation_sha256), LENGTH, VOCABULARY)
+        assert len(rows) == shard.validation_sequences
+        rounds = RoundsConfig(validation_sequences=10**6)
+        for documents, part in (
+            (tokens[1], reported_rows(rows, rounds, None)),
+            (held_back, early_stopping_rows(rows, rounds)),
+        ):
+            own = [d for d in documents if d[1] % PATHS == path]
+            windows = [scoring_windows(d, LENGTH, PREFIX) for d in own]
+            assert np.array_equal(part, np.concatenate(windows))
+        held = [d for d in held_back if d[1] % PATHS == path]
+        assert finished.summaries()[path].held_back_documents == len(held)
+
+
+def test_held_back_is_a_share_by_hash() -> None:
+    documents = [[1, number, 7, 2] for number in range(4000)]
+    held_back = [d for d in documents if is_held_back(d, 0.1)]
+    assert 300 < len(held_back) < 500
+    assert all(is_held_back(np.array(d, dtype="<u2"), 0.2) for d in held_back)
+    assert not any(is_held_back(d, 0.0) for d in documents)
 
 
 def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
