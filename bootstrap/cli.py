@@ -209,7 +209,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 def open_source(
     arguments: argparse.Namespace, say: Callable[[str], None]
 ) -> Iterator[tuple[Predecessor | None, ScoringSwarm | None]]:
-    """Open what `prepare --from` goes on with: a directory, and perhaps the live swarm."""
+    """Open the run that `prepare --from` continues: a directory, and perhaps the live swarm."""
     if arguments.predecessor is None:
         yield None, None
         return

@@ -18,7 +18,7 @@ _PLAIN_EVERY_S = 10.0
 
 
 class StageProgress:
-    """Progress of one stage; `update` may be called as often as one likes."""
+    """Progress of one stage; `update` may be called at any rate."""
 
     def __init__(self, console: Console, name: str, bar: Progress | None) -> None:
         self._console = console

@@ -2,8 +2,8 @@
 
 The operator's process joins the swarm for as long as preparation lasts. It serves the documents,
 publishes a signed request, and fetches the scores that peers announce, in any order and from
-whoever has them. Nothing of it is believed before it is checked, the wait is bounded, and what
-is missing then is scored by preparation itself, so no peer can hold a successor up.
+anybody who has them. Nothing is believed unchecked, the wait is bounded, and preparation scores
+what is missing then itself, so no peer can hold up a successor.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SwarmScores:
     def gather(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
         """Ask the peers for the scores of `paths` and wait until they are in `folder`, at most the
         time that was given. What the peers announce is checked; what is wrong is refused with one
-        line, and asked for nowhere else under that hash."""
+        line, and that hash is not asked for again."""
         grid, deadline = self._node.grid, time.monotonic() + self._wait_s
         missing = [p for p in paths if folder.load(p, grid.modules_of_path(p)) is None]
         have, said_at, said_have = len(paths) - len(missing), float("-inf"), -1
@@ -119,7 +119,7 @@ class SwarmScores:
             if missing and (have > said_have or time.monotonic() - said_at >= _SAY_EVERY_S):
                 left_s = max(0.0, deadline - time.monotonic())
                 self._say(
-                    f"scores: have {have}, need {len(paths)} scores; in work: "
+                    f"scores: have {have}, need {len(paths)} scores; in progress: "
                     f"{_listed(set(board.scoring()) & set(missing))}; {left_s:.0f} s left to wait"
                 )
                 said_at, said_have = time.monotonic(), have
@@ -164,7 +164,7 @@ class SwarmScores:
 
     def _fetch(self, folder: ScoresFolder, board: ScoringBoard, path: int) -> bool:
         """Fetch the scores of a path from one of those who announce them; return whether they
-        came and are right."""
+        arrived and are right."""
         node = self._node
         for sha256, peer in board.done().get(path, ()):
             if (sha256, peer) in self._refused:
@@ -248,7 +248,7 @@ def open_swarm(
     say: Callable[[str], None],
     host_maddrs: tuple[str, ...] = (),
 ) -> Iterator[SwarmScores]:
-    """Join the swarm of `predecessor` and let it take its states from there.
+    """Join the swarm of `predecessor`, which then takes its states from there.
 
     The process is a member that others can fetch from, and holds and trains nothing. Raises the
     `DipacoError` of the step of joining that failed.

@@ -45,7 +45,7 @@ class NumberedTokenizer:
 
 
 class ImportedBase:
-    """The checkpoint in `folder`. Nothing is read before it is asked for.
+    """The checkpoint in `folder`. Nothing is read until it is needed.
 
     With `own_tokenizer` off, `[tokenizer] model_file` is used instead of the checkpoint's, and its
     pieces must be numbered as the rows of the embedding.

@@ -30,8 +30,8 @@ _SLICE_ROWS = 16 * SCORING_BATCH
 
 
 class ScoresFolder:
-    """The scores that are at hand for one request, a file for each path, so that work goes on
-    where it was stopped."""
+    """The scores for one request that are here, a file for each path, so that work goes on where
+    it was stopped."""
 
     def __init__(self, folder: Path, request: str, documents: RouterDocuments) -> None:
         self.request = request
@@ -79,7 +79,7 @@ class ScoresFolder:
 
 
 def local_request(documents: RouterDocuments, run_id: str) -> str:
-    """Return the id under which scores are kept that no swarm was asked for."""
+    """Return the id under which scores are kept if no swarm was asked for them."""
     content = run_id.encode() + hashlib.sha256(documents.to_bytes()).digest()
     return hashlib.sha256(content).hexdigest()[:16]
 

@@ -26,7 +26,7 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(_traffic(figures))
     console.print(_sizes("On a peer's disk", figures.disk_bytes, figures.disk_total_bytes))
     if figures.shard_bytes is None:
-        console.print("Without token files: give --corpus-tokens to have them estimated")
+        console.print("Without token files; --corpus-tokens estimates them")
     console.print(
         _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
     )

@@ -1,4 +1,4 @@
-"""The run that a successor goes on with: its plan, its operator, its newest module states.
+"""The run that a successor continues: its plan, its operator, its newest module states.
 
 A predecessor is a run directory: the operator's own, a peer's cache, or what `dipaco-simulate
 --out` wrote. A live swarm is read into such a directory first (`gather_scores.py`).
@@ -95,8 +95,8 @@ class Predecessor:
         state = self.folder.genesis_state(self.plan, module)
         if state.digest != digest:
             raise IntegrityError(
-                f"the state {digest[:12]} of {module} has gone from {self.path}; is a peer still "
-                f"training there? stop it, or give --initial-peers, and start again"
+                f"the state {digest[:12]} of {module} has vanished from {self.path}; is a peer "
+                f"still training there? stop it, or give --initial-peers, and start again"
             )
         return state
 
@@ -113,7 +113,7 @@ class Predecessor:
         return self.folder.blobs.read(self.plan.blobs.base)
 
     def path_steps(self) -> int:
-        """Return the most inner steps that a path has behind it, `first_step` included."""
+        """Return the most inner steps that any path has behind it, `first_step` included."""
         per_step = self.plan.inner.batch_sequences * self.plan.model.sequence_length
         counted = [
             progress.tokens // per_step
@@ -123,7 +123,7 @@ class Predecessor:
         return self.plan.inner.first_step + max(counted, default=0)
 
     def outer_steps(self) -> int:
-        """Return the most outer steps that a module has behind it, `first_step` included."""
+        """Return the most outer steps that any module has behind it, `first_step` included."""
         versions = [summary.version for summary in self._summaries]
         return self.plan.outer.first_step + max(versions, default=0)
 

@@ -1,8 +1,8 @@
 """Preparing a run: tokenizer, tokens, base model, router, shards, signed manifest.
 
 Each stage notes what it was made from, so a preparation that was stopped (or killed) goes on where
-it was, and a changed RUN.toml repeats only what depends on the change. Whoever only trains never
-runs this; see "For operators" in README.md.
+it was, and a changed RUN.toml repeats only what depends on the change. Volunteers never run this;
+see "For operators" in README.md.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Preparation:
 
     @cached_property
     def tokenizer(self) -> str:
-        """Stage 1: train the tokenizer, or take the one that is given."""
+        """Stage 1: train the tokenizer, or use the one that is given."""
         config = self.config.tokenizer
         if self.succession:
             return self.succession.tokenizer(config.model_file)
@@ -254,7 +254,7 @@ class Preparation:
             return folder if folder.is_dir() else None
         reused = self.predecessor.tokens_folder(self._tokens_hash) if self.predecessor else None
         if reused is not None:
-            self.display.say(f"tokens: those of {reused} are used, the corpus is the same")
+            self.display.say(f"tokens: taken from {reused}, the corpus is the same")
             self.markers.mark("tokens", self._tokens_hash, {"folder": str(reused)})
         return reused
 
@@ -432,7 +432,7 @@ class Preparation:
         self.display.run(plan, self.folder.grid(plan).parameter_counts(), str(self.out))
         if not is_new:
             self.display.say(
-                "Everything was done already; the manifest stands as it was signed. For a new "
+                "Everything is done already and the manifest is unchanged. For a new "
                 "start give --start-in-s"
             )
         elif any((self.out / "states").glob("*")):

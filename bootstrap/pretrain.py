@@ -105,7 +105,7 @@ def _resume(path: Path, inputs: str, model: PathModel, loop: InnerLoop) -> int:
             return 0
         step, parameters, optimizer = content["step"], content["model"], content["optimizer"]
     except Exception as error:  # pickle, zip and key errors alike: starting again is right
-        logger.warning("%s cannot be used (%s); the base model is trained anew", path, error)
+        logger.warning("%s cannot be used (%s); the base model is trained again", path, error)
         return 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -117,7 +117,7 @@ def _refresh_until_stopped(
     display: Display,
     stopping: threading.Event,
 ) -> None:
-    """Say how the swarm is, and look a random key up so that dead peers leave the routing table."""
+    """Show the state of the swarm; look up a random key so that dead peers leave the routing."""
     while not stopping.wait(period_s):
         try:
             node.directory.look_up_random_key(random.getrandbits(64))

@@ -130,21 +130,21 @@ class Succession:
     def check_scorable(self) -> None:
         """Raise ConfigurationError unless each new path goes on with one old path of its own.
 
-        Labels say under which old path a document is likeliest; copies of one path are alike.
+        Labels say under which old path a document is likeliest, and copies are equally likely.
         """
         origins = [self.growth.origin_path(path) for path in range(self.grid.path_count)]
         if len(set(origins)) < self.grid.path_count:
             raise ConfigurationError(
                 f"a router trained on scores needs as many trained paths as the grid has, but its "
                 f"{self.grid.path_count} paths come from {len(set(origins))} of the old run's "
-                f"{self.predecessor.grid.path_count}, so some would be alike; write kind = "
+                f"{self.predecessor.grid.path_count}, so some would be equal; write kind = "
                 f"'kmeans' under [router], and re-shard in a further successor"
             )
 
     def scores(self, documents: RouterDocuments) -> np.ndarray:
-        """Return what each new path's origin makes of the documents, nats, float64 [N, paths].
+        """Return the summed loss of each document under each new path's origin, float64 [N, paths].
 
-        From the swarm if there is one, the rest from the states at hand.
+        From the swarm if there is one, the rest from the states here.
         Raises ConfigurationError as `check_scorable` does.
         """
         self.check_scorable()
@@ -203,9 +203,9 @@ class Succession:
         self._say_schedule("outer", plan.outer, self.predecessor.outer_steps())
 
     def _say_schedule(self, section: str, config: InnerConfig | OuterConfig, steps: int) -> None:
-        """Point out that a schedule begins anew, which may not be meant."""
+        """Point out that a schedule starts over, which may not be intended."""
         if (config.warmup_steps or config.decay_steps) and steps and not config.first_step:
             self.display.say(
-                f"[{section}] The learning rate begins its warmup and decay anew; the modules have "
+                f"[{section}] The learning rate starts its warmup and decay over; the modules have "
                 f"{steps} steps behind them. To go on with one schedule write first_step = {steps}"
             )

@@ -161,7 +161,7 @@ def test_the_wait_is_bounded_and_says_what_it_waits_for(peers: Peers) -> None:
     peers.announce(BOB, 3, None)
     folder = peers.gather(peers.open(wait_s=0.2))
     assert loaded(peers, folder) == [0]
-    assert "have 1, need 4 scores; in work: 3;" in peers.said[0]
+    assert "have 1, need 4 scores; in progress: 3;" in peers.said[0]
     assert peers.said[-1] == (
         "scores: have 1, need 4 scores after 0 s; paths 1, 2, 3 are scored here"
     )

@@ -432,4 +432,4 @@ def test_command_line(
     assert cli.main([*arguments, "--threads", "0"]) == 3
     assert cli.main([*arguments[:-1], "tpu9"]) == 3
     assert cli.main(arguments) == 0
-    assert "Everything was done already" in capsys.readouterr().out
+    assert "Everything is done already" in capsys.readouterr().out

@@ -188,7 +188,7 @@ def test_the_same_directories_give_the_same_run(chain: dict[str, Path], tmp_path
     again, _ = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
     assert again.plan().blobs == RunFolder(chain["scored"]).plan().blobs
     _, output = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
-    assert "Everything was done already" in output
+    assert "Everything is done already" in output
     assert ": done in" not in output
 
 
@@ -218,7 +218,7 @@ def test_output_says_where_the_modules_stand(chain: dict[str, Path], tmp_path: P
     folder = chain["dense"].parent
     _, output = succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
     assert "Genesis: validation perplexity" in output
-    assert "[inner] The learning rate begins its warmup and decay anew" in output
+    assert "[inner] The learning rate starts its warmup and decay over" in output
     assert "write first_step = 3" in output
     assert f"tokens: those of {chain['dense'] / 'work/tokens'}" in output
     toml = successor_toml(folder, "later", "[2, 2]")

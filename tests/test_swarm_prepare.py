@@ -73,7 +73,7 @@ def test_peers_score_for_a_successor_and_go_there(tmp_path: Path) -> None:
 
         # The same command finds everything done, without the swarm's help.
         again = command("dipaco-bootstrap", *prepare, timeout_s=100)
-        assert "Everything was done already" in again.stdout, again.stdout + again.stderr
+        assert "Everything is done already" in again.stdout, again.stdout + again.stderr
 
         successor = swarm.start_bootstrap
         swarm.run = new
