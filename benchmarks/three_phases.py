@@ -26,7 +26,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from common import CORPUS_TOML, HERE, scratch_folder
 from dipaco.routing.run_folder import RunFolder
 from support.faults import processes_of
 from support.swarm import Event, Member, Swarm, command
-from three_phases_report import report_of
+from three_phases_report import Outcome, Phase, report_of
 
 PEERS = 4
 START_S = 240.0
@@ -78,23 +77,6 @@ validation_sequences = 16
 )
 # Private: the first block of the first level, the last of the second, and the embedding.
 GRID_TOML = "modules_per_level = [2, 2]\nprivate_blocks = [0, 3]\nprivate_embedding = true"
-
-
-@dataclass
-class Phase:
-    """One run of the chain, and what was seen of it."""
-
-    name: str
-    router: str
-    grid: str
-    paths: int
-    run_id: str = ""
-    folder: Path = Path()
-    genesis: Path = Path()
-    """A copy of the prepared run without states: what the phase begins with."""
-    handed_over: Path | None = None
-    """The same with the states that its successor took from the live swarm."""
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def three_phases() -> list[Phase]:
@@ -147,6 +129,20 @@ class Chain:
                 found = self._eval("--state-dir", str(phase.handed_over), "--no-base")
                 phase.figures["handed_over_perplexity"] = found["perplexity"]
         self._train_dense_beside()
+
+    def outcome(self) -> Outcome:
+        """Return what is reported, after `run`."""
+        return Outcome(
+            phases=self.phases,
+            alive=[peer.name for peer in self.peers],
+            started=[peer.name for peer in self.everybody],
+            dense_steps=self.dense_steps,
+            dense_perplexity=self.dense_perplexity,
+            round_s=self.chosen.round_s,
+            hidden_size=self.chosen.hidden_size,
+            base_steps=self.chosen.base_steps,
+            seconds=time.monotonic() - self.began_s,
+        )
 
     def _train_dense_beside(self) -> None:
         """Train one dense model from the same base, as many steps as a peer has made in all
@@ -440,7 +436,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         chain = Chain(folder.resolve(), chosen)
         chain.run()
-        report = report_of(chain)
+        report = report_of(chain.outcome())
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     report.print(as_json=False)

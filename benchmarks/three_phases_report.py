@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from common import Report
-
-if TYPE_CHECKING:
-    from three_phases import Chain
 
 COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end")
 
 
-def broken_promises(chain: Chain) -> list[str]:
+@dataclass
+class Phase:
+    """One run of the chain, and what was seen of it."""
+
+    name: str
+    router: str
+    grid: str
+    paths: int
+    run_id: str = ""
+    folder: Path = Path()
+    genesis: Path = Path()
+    """A copy of the prepared run without states: what the phase begins with."""
+    handed_over: Path | None = None
+    """The same with the states that its successor took from the live swarm."""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the whole chain."""
+
+    phases: Sequence[Phase]
+    alive: Sequence[str]
+    """Names of the peers that were alive at the end."""
+    started: Sequence[str]
+    """Names of all peers, also of those that were killed."""
+    dense_steps: int
+    dense_perplexity: float
+    """Of a dense model that was trained beside, with as many steps as a peer made."""
+    round_s: float
+    hidden_size: int
+    base_steps: int
+    seconds: float
+
+
+def broken_promises(phases: Sequence[Phase]) -> list[str]:
     """Return what was not as it has to be, one line each."""
     found = []
-    tokens = {phase.figures["tokens"] for phase in chain.phases}
+    tokens = {phase.figures["tokens"] for phase in phases}
     if len(tokens) > 1:
         found.append(f"the phases were not scored on the same tokens: {sorted(tokens)}")
-    dense, forked = (phase.figures for phase in chain.phases[:2])
+    dense, forked = (phase.figures for phase in phases[:2])
     if abs(forked["began_with_perplexity"] / dense["handed_over_perplexity"] - 1.0) > 1e-5:
         found.append("the paths of the grid did not begin as the dense model that was handed over")
-    for phase in chain.phases:
+    for phase in phases:
         figures = phase.figures
         if figures["missing_paths"]:
             found.append(f"{phase.name}: no state of paths {figures['missing_paths']}")
@@ -33,7 +67,7 @@ def broken_promises(chain: Chain) -> list[str]:
     return found
 
 
-def report_of(chain: Chain) -> Report:
+def report_of(chain: Outcome) -> Report:
     """Return the table and the figures."""
     report = Report("three phases of one swarm: validation perplexity", COLUMNS)
     for phase in chain.phases:
@@ -54,9 +88,9 @@ def report_of(chain: Chain) -> Report:
             report.notes.append(
                 f"{phase.name}: {figures['moved_peers']} peers moved there by themselves and "
                 f"trained {figures['moved_after_s']} s after it was served, in rounds of "
-                f"{chain.chosen.round_s:g} s; paths scored by peers: {figures['scores_by_peers']}"
+                f"{chain.round_s:g} s; paths scored by peers: {figures['scores_by_peers']}"
             )
-    first, stayed = chain.phases[0].figures, [p.name for p in chain.peers]
+    first = chain.phases[0].figures
     base = first["base_perplexity"]
     report.notes += [
         "rounds, steps (of the least and the most trained path, all replicas) and after: when "
@@ -67,8 +101,8 @@ def report_of(chain: Chain) -> Report:
         f"{first['documents']} documents, the first 32 of each excluded",
         f"dense model of one path's size, trained beside from the same base for "
         f"{chain.dense_steps} steps, as many as one peer made: {chain.dense_perplexity:.2f}",
-        f"alive at the end: {', '.join(stayed)}; no peer was started twice, and a fresh one took "
-        f"the place of each that was killed",
+        f"alive at the end: {', '.join(chain.alive)}; no peer was started twice, and a fresh "
+        f"one took the place of each that was killed",
     ]
     report.figures = {
         "base_perplexity": base,
@@ -84,12 +118,12 @@ def report_of(chain: Chain) -> Report:
             }
             for phase in chain.phases
         ],
-        "peers_started": [peer.name for peer in chain.everybody],
-        "broken": broken_promises(chain),
-        "round_s": chain.chosen.round_s,
-        "hidden_size": chain.chosen.hidden_size,
-        "base_steps": chain.chosen.base_steps,
-        "seconds": round(time.monotonic() - chain.began_s, 1),
+        "peers_started": list(chain.started),
+        "broken": broken_promises(chain.phases),
+        "round_s": chain.round_s,
+        "hidden_size": chain.hidden_size,
+        "base_steps": chain.base_steps,
+        "seconds": round(chain.seconds, 1),
     }
     report.notes += [f"BROKEN: {line}" for line in report.figures["broken"]]
     return report

@@ -14,7 +14,6 @@ from dipaco.dht.logs import run_logged
 from dipaco.modules.errors import ConfigurationError
 
 from .options import (
-    GREATEST_WINDOW,
     add_rerouter_argument,
     add_source_arguments,
     open_source_of,
@@ -133,6 +132,8 @@ def _say(line: str) -> None:
 
 
 def _check_reroute(options: argparse.Namespace) -> None:
+    from .rerouting import GREATEST_WINDOW
+
     window = options.reroute
     if window is not None and not 1 <= window <= GREATEST_WINDOW:
         raise ConfigurationError(

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from .rerouter import Rerouter
     from .sources import StateSource
 
-GREATEST_WINDOW = 2**20
-"""Tokens between two decisions of rerouting, at most."""
-
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the model comes from and where it runs."""
@@ -126,6 +123,8 @@ def parse_windows(text: str | None, option: str) -> tuple[int, ...]:
     """Read windows such as "16,64", none for None. Raises ConfigurationError, naming `option`."""
     if text is None:
         return ()
+    from .rerouting import GREATEST_WINDOW
+
     windows = []
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= GREATEST_WINDOW:

@@ -24,8 +24,7 @@ from dipaco.modules.transformer import PathModel
 from torch import nn
 
 from .document_windows import DocumentWindows
-from .options import GREATEST_WINDOW
-from .rerouting import STAY, Decisions, choose_paths, decisions
+from .rerouting import GREATEST_WINDOW, STAY, Decisions, choose_paths, decisions
 from .token_scores import length_batches, row_tensor
 
 REROUTER_FORMAT = "dipaco-rerouter/1"

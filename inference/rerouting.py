@@ -19,6 +19,8 @@ from .token_scores import TokenScores
 
 STAY: float = math.inf
 """The bonus for staying that never lets a path be left."""
+GREATEST_WINDOW = 2**20
+"""Tokens between two decisions, at most."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,63 @@ def test_the_check_finds_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "    from dipaco import peer\n    import dht.view\n"
     )
     assert len(list(_mistakes(file))) == 4
+
+
+def _module(file: Path) -> str:
+    """Return the name by which a file is imported; those of benchmarks/ have no package."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "benchmarks":
+        return parts[-1]
+    return ".".join(("dipaco", *parts)).removesuffix(".__init__")
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Yield what a file imports, and what it imports from there, which may be a module too.
+
+    Anywhere in the file: what a function imports, and what only the type check reads.
+    """
+    package = _module(file).split(".")
+    package = package if file.stem == "__init__" else package[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            begin = package[: len(package) + 1 - node.level] if node.level else []
+            name = ".".join((*begin, *([node.module] if node.module else [])))
+            yield from (name, *(f"{name}.{alias.name}" for alias in node.names))
+
+
+def _circle(files: list[Path]) -> list[str]:
+    """Return modules of which each imports the next and the last is the first, if there are."""
+    names = {_module(file) for file in files}
+    graph = {_module(file): names.intersection(_imported(file)) for file in files}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert _circle(_files(*FOLDERS, "benchmarks")) == []
+
+
+def test_the_check_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    room = tmp_path / "peer" / "room"
+    room.mkdir(parents=True)
+    for folder in (room.parent, room):
+        (folder / "__init__.py").touch()
+    (room / "first.py").write_text(
+        "import typing\nif typing.TYPE_CHECKING:\n    from . import last\n"
+    )
+    (room / "middle.py").write_text("from dipaco.peer.room.first import value\n")
+    (room / "last.py").write_text("def late():\n    from .middle import value\n")
+    circle = [f"dipaco.peer.room.{name}" for name in ("first", "last", "middle")]
+    found = _circle(_files("peer"))
+    assert (sorted(found[1:]), found[0]) == (sorted(circle), found[-1])
+    (room / "last.py").unlink()
+    assert _circle(_files("peer")) == []
 
 
 def test_what_knows_no_network_loads_none() -> None:
