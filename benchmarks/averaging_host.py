@@ -13,7 +13,8 @@ from typing import Any
 
 import common  # noqa: F401  It makes the helpers of the tests importable.
 import torch
-from dipaco.modules.outer import Contribution
+from dipaco.modules.codecs import CODECS
+from dipaco.modules.outer import AveragingRule, Contribution
 from dipaco.peer.averaging.averager import ExactAverager
 from dipaco.peer.averaging.group import averager_prefix, group_bits
 from hivemind.averaging import DecentralizedAverager
@@ -78,7 +79,7 @@ def main() -> None:
         dht,
         prefix=averager_prefix("benchmark", "L0"),
         size=options.size,
-        codec=options.codec,
+        rule=AveragingRule(CODECS[options.codec]),
         part_bytes=PART_BYTES,
         matchmaking_s=MATCHMAKING_S,
         paths_of_module={"L0.E0": (0,)},

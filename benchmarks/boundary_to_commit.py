@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from common import Report, build_parser, ratio, scratch_folder
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import ModelConfig, OuterConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import (
+    AveragingRule,
     Contribution,
-    WireCodec,
-    average_contributions,
     outer_gradient,
     outer_step,
 )
@@ -46,7 +46,7 @@ MODEL = {
 }
 BLOCKS_OF_A_MODULE = 4
 SMALL_HIDDEN = {"hidden_size": 64, "feed_forward_size": 176, "head_count": 2}
-CODECS = {"fp16": "float16", "fp32": "none"}
+SHOWN_CODECS = {"fp16": "float16", "fp32": "none"}
 
 
 def options() -> argparse.Namespace:
@@ -64,7 +64,7 @@ def main() -> int:
     columns = ("wire", "commit after boundary, median s", "slowest", "one process alone", "ratio")
     report = Report("boundary to commit", columns)
     report.figures = {"wire": {}}
-    for shown_codec, codec in CODECS.items():
+    for shown_codec, codec in SHOWN_CODECS.items():
         with scratch_folder() as folder:
             found = measure(folder, codec, chosen)
         report.row(
@@ -158,7 +158,7 @@ def alone_s(anchor: ModuleState, codec: str, group: int) -> float:
     table = [Contribution(0, f"peer{number}", 1000) for number in range(group)]
     started = time.perf_counter()
     gradients = [outer_gradient(anchor.parameters, tensor) for tensor in local]
-    average = average_contributions(gradients, [1 / group] * group, WireCodec(codec))
+    average = AveragingRule(CODECS[codec]).average(gradients, table)
     digest = outer_step(anchor, average, table, OuterConfig(), 0).digest
     assert digest
     return time.perf_counter() - started

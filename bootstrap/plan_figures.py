@@ -9,19 +9,19 @@ full grid: one peer on every path, all of them reachable and equally fast. Calle
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
-from dipaco.modules.config import AveragingConfig, ModelConfig
+from dipaco.modules.codecs import CODECS, Codec
+from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.peer.averaging.codec import encoded_bytes, part_elements
 from dipaco.peer.trainer import REMEMBERED_CONTRIBUTIONS
 from dipaco.routing.token_files import token_dtype
 from torch._subclasses import FakeTensorMode
@@ -170,16 +170,16 @@ def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFig
     )
 
 
-def all_reduce_bytes(elements: int, peers: int, codec: str, part_bytes: int) -> int:
+def all_reduce_bytes(elements: int, peers: int, codec: Codec, part_bytes: int) -> int:
     """Return what one of `peers` sends, and receives, on average over them, so that they all have
     the mean of so many fp32 numbers.
 
     Everybody reduces some of the parts that `ExactPartContainer` makes: it sends its numbers of
     the other parts to those who reduce them, and each average of its own to everybody else.
     """
-    part = part_elements(codec, part_bytes)
+    part = codec.part_values(part_bytes)
     whole, rest = divmod(elements, part)
-    parts = whole * encoded_bytes(codec, part) + (encoded_bytes(codec, rest) if rest else 0)
+    parts = whole * codec.encoded_bytes(part) + (codec.encoded_bytes(rest) if rest else 0)
     return 2 * (peers - 1) * parts // peers
 
 
@@ -187,7 +187,6 @@ def _level(config: RunConfig, grid: Grid, level: str) -> LevelFigures:
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
     layout = grid.layout(level)
     paths = len(grid.paths_of_module(modules[0]))
-    codecs: tuple[str, ...] = get_args(AveragingConfig.model_fields["codec"].annotation)
     return LevelFigures(
         level=level,
         modules=len(modules),
@@ -196,8 +195,8 @@ def _level(config: RunConfig, grid: Grid, level: str) -> LevelFigures:
         state_bytes=greatest_state_bytes(layout, paths),
         holds=_holds(layout.names),
         sent_bytes={
-            codec: all_reduce_bytes(layout.size, paths, codec, config.averaging.part_bytes)
-            for codec in codecs
+            name: all_reduce_bytes(layout.size, paths, codec, config.averaging.part_bytes)
+            for name, codec in CODECS.items()
         },
     )
 

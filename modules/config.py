@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from .codecs import CodecName
 from .errors import ConfigurationError, nearest_name
 
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
@@ -215,7 +216,7 @@ class RoundsConfig(Config):
 class AveragingConfig(Config):
     """The wire format of outer gradients."""
 
-    codec: Literal["none", "float16", "blockwise8bit"] = Field("float16")
+    codec: CodecName = Field("float16")
     part_bytes: int = Field(2**19, ge=1024, le=2**21, description="Greatest part on the wire.")
 
 

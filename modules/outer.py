@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .codecs import CODECS, Codec
 from .config import OuterConfig
-from .device import load_bitsandbytes
-from .errors import ConfigurationError, IntegrityError
+from .errors import IntegrityError
+from .plan import RunPlan, ShardIndex
 from .state import ModuleState, PathProgress
-
-FLOAT16_GREATEST = 65504.0
-BLOCKWISE_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -53,99 +51,79 @@ def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
     return tuple(sorted(table, key=lambda row: (row.path, row.peer)))
 
 
-def contribution_weights(
-    table: Sequence[Contribution], shard_sequences: Mapping[int, int] | None
-) -> tuple[float, ...]:
-    """Return the weight of each row of a canonical table; together they are 1.
-
-    A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised within
-    the group), or the same for all paths when `shard_sequences` is None. Replicas of a path split
-    its share by tokens. Raises ValueError when a contributing path has no sequences.
-    """
-    tokens_of_path: dict[int, int] = {}
-    for row in table:
-        tokens_of_path[row.path] = tokens_of_path.get(row.path, 0) + row.tokens
-    sizes = dict.fromkeys(tokens_of_path, 1)
-    if shard_sequences is not None:
-        sizes = {path: shard_sequences.get(path, 0) for path in tokens_of_path}
-    empty = [path for path, size in sizes.items() if size <= 0]
-    if empty:
-        raise ValueError(f"path {empty[0]} contributes but its shard has no sequences")
-    total = sum(sizes.values())
-    return tuple(
-        (sizes[row.path] / total) * (row.tokens / tokens_of_path[row.path]) for row in table
-    )
-
-
 def outer_gradient(anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return anchor minus local, both flat fp32 [size]: what inner training changed, negated."""
     return anchor - local
 
 
 @dataclass(frozen=True)
-class WireCodec:
-    """What the wire does to numbers, without a wire: encoding and decoding in one.
+class AveragingRule:
+    """How a group makes one average of its contributions: codec, weights, combining.
 
-    Equal to Hivemind's codec of the same name, so that one process computes what a swarm does.
-    `blockwise8bit` scales blocks of 4,096 numbers of the tensor that it is given; a swarm's parts
-    begin at other places unless they are whole blocks. Raises `ConfigurationError` when unknown.
+    One value for the swarm's averagers, for a peer that is alone in its group and for the
+    simulator, so that all of them compute the same bits. `shard_sequences` are the sequences of
+    each path's shard; None weighs paths alike.
     """
 
-    name: str
+    codec: Codec
+    shard_sequences: Mapping[int, int] | None = None
 
-    def __post_init__(self) -> None:
-        if self.name not in ("none", "float16", "blockwise8bit"):
-            raise ConfigurationError(
-                f"codec '{self.name}' is unknown; known: none, float16, blockwise8bit"
-            )
+    @classmethod
+    def of(cls, plan: RunPlan, index: ShardIndex) -> AveragingRule:
+        """Return the rule of a run."""
+        sizes = {shard.path: shard.train_sequences for shard in index.paths}
+        return cls(CODECS[plan.averaging.codec], sizes if plan.outer.shard_weights else None)
 
-    def round_trip(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` (fp32, CPU) as the receiver will see it, in new memory."""
-        if self.name == "none":
-            return tensor.clone()
-        if self.name == "float16":
-            bounded = tensor.clamp(-FLOAT16_GREATEST, FLOAT16_GREATEST)
-            return bounded.to(torch.float16).to(torch.float32)
-        return _round_trip_8bit(tensor)
+    def weights(self, table: Sequence[Contribution]) -> tuple[float, ...]:
+        """Return the weight of each row of a canonical table; together they are 1.
 
+        A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
+        within the group), or the same for all paths. Replicas of a path split its share by
+        tokens. Raises ValueError when a contributing path has no sequences.
+        """
+        tokens_of_path: dict[int, int] = {}
+        for row in table:
+            tokens_of_path[row.path] = tokens_of_path.get(row.path, 0) + row.tokens
+        sizes = dict.fromkeys(tokens_of_path, 1)
+        if self.shard_sequences is not None:
+            sizes = {path: self.shard_sequences.get(path, 0) for path in tokens_of_path}
+        empty = [path for path, size in sizes.items() if size <= 0]
+        if empty:
+            raise ValueError(f"path {empty[0]} contributes but its shard has no sequences")
+        total = sum(sizes.values())
+        return tuple(
+            (sizes[row.path] / total) * (row.tokens / tokens_of_path[row.path]) for row in table
+        )
 
-def _round_trip_8bit(tensor: torch.Tensor) -> torch.Tensor:
-    load_bitsandbytes()
-    from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
+    def combine(
+        self, contributions: Iterable[torch.Tensor], weights: Sequence[float]
+    ) -> torch.Tensor:
+        """Return the weighted mean of contributions, or of one part of each, in canonical order.
 
-    quantized, quant_state = quantize_blockwise(tensor, blocksize=BLOCKWISE_ELEMENTS, nested=False)
-    return dequantize_blockwise(
-        quantized, absmax=quant_state.absmax, code=quant_state.code, blocksize=BLOCKWISE_ELEMENTS
-    )
-
-
-def weighted_sum(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the sum of weight times part, taken in the order given; parts are equal in shape.
-
-    Weights are rounded to fp32 first; product and sum are rounded separately. Raises ValueError
-    when parts and weights differ in number.
-    """
-    total: torch.Tensor | None = None
-    for part, weight in zip(parts, weights, strict=True):
+        They are as their receivers see them, flat fp32 of one shape. Weights are rounded to fp32
+        first; product and sum are rounded separately. Raises ValueError when contributions and
+        weights differ in number.
+        """
+        total: torch.Tensor | None = None
+        for contribution, weight in zip(contributions, weights, strict=True):
+            if total is None:
+                total = torch.zeros_like(contribution)
+            total.add_(contribution.mul(_fp32(weight)))
         if total is None:
-            total = torch.zeros_like(part)
-        total.add_(part.mul(_fp32(weight)))
-    if total is None:
-        raise ValueError("nothing to sum")
-    return total
+            raise ValueError("nothing to combine")
+        return total
 
+    def average(
+        self, gradients: Iterable[torch.Tensor], table: Sequence[Contribution]
+    ) -> torch.Tensor:
+        """Return what every member of a group holds after the all-reduce of its gradients.
 
-def average_contributions(
-    tensors: Iterable[torch.Tensor], weights: Sequence[float], codec: WireCodec
-) -> torch.Tensor:
-    """Return what every member of a group holds after the all-reduce of `tensors`.
-
-    `tensors` are the members' outer gradients, flat fp32, in the order of the canonical table.
-    Each passes through the codec, and so does the average (design 4.3). Called by the simulator
-    and by a peer that is alone in its group; the swarm's averager does the same in parts.
-    """
-    received = (codec.round_trip(tensor) for tensor in tensors)
-    return codec.round_trip(weighted_sum(received, weights))
+        `gradients` are flat fp32, in the order of the canonical table. Each passes through the
+        codec, and so does the average (design 4.3). Called by the simulator and by a peer that is
+        alone in its group; the swarm's averager does the same in parts.
+        """
+        received = (self.codec.round_trip(gradient) for gradient in gradients)
+        return self.codec.round_trip(self.combine(received, self.weights(table)))
 
 
 def outer_step(

@@ -16,6 +16,7 @@ import torch
 from dipaco.modules.device import choose_device, prepare_process, release_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
+from dipaco.modules.outer import AveragingRule
 from hivemind.utils.limits import increase_file_limit
 
 from .averaging.pool import AveragingPool
@@ -102,9 +103,8 @@ def _train(
 
     Returns the node of the successor that the peer moves to, if it does, and the settings there.
     """
-    weights = node.shard_sequences() if node.plan.outer.shard_weights else None
-    node.load_shard_index()
-    pool = AveragingPool(node.dht, node.plan, node.grid, weights)
+    rule = AveragingRule.of(node.plan, node.load_shard_index())
+    pool = AveragingPool(node.dht, node.plan, node.grid, rule)
     try:
         device, reason = choose_device(settings.device)
         display.say(f"device: {device} ({reason})")

@@ -145,10 +145,6 @@ class Node:
                 self.fetcher.use_genesis(self.run_folder.genesis_index(self.plan) or {})
         return self.shard_index
 
-    def shard_sequences(self) -> dict[int, int]:
-        """Return the training sequences of every path."""
-        return {shard.path: shard.train_sequences for shard in self.load_shard_index().paths}
-
     def open_successor(self, manifest: SignedManifest) -> Node:
         """Open the run that succeeds this one, in this process; nothing is served of it yet.
 

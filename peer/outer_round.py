@@ -15,13 +15,7 @@ import torch
 from dipaco.dht.agreement import enough_for_commit
 from dipaco.dht.view import greatest_contribution
 from dipaco.modules.errors import IntegrityError
-from dipaco.modules.outer import (
-    Contribution,
-    WireCodec,
-    average_contributions,
-    contribution_weights,
-    outer_step,
-)
+from dipaco.modules.outer import AveragingRule, Contribution, outer_step
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateReference
 
@@ -87,7 +81,7 @@ class OuterRound:
     plan: RunPlan
     me: str
     module_index: int
-    shard_sequences: dict[int, int] | None
+    rule: AveragingRule
     averager: ExactAverager
     expected_group: Callable[[str], frozenset[str]]
     """Peers that train a path through the module, from the newest view."""
@@ -212,9 +206,7 @@ class OuterRound:
 
     def _alone(self, gradient: torch.Tensor, mine: Contribution) -> AveragingOutcome:
         """Be a group of one; the gradient passes through the codec like everybody's."""
-        weights = contribution_weights((mine,), self.shard_sequences)
-        average = average_contributions([gradient], weights, WireCodec(self.plan.averaging.codec))
-        return AveragingOutcome(average=average, table=(mine,))
+        return AveragingOutcome(average=self.rule.average([gradient], (mine,)), table=(mine,))
 
     def _step(
         self,

@@ -23,7 +23,6 @@ from .averaging.pool import AveragingPool
 from .events import EventLog
 from .node import Node
 from .outer_round import CarriedOn, Committed, CommittedElsewhere, OuterResult, OuterRound
-from .path_files import PathFiles
 from .publisher import PeerStatus, Publisher
 from .rounds import Boundary, RoundPosition
 from .trainer import PathTrainer, Snapshot
@@ -49,7 +48,6 @@ class OuterRounds:
         pool: AveragingPool,
         publisher: Publisher,
         trainer: PathTrainer,
-        files: PathFiles,
         adoptions: Adoptions,
         position: RoundPosition,
         status: PeerStatus,
@@ -64,7 +62,6 @@ class OuterRounds:
         self._pool = pool
         self._publisher = publisher
         self._trainer = trainer
-        self._files = files
         self._adoptions = adoptions
         self._position = position
         self._status = status
@@ -141,7 +138,7 @@ class OuterRounds:
             plan=node.plan,
             me=node.me,
             module_index=node.grid.modules().index(module),
-            shard_sequences=self._files.shard_weights(),
+            rule=self._pool.rule,
             averager=self._pool.for_level(level),
             expected_group=lambda name: expected_group(publisher.view, node.grid, name),
             possible_group=lambda name: possible_group(publisher.view, node.grid, name),

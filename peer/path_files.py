@@ -37,10 +37,6 @@ class PathFiles:
         self._node = node
         self._base: dict[str, torch.Tensor] | None = None
 
-    def shard_weights(self) -> dict[int, int] | None:
-        """Return the sequences of every path's shard, or None when paths weigh alike."""
-        return self._node.shard_sequences() if self._node.plan.outer.shard_weights else None
-
     def replica_number(self, lead_rank: int) -> int:
         """Return which stream of batches a replica draws: 0 for the lead, its own otherwise.
 

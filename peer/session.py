@@ -107,7 +107,6 @@ class Session:
             pool,
             publisher,
             self._trainer,
-            self._files,
             self._adoptions,
             self._position,
             status,

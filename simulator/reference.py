@@ -37,13 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.outer import (
-    WireCodec,
-    average_contributions,
-    canonical_table,
-    contribution_weights,
-    outer_step,
-)
+from dipaco.modules.outer import AveragingRule, canonical_table, outer_step
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
@@ -91,12 +85,7 @@ class ReferenceSwarm:
             "peers": [[peer.path, peer.replica, peer.peer] for peer in self.peers],
         }
         """What must be the same when a simulation goes on from what is on disk."""
-        self._codec = WireCodec(self.plan.averaging.codec)
-        self._shard_sequences = (
-            {shard.path: shard.train_sequences for shard in run.shard_index(self.plan).paths}
-            if self.plan.outer.shard_weights
-            else None
-        )
+        self._rule = AveragingRule.of(self.plan, run.shard_index(self.plan))
         self._storage = open_storage(run, settings, self.identity, states or {})
         self.states: KeptStates = self._storage.states
         """The anchors: the last committed state of every module."""
@@ -165,10 +154,9 @@ class ReferenceSwarm:
         if not contributors:
             return
         table = canonical_table(worker.contribution(module) for worker in contributors.values())
-        weights = contribution_weights(table, self._shard_sequences)
         # One at a time: of hundreds of paths they would not fit in memory together.
         gradients = (contributors[row.peer].outer_gradient(module) for row in table)
-        average = average_contributions(gradients, weights, self._codec)
+        average = self._rule.average(gradients, table)
         state = outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
         self.states.put(state)
         for worker in self.workers:

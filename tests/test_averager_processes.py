@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import (
+    AveragingRule,
     Contribution,
-    WireCodec,
-    average_contributions,
     canonical_table,
-    contribution_weights,
 )
 from support.host_process import HostProcess, digest, outer_gradient
 
@@ -62,8 +61,7 @@ def reference(hosts: list[Host], round_index: int, codec: str) -> str:
         Contribution(number % 2, peer, 1000 + number) for peer, number in rows.items()
     )
     ordered = [outer_gradient(rows[row.peer], round_index, SIZE) for row in table]
-    average = average_contributions(ordered, contribution_weights(table, None), WireCodec(codec))
-    return digest(average)
+    return digest(AveragingRule(CODECS[codec]).average(ordered, table))
 
 
 @pytest.mark.parametrize("codec", ["float16", "blockwise8bit"])

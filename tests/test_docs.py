@@ -18,10 +18,11 @@ from dipaco.inference.export_cli import build_parser as export_parser
 from dipaco.inference.generate_cli import build_parser as generate_parser
 from dipaco.inference.reroute_cli import build_parser as reroute_parser
 from dipaco.modules import errors
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import OuterConfig
 from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import ModuleLayout
-from dipaco.modules.outer import Contribution, canonical_table, contribution_weights, outer_step
+from dipaco.modules.outer import AveragingRule, Contribution, canonical_table, outer_step
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer import cli as peer_cli
 from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
@@ -273,6 +274,7 @@ def test_the_test_vectors_of_the_protocol() -> None:
     )
     average = torch.tensor([0.1, 0.2, 0.3, 0.4])
     stepped = outer_step(state, average, table, OuterConfig(), 1)
+    rule = AveragingRule(CODECS["none"], {0: 3, 1: 7})
     row = GatherRow(1, "L0.E0", 1, state.digest, 0, "QmA", 100, 100)
     assert vectors() == {
         "canonical_json": canonical_json({"b": 1.0, "a": [1, 2], "c": None, "d": 1e-8}).decode(),
@@ -280,7 +282,7 @@ def test_the_test_vectors_of_the_protocol() -> None:
         "state_header_bytes": str(len(header)),
         "state_bytes": str(state.byte_size),
         "state_digest": state.digest,
-        "weights": repr(list(contribution_weights(table, {0: 3, 1: 7}))),
+        "weights": repr(list(rule.weights(table))),
         "stepped_digest": stepped.digest,
         "group_bits": group_bits(3, 12, 0, "ab" * 32),
         "gather_row": row.to_bytes().hex(),

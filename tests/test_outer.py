@@ -5,31 +5,32 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from dipaco.modules.config import OuterConfig
-from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.codecs import CODECS, CodecName
+from dipaco.modules.config import AveragingConfig, OuterConfig
+from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
+    AveragingRule,
     Contribution,
-    WireCodec,
     advanced_progress,
-    average_contributions,
     canonical_table,
-    contribution_weights,
     outer_gradient,
     outer_learning_rate,
     outer_step,
-    weighted_sum,
 )
 from dipaco.modules.state import ModuleState, PathProgress
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
+PLAIN = AveragingRule(CODECS["none"])
 TABLE = canonical_table([Contribution(0, "a", 100), Contribution(1, "b", 300)])
 GOLDEN_RATES = [
     "0x1.999999999999ap-1",
@@ -104,7 +105,7 @@ def test_weights_follow_shards_then_tokens(
 ) -> None:
     canonical = canonical_table(table)
     shards = dict(enumerate(sizes)) if by_shard else None
-    weights = contribution_weights(canonical, shards)
+    weights = AveragingRule(CODECS["none"], shards).weights(canonical)
     paths = {row.path for row in canonical}
     total = sum(sizes[path] for path in paths)
     for row, weight in zip(canonical, weights, strict=True):
@@ -116,40 +117,40 @@ def test_weights_follow_shards_then_tokens(
 
 def test_a_path_without_sequences_has_no_weight() -> None:
     with pytest.raises(ValueError, match="path 1 contributes"):
-        contribution_weights(TABLE, {0: 10, 1: 0})
+        AveragingRule(CODECS["none"], {0: 10, 1: 0}).weights(TABLE)
     with pytest.raises(ValueError, match="path 1 contributes"):
-        contribution_weights(TABLE, {0: 10})
+        AveragingRule(CODECS["none"], {0: 10}).weights(TABLE)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), st.integers(0, 1000))
-def test_weighted_sum_rounds_every_operation(weights: list[float], seed: int) -> None:
+def test_combining_rounds_every_operation(weights: list[float], seed: int) -> None:
     parts = [drawn(seed + i) for i in range(len(weights))]
     expected = np.zeros(SIZE, dtype=np.float32)
     for part, weight in zip(parts, weights, strict=True):
         product = (np.float32(weight) * part.numpy()).astype(np.float32)
         expected = (expected + product).astype(np.float32)
-    total = weighted_sum(parts, weights)
+    total = PLAIN.combine(parts, weights)
     assert total.numpy().tobytes() == expected.tobytes()
 
 
 def test_a_sum_in_pieces_is_the_sum() -> None:
     # The swarm's reducers each sum a part; the simulator sums all at once.
     parts, weights = [drawn(i) for i in range(3)], [0.2, 0.5, 0.3]
-    whole = weighted_sum(parts, weights)
+    whole = PLAIN.combine(parts, weights)
     for size in (1, 7, 64, 333):
         pieces = [
-            weighted_sum(list(piece), weights)
+            PLAIN.combine(list(piece), weights)
             for piece in zip(*(part.split(size) for part in parts), strict=True)
         ]
         assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_weighted_sum_wants_one_weight_each() -> None:
+def test_combining_wants_one_weight_each() -> None:
     with pytest.raises(ValueError, match="zip"):
-        weighted_sum([drawn(0)], [0.5, 0.5])
+        PLAIN.combine([drawn(0)], [0.5, 0.5])
     with pytest.raises(ValueError, match="nothing"):
-        weighted_sum([], [])
+        PLAIN.combine([], [])
 
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 65504.0, 65520.0, 1e9, -1e9, 1 / 3, 6e-5])
@@ -168,23 +169,25 @@ def test_codecs_equal_those_of_the_wire(name: str) -> None:
     for tensor in (SPECIAL, drawn(1), drawn(2, 1e-6), torch.randn(10_000), torch.zeros(5)):
         before = tensor.clone()
         received = wire.extract(wire.compress(tensor, CompressionInfo.from_tensor(tensor)))
-        ours = WireCodec(name).round_trip(tensor)
+        ours = CODECS[name].round_trip(tensor)
         assert ours.numpy().tobytes() == received.numpy().tobytes()
         assert torch.equal(tensor, before)
         assert ours.data_ptr() != tensor.data_ptr()
 
 
-def test_unknown_codec() -> None:
-    with pytest.raises(ConfigurationError, match="known: none, float16"):
-        WireCodec("float8")
+def test_the_table_has_the_codecs_that_a_plan_may_name() -> None:
+    assert list(CODECS) == list(get_args(CodecName))
+    with pytest.raises(ValidationError, match="'none', 'float16' or 'blockwise8bit'"):
+        AveragingConfig.model_validate({"codec": "float8"})
 
 
 def test_average_passes_the_codec_twice() -> None:
-    tensors, weights = [drawn(0), drawn(1)], (0.25, 0.75)
+    tensors = [drawn(0), drawn(1)]
+    table = (Contribution(0, "QmA", 100), Contribution(0, "QmB", 300))
     half = [tensor.half().float() for tensor in tensors]
     expected = (half[0] * 0.25 + half[1] * 0.75).half().float()
-    assert torch.equal(average_contributions(tensors, weights, WireCodec("float16")), expected)
-    alone = average_contributions([tensors[0]], (1.0,), WireCodec("none"))
+    assert torch.equal(AveragingRule(CODECS["float16"]).average(tensors, table), expected)
+    alone = AveragingRule(CODECS["none"]).average(tensors[:1], table[:1])
     assert torch.equal(alone, tensors[0])
 
 
@@ -226,7 +229,7 @@ def test_threads_do_not_change_the_bits() -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            summed = average_contributions([average, momentum], (0.3, 0.7), WireCodec("float16"))
+            summed = AveragingRule(CODECS["float16"]).average([average, momentum], TABLE[:2])
             digests.add(outer_step(state, summed, TABLE, OuterConfig(), 0).digest)
     finally:
         torch.set_num_threads(threads)
@@ -238,8 +241,7 @@ def test_golden_outer_step() -> None:
     ramp = torch.arange(SIZE, dtype=torch.float32)
     state = state_of(parameters=ramp / 7, momentum=ramp / 1e4)
     tensors = [ramp / 333 - 1, 2 - ramp / 777]
-    weights = contribution_weights(TABLE, {0: 3, 1: 7})
-    average = average_contributions(tensors, weights, WireCodec("float16"))
+    average = AveragingRule(CODECS["float16"], {0: 3, 1: 7}).average(tensors, TABLE)
     assert outer_step(state, average, TABLE, OuterConfig(), 4).digest == GOLDEN_DIGEST
 
 
@@ -298,7 +300,7 @@ def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
 def test_order_of_summing_matters_to_bits_so_it_is_fixed() -> None:
     parts = [drawn(i, 10.0**i) for i in range(3)]
     sums = {
-        weighted_sum([parts[i] for i in order], [1 / 3] * 3).numpy().tobytes()
+        PLAIN.combine([parts[i] for i in order], [1 / 3] * 3).numpy().tobytes()
         for order in itertools.permutations(range(3))
     }
     assert len(sums) > 1

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import Contribution
+from dipaco.modules.outer import AveragingRule, Contribution
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, PathProgress, StateReference
 from dipaco.peer.averaging.averager import AveragingOutcome
@@ -74,7 +75,7 @@ def _run(
         plan=plan,
         me="B",
         module_index=0,
-        shard_sequences=None,
+        rule=AveragingRule(CODECS[plan.averaging.codec]),
         averager=averager,
         expected_group=lambda module: frozenset(expected),
         possible_group=lambda module: frozenset(possible or expected),

@@ -15,10 +15,8 @@ from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import (
+    AveragingRule,
     Contribution,
-    WireCodec,
-    average_contributions,
-    contribution_weights,
     outer_step,
 )
 from dipaco.modules.transformer import PathModel
@@ -137,7 +135,7 @@ def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dic
     plan = run.plan()
     grid = run.grid(plan)
     states = {module: run.genesis_state(plan, module) for module in grid.modules()}
-    sizes = {s.path: s.train_sequences for s in run.shard_index(plan).paths}
+    rule = AveragingRule.of(plan, run.shard_index(plan))
     trainers: dict[str, PathTrainer] = {}
     for peer in peers:
         tokens = run.train_tokens(plan, peer.path)
@@ -166,11 +164,7 @@ def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dic
                     Contribution(p.path, p.peer, s.tokens)
                     for p, s in zip(members, snapshots, strict=True)
                 ]
-                average = average_contributions(
-                    [s.outer_gradient() for s in snapshots],
-                    contribution_weights(table, sizes),
-                    WireCodec(plan.averaging.codec),
-                )
+                average = rule.average([s.outer_gradient() for s in snapshots], table)
                 state = outer_step(states[module], average, table, plan.outer, round_index)
                 states[module] = state
                 for peer, snapshot in zip(members, snapshots, strict=True):

@@ -11,7 +11,7 @@ sends its contribution to each part to that part's reducer and gets the average 
   member that lacks any part fails, and so does everything it still owes to others.
 
 So whoever ends with a result ends with the same bits as everybody who does, and with those that
-`dipaco.modules.outer.average_contributions` gives in one process. Known weakness, as without a
+`dipaco.modules.outer.AveragingRule.average` gives in one process. Known weakness, as without a
 commit protocol there must be one: a reducer that dies between its last answers leaves members
 with a complete result and members without. The latter learn of it from the state that the former
 publish (design 4.4, the heavier state wins). A hostile reducer can send different numbers to
@@ -26,7 +26,7 @@ import logging
 from typing import AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
 
 import torch
-from dipaco.modules.outer import Contribution
+from dipaco.modules.outer import AveragingRule, Contribution
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
@@ -65,7 +65,7 @@ class ExactAllReduceRunner(AllReduceRunner):
         servicer_type: type[ServicerBase],
         prefix: str | None,
         group: AgreedGroup,
-        weights: tuple[float, ...],
+        rule: AveragingRule,
         flat: torch.Tensor,
         codec: PartCodec,
         part_bytes: int,
@@ -95,7 +95,8 @@ class ExactAllReduceRunner(AllReduceRunner):
         self.tensor_part_reducer = ExactPartReducer(
             self.tensor_part_container.part_sizes(own_index),
             _summation_order(group.table, group.peers),
-            weights,
+            rule.weights(group.table),
+            rule,
             codec,
         )
 

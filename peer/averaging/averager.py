@@ -22,7 +22,7 @@ from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do no
 import torch
 from dipaco.dht.guarded_dht import die_with_parent
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.outer import Contribution, canonical_table, contribution_weights
+from dipaco.modules.outer import AveragingRule, Contribution, canonical_table
 from dipaco.modules.plan import PROTOCOL_VERSION
 from hivemind import DHT
 from hivemind.averaging import DecentralizedAverager
@@ -89,11 +89,10 @@ class ExactAverager(DecentralizedAverager):
     :param dht: this peer's DHT, already running
     :param prefix: `averager_prefix(run_id, level)`, the same on every peer
     :param size: elements of a module of this level
-    :param codec: "none", "float16" or "blockwise8bit"
+    :param rule: how contributions become an average, the same on every peer
     :param part_bytes: greatest part on the wire
     :param matchmaking_s: seconds in which a group forms, `RoundsConfig.matchmaking_s`
     :param paths_of_module: for each module of the level, the paths through it
-    :param shard_sequences: sequences in each path's shard, or None to weigh paths alike
     :param silence_s: a member that sends nothing for this long has failed
     :param client_mode: this peer cannot be reached: it follows and never reduces
     :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
@@ -115,23 +114,22 @@ class ExactAverager(DecentralizedAverager):
         *,
         prefix: str,
         size: int,
-        codec: str,
+        rule: AveragingRule,
         part_bytes: int,
         matchmaking_s: float,
         paths_of_module: Mapping[str, Collection[int]],
-        shard_sequences: Mapping[int, int] | None = None,
         silence_s: float = 30.0,
         client_mode: bool | None = None,
         bandwidth_mbit: int | None = None,
         start: bool = True,
         shutdown_timeout: float = 3.0,
     ) -> None:
-        self._codec = PartCodec(codec)
+        self._rule = rule
+        self._codec = PartCodec(rule.codec)
         self._part_bytes = part_bytes
         self._matchmaking_s = matchmaking_s
         self._silence_s = silence_s
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
-        self._shard_sequences = dict(shard_sequences) if shard_sequences is not None else None
         self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
         self._scratch = torch.zeros(size, dtype=torch.float32)
         self._call_lock = threading.Lock()
@@ -428,7 +426,7 @@ class ExactAverager(DecentralizedAverager):
             servicer_type=type(self),
             prefix=self.prefix,
             group=group,
-            weights=contribution_weights(group.table, self._shard_sequences),
+            rule=self._rule,
             flat=self._scratch,
             codec=self._codec,
             part_bytes=self._part_bytes,

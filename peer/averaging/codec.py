@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from dipaco.modules.codecs import BLOCK_VALUES, CODEBOOK_VALUES, Codec, CodecName
 from dipaco.modules.device import load_bitsandbytes
-from dipaco.modules.errors import ConfigurationError
 from hivemind.compression import (
     BlockwiseQuantization,
     CompressionBase,
@@ -21,39 +21,30 @@ from hivemind.compression import (
 )
 from hivemind.proto import runtime_pb2
 
-_BLOCK_ELEMENTS = 4096
-_CODEBOOK_ELEMENTS = 256
 _HEADER_BYTES = 16
-_VALUE_BYTES = {"none": 4, "float16": 2, "blockwise8bit": 1}
+_COMPRESSIONS: dict[CodecName, type[CompressionBase]] = {
+    "none": NoCompression,
+    "float16": Float16Compression,
+    "blockwise8bit": BlockwiseQuantization,
+}
 
 
 class PartCodec:
-    """One of the codecs "none", "float16" and "blockwise8bit".
+    """One of `dipaco.modules.codecs` on the wire.
 
     Used by the exact all-reduce for every part, the reducer's own included.
-    Raises ConfigurationError for an unknown name.
     """
 
-    def __init__(self, name: str) -> None:
-        known: dict[str, type[CompressionBase]] = {
-            "none": NoCompression,
-            "float16": Float16Compression,
-            "blockwise8bit": BlockwiseQuantization,
-        }
-        if name not in known:
-            raise ConfigurationError(f"unknown codec '{name}'; known: {', '.join(known)}")
-        self.name = name
-        self.compression = known[name]()
-        if name == "blockwise8bit":
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.compression = _COMPRESSIONS[codec.name]()
+        if codec.name == "blockwise8bit":
             # Imported before averagers are forked: importing it takes seconds.
             load_bitsandbytes()
 
     def whole_part_bytes(self, part_bytes: int) -> int:
-        """Return the greatest size of a part: 8-bit parts are whole blocks, as in a whole tensor.
-
-        Otherwise the blocks, and so the bits, would depend on where a part begins.
-        """
-        return part_elements(self.name, part_bytes) * _VALUE_BYTES[self.name]
+        """Return the greatest size of a part without its scales and its header."""
+        return self.codec.part_values(part_bytes) * self.codec.value_bytes
 
     def encode(self, part: torch.Tensor) -> runtime_pb2.Tensor:
         """Return a flat fp32 part as a message."""
@@ -65,11 +56,11 @@ class PartCodec:
         Raises ValueError that says what is wrong with any other message.
         """
         if message.compression != self.compression.compression_type:
-            raise ValueError(f"a part is not encoded with {self.name}")
+            raise ValueError(f"a part is not encoded with {self.codec.name}")
         if list(message.size) != [elements] or message.dtype != "float32":
             shape = "x".join(map(str, message.size))
             raise ValueError(f"a part is {message.dtype[:16]} {shape}, not float32 {elements}")
-        expected_bytes = encoded_bytes(self.name, elements)
+        expected_bytes = self.codec.encoded_bytes(elements)
         if len(message.buffer) != expected_bytes:
             raise ValueError(f"a part has {len(message.buffer)} bytes, not {expected_bytes}")
         part = self._decode_buffer(message.buffer, elements)
@@ -85,26 +76,11 @@ class PartCodec:
         return self.decode(self.encode(part), part.numel())
 
     def _decode_buffer(self, buffer: bytes, elements: int) -> torch.Tensor:
-        if self.name == "none":
+        if self.codec.name == "none":
             return torch.from_numpy(np.frombuffer(buffer, dtype="<f4").astype(np.float32))
-        if self.name == "float16":
+        if self.codec.name == "float16":
             return torch.from_numpy(np.frombuffer(buffer, dtype="<f2").astype(np.float32))
         return _decode_blockwise(buffer, elements)
-
-
-def part_elements(codec: str, part_bytes: int) -> int:
-    """Return the values in a whole part; its header, if it has one, comes on top of its bytes."""
-    if codec != "blockwise8bit":
-        return max(1, part_bytes // _VALUE_BYTES[codec])
-    return max(1, part_bytes // _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
-
-
-def encoded_bytes(codec: str, elements: int) -> int:
-    """Return the bytes that so many fp32 values become in `codec`."""
-    if codec != "blockwise8bit":
-        return _VALUE_BYTES[codec] * elements
-    blocks = -(-elements // _BLOCK_ELEMENTS)
-    return _HEADER_BYTES + 4 * blocks + 4 * _CODEBOOK_ELEMENTS + elements
 
 
 def is_finite(flat: torch.Tensor) -> bool:
@@ -115,14 +91,14 @@ def is_finite(flat: torch.Tensor) -> bool:
 
 def _decode_blockwise(buffer: bytes, elements: int) -> torch.Tensor:
     """Decode Hivemind's layout: two counts, a scale for each block, a codebook, the indices."""
-    blocks = -(-elements // _BLOCK_ELEMENTS)
+    blocks = -(-elements // BLOCK_VALUES)
     counts = np.frombuffer(buffer, dtype="<i8", count=2).tolist()
-    if counts != [blocks, _CODEBOOK_ELEMENTS]:
+    if counts != [blocks, CODEBOOK_VALUES]:
         raise ValueError(f"a part has {counts} scales and codes, not {[blocks, 256]}")
     values = np.frombuffer(
-        buffer, dtype="<f4", count=blocks + _CODEBOOK_ELEMENTS, offset=_HEADER_BYTES
+        buffer, dtype="<f4", count=blocks + CODEBOOK_VALUES, offset=_HEADER_BYTES
     ).astype(np.float32)
     indices = np.frombuffer(buffer, dtype=np.uint8, offset=_HEADER_BYTES + values.nbytes)
-    scales, codebook = torch.from_numpy(values).split([blocks, _CODEBOOK_ELEMENTS])
+    scales, codebook = torch.from_numpy(values).split([blocks, CODEBOOK_VALUES])
     decoded = codebook[torch.from_numpy(indices.astype(np.int64))]
-    return decoded.mul_(scales.repeat_interleave(_BLOCK_ELEMENTS)[:elements])
+    return decoded.mul_(scales.repeat_interleave(BLOCK_VALUES)[:elements])

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from dipaco.modules.outer import Contribution, weighted_sum
+from dipaco.modules.outer import AveragingRule, Contribution
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.partition import TensorPartContainer
 from hivemind.proto import runtime_pb2
@@ -62,8 +62,8 @@ class ExactPartReducer:
     """Sums the parts that this peer reduces. Lives in one event loop, for one all-reduce.
 
     `part_sizes` are the parts' elements, `order` the indices of senders in the order of summation,
-    and `weights` belong to `order`. Every sender puts every part, in order, and takes every
-    result; a result is forgotten when all have taken it.
+    and `weights` belong to `order`. Parts are combined by `rule`. Every sender puts every part, in
+    order, and takes every result; a result is forgotten when all have taken it.
     """
 
     def __init__(
@@ -71,13 +71,15 @@ class ExactPartReducer:
         part_sizes: Sequence[int],
         order: Sequence[int],
         weights: Sequence[float],
+        rule: AveragingRule,
         codec: PartCodec,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.part_sizes = tuple(part_sizes)
         self.num_parts = len(self.part_sizes)
         self.finished = asyncio.Event()
-        self._order, self._weights, self._codec = tuple(order), tuple(weights), codec
+        self._order, self._weights = tuple(order), tuple(weights)
+        self._rule, self._codec = rule, codec
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}
         self._received = [0] * len(self._order)
         # A failure is a result like any other, so that nobody has to retrieve an exception.
@@ -166,7 +168,7 @@ class ExactPartReducer:
                 self.finished.set()
 
     def _sum_and_encode(self, ordered: list[torch.Tensor]) -> ReducedPart:
-        average = weighted_sum(ordered, self._weights)
+        average = self._rule.combine(ordered, self._weights)
         encoded = self._codec.encode(average)
         return ReducedPart(encoded, self._codec.decode(encoded, average.numel()))
 

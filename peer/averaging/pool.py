@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.grid import Grid
+from dipaco.modules.outer import AveragingRule
 from dipaco.modules.plan import RunPlan
 
 from .averager import ExactAverager
@@ -26,13 +27,11 @@ SILENCE_SHARE_OF_WINDOW = 0.25
 class AveragingPool:
     """Makes, replaces and stops the averagers. Used by the session, on the main thread."""
 
-    def __init__(
-        self, dht: GuardedDHT, plan: RunPlan, grid: Grid, shard_sequences: dict[int, int] | None
-    ) -> None:
+    def __init__(self, dht: GuardedDHT, plan: RunPlan, grid: Grid, rule: AveragingRule) -> None:
         self._dht = dht
         self._plan = plan
         self._grid = grid
-        self._shard_sequences = shard_sequences
+        self.rule = rule
         self._averagers: dict[str, ExactAverager] = {}
         for level in grid.level_names:
             self._averagers[level] = self._make(level)
@@ -44,11 +43,10 @@ class AveragingPool:
             self._dht,
             prefix=averager_prefix(self._plan.run_id, level),
             size=grid.layout(level).size,
-            codec=self._plan.averaging.codec,
+            rule=self.rule,
             part_bytes=self._plan.averaging.part_bytes,
             matchmaking_s=rounds.matchmaking_s,
             paths_of_module={module: grid.paths_of_module(module) for module in modules},
-            shard_sequences=self._shard_sequences,
             silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),
         )
 

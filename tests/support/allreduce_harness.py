@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import (
+    AveragingRule,
     Contribution,
-    WireCodec,
-    average_contributions,
     canonical_table,
-    contribution_weights,
 )
 from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
 from dipaco.peer.averaging.codec import PartCodec
@@ -204,14 +203,14 @@ class Group:
         return AgreedGroup(b"group", names, table, reduce_shares(self.bandwidths))
 
     @property
-    def weights(self) -> tuple[float, ...]:
-        return contribution_weights(self.agreed.table, self.shard_sequences)
+    def rule(self) -> AveragingRule:
+        return AveragingRule(CODECS[self.codec], self.shard_sequences)
 
     def expected(self) -> torch.Tensor:
         """What one process computes alone."""
         group = self.agreed
         ordered = [self.flats[group.peers.index(row.peer)] for row in group.table]
-        return average_contributions(ordered, self.weights, WireCodec(self.codec))
+        return self.rule.average(ordered, group.table)
 
     async def run(
         self, tamper: Tamper = untouched, network: MemoryNetwork | None = None
@@ -219,7 +218,7 @@ class Group:
         """Run all members; a member's result, its exception, or None if it is absent."""
         network = network or MemoryNetwork()
         network.tamper = tamper
-        codec = PartCodec(self.codec)
+        codec = PartCodec(self.rule.codec)
         runners = [
             None
             if index in self.absent
@@ -227,7 +226,7 @@ class Group:
                 network,
                 peer_id,
                 group=self.agreed,
-                weights=self.weights,
+                rule=self.rule,
                 flat=flat.clone(),
                 codec=codec,
                 part_bytes=PART_BYTES,

@@ -16,7 +16,8 @@ import time
 from typing import Any
 
 import torch
-from dipaco.modules.outer import Contribution
+from dipaco.modules.codecs import CODECS, Codec
+from dipaco.modules.outer import AveragingRule, Contribution
 from dipaco.peer.averaging.averager import AveragingFailed, ExactAverager
 from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import averager_prefix, group_bits
@@ -28,8 +29,8 @@ from support.host_process import ANCHOR, digest, loopback_dht, outer_gradient
 class DeadlyCodec(PartCodec):
     """Kills its host, and so its averager, when it has decoded so many parts."""
 
-    def __init__(self, name: str, parts: int) -> None:
-        super().__init__(name)
+    def __init__(self, codec: Codec, parts: int) -> None:
+        super().__init__(codec)
         self.parts_left = parts
 
     def decode(self, message: runtime_pb2.Tensor, elements: int) -> torch.Tensor:
@@ -94,11 +95,12 @@ def main() -> None:
     handler = signal.getsignal(signal.SIGINT)
     dht = loopback_dht(arguments.initial_peers)
     signal.signal(signal.SIGINT, handler)
+    rule = AveragingRule(CODECS[arguments.codec])
     averager = ExactAverager(
         dht,
         prefix=averager_prefix("test", "L0"),
         size=arguments.size,
-        codec=arguments.codec,
+        rule=rule,
         part_bytes=2**16,
         matchmaking_s=3.0,
         paths_of_module={"L0.E0": (0, 1)},
@@ -106,7 +108,7 @@ def main() -> None:
         start=False,
     )
     if arguments.die_after_parts:
-        averager._codec = DeadlyCodec(arguments.codec, arguments.die_after_parts)
+        averager._codec = DeadlyCodec(rule.codec, arguments.die_after_parts)
     averager.run_in_background()
     assert signal.getsignal(signal.SIGINT) is handler
     hello = {
