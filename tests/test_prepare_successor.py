@@ -220,7 +220,7 @@ def test_output_says_where_the_modules_stand(chain: dict[str, Path], tmp_path: P
     assert "Genesis: validation perplexity" in output
     assert "[inner] The learning rate starts its warmup and decay over" in output
     assert "write first_step = 3" in output
-    assert f"tokens: those of {chain['dense'] / 'work/tokens'}" in output
+    assert f"tokens: taken from {chain['dense'] / 'work/tokens'}" in output
     toml = successor_toml(folder, "later", "[2, 2]")
     text = toml.read_text().replace("warmup_steps = 2", "warmup_steps = 2\nfirst_step = 3")
     toml.write_text(text)
