@@ -1,6 +1,6 @@
 """The best states of the paths of a source: found, checked against their claims, remembered.
 
-What a swarm announces as the best states of a path is a claim (`dipaco.dht.best_notices`), and
+What a swarm announces as the best states of a path is a claim (`dipaco.dht.announced_bests`), and
 a copy on a peer's disk may never have been checked. So they are scored again on the held-out rows
 that early stopping uses before their claim is believed: one pass over at most
 `validation_sequences` rows for each path.
