@@ -8,16 +8,13 @@ the run before goes on with that one.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import threading
 import time
-from pathlib import Path
 
 from dipaco.modules.errors import DipacoError, ManifestError
-from dipaco.modules.files import atomic_write
-from dipaco.peer.app import install_stop_signals, start_background
+from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
@@ -26,14 +23,16 @@ from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.publisher import Claim, PeerStatus, Publisher
 from dipaco.routing.run_folder import RunFolder
 
+from .settings import ServeSettings
+
 logger = logging.getLogger("dipaco.bootstrap.serve")
 
 LEAVE_BUDGET_S = 4.0
 
 
-def run(options: argparse.Namespace) -> int:
+def run(settings: ServeSettings) -> int:
     """Serve until stopped. Called by `dipaco-bootstrap serve`. Returns the exit code."""
-    folder: Path = options.folder
+    folder = settings.folder
     manifest_path = RunFolder(folder).manifest_path
     if not manifest_path.is_file():
         raise ManifestError(
@@ -43,22 +42,22 @@ def run(options: argparse.Namespace) -> int:
     display = Display()
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
-    events = EventLog(options.log_json)
+    events = EventLog(settings.log_json)
     events.add_listener(display.on_event)
     node = join_run(
-        initial_peers=tuple(options.initial_peers),
+        initial_peers=settings.initial_peers,
         run=None,
         cache_folder=folder,
-        identity_path=options.identity_path or folder / "identity.key",
-        host_maddrs=tuple(options.host_maddrs) or (f"/ip4/0.0.0.0/tcp/{options.port}",),
-        announce_maddrs=tuple(options.announce_maddrs),
+        identity_path=settings.identity_path or folder / "identity.key",
+        host_maddrs=settings.listen_maddrs(),
+        announce_maddrs=settings.announce_maddrs,
         own_manifest=manifest_path.read_bytes(),
         run_folder=folder,
         say=display.say,
     )
     joined.set()
     try:
-        _serve(node, options, display, events, stopping)
+        _serve(node, settings, display, events, stopping)
     finally:
         node.close()
         events.close()
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _serve(
     node: Node,
-    options: argparse.Namespace,
+    settings: ServeSettings,
     display: Display,
     events: EventLog,
     stopping: threading.Event,
@@ -78,10 +77,9 @@ def _serve(
     background.on_failure(stopping.set)
     publisher, keeper = start_background(node, status, background, events)
     addresses = visible_addresses(node.dht)
-    if options.address_file is not None:
-        atomic_write(options.address_file, ["".join(f"{a}\n" for a in addresses).encode()])
+    write_address_file(settings, addresses)
     display.say(
-        f"serving run '{node.plan.name}' ({node.run_id}) from {options.folder}; "
+        f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
         "a volunteer pastes this:"
     )
     display.say(f"dipaco-peer --initial-peers {addresses[0]}")
@@ -89,7 +87,7 @@ def _serve(
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     try:
-        _refresh_until_stopped(node, publisher, options.refresh_period_s, display, stopping)
+        _refresh_until_stopped(node, publisher, settings.refresh_period_s, display, stopping)
         background.check()
     finally:
         status.claim = Claim("leaving")

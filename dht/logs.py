@@ -1,13 +1,10 @@
-"""Logging: its set-up for commands without typed options; how often others are complained of."""
+"""How often others are complained of in the log."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
-from collections.abc import Callable, Hashable
-
-from dipaco.modules.command_line import configure_logging, run_command
+from collections.abc import Hashable
 
 
 class Complaints:
@@ -32,9 +29,3 @@ class Complaints:
             return logging.DEBUG
         self._said_at[subject] = now
         return logging.WARNING
-
-
-def run_logged(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Set up logging, run a command with its options, and return the exit code."""
-    configure_logging(options.debug)
-    return run_command(lambda: run(options), options.debug)

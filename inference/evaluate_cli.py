@@ -7,26 +7,15 @@ dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 16,64,1
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from dipaco.dht.logs import run_logged
+from dipaco.modules.command_line import Command, Option
 
-from .options import (
-    add_corpus_arguments,
-    add_rerouter_argument,
-    add_source_arguments,
-    check_labels,
-    corpus_of,
-    open_source_of,
-    parse_windows,
-    prepare_process,
-    rerouter_of,
-)
+from .options import CorpusSettings, RerouterSettings, parse_windows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,42 +25,30 @@ if TYPE_CHECKING:
     from .reroute_report import RerouteReport
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `dipaco-eval`; returns the exit code."""
-    return run_logged(run, build_parser().parse_args(arguments))
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(CorpusSettings, RerouterSettings):
+    """What `dipaco-eval` can be told."""
+
+    group = "what is scored"
+
+    baseline: Annotated[
+        Path | None,
+        Option("a dense model of the run's shape to score on the same tokens", "FILE.safetensors"),
+    ] = None
+    base: Annotated[
+        bool, Option("do not score the model that the run began with", flag="--no-base")
+    ] = True
+    reroute: Annotated[
+        str | None,
+        Option(
+            "also choose the path again every W tokens; every path scores every document",
+            "W[,W...]",
+        ),
+    ] = None
+    json: Annotated[bool, Option("print one JSON object")] = False
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    parser = argparse.ArgumentParser(
-        prog="dipaco-eval",
-        description="Route documents to paths and report the perplexity of each path on its own.",
-    )
-    add_source_arguments(parser)
-    add_corpus_arguments(parser, required=True)
-    parser.add_argument(
-        "--limit-documents", type=int, metavar="N", help="score only the first N documents"
-    )
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="FILE.safetensors",
-        help="a dense model of the run's shape to score on the same tokens",
-    )
-    parser.add_argument(
-        "--no-base", action="store_true", help="do not score the model that the run began with"
-    )
-    parser.add_argument(
-        "--reroute",
-        metavar="W[,W...]",
-        help="also choose the path again every W tokens; every path scores every document",
-    )
-    add_rerouter_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def run(options: argparse.Namespace) -> int:
+def run(settings: EvaluationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from dipaco.routing.corpus import iterate_documents
@@ -79,26 +56,26 @@ def run(options: argparse.Namespace) -> int:
 
     from .evaluate import Rerouting, evaluate, load_baseline
 
-    device = prepare_process(options)
-    windows = parse_windows(options.reroute, "--reroute")
-    corpus = corpus_of(options)
+    device = settings.prepare_process()
+    windows = parse_windows(settings.reroute, "--reroute")
+    corpus = settings.corpus()
     notes = Console(stderr=True, highlight=False)
-    quiet = options.json or not notes.is_terminal
-    with open_source_of(options) as source:
-        check_labels(options, source.plan)
-        baseline = load_baseline(options.baseline, source.plan) if options.baseline else None
-        rerouting = Rerouting(rerouter_of(options, source), windows) if windows else None
+    quiet = settings.json or not notes.is_terminal
+    with settings.open_source() as source:
+        settings.check_labels(source.plan)
+        baseline = load_baseline(settings.baseline, source.plan) if settings.baseline else None
+        rerouting = Rerouting(settings.read_rerouter(source.plan), windows) if windows else None
         report = evaluate(
             source,
             iterate_documents(corpus, "train"),
             device=device,
-            base=not options.no_base,
+            base=settings.base,
             baseline=baseline,
             rerouting=rerouting,
-            folder=options.cache_dir / "scores" if options.cache_dir else None,
+            folder=settings.scores_folder(),
             progress=(lambda line: None) if quiet else notes.print,
         )
-    if options.json:
+    if settings.json:
         print(json.dumps(report.as_dict()))
     else:
         show(report, Console(highlight=False))
@@ -170,6 +147,14 @@ def _reroute_table(report: RerouteReport) -> Table:
 def _perplexity(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
+
+COMMAND = Command(
+    "dipaco-eval",
+    EvaluationSettings,
+    run,
+    description="Route documents to paths and report the perplexity of each path on its own.",
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

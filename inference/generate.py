@@ -7,46 +7,21 @@ again whenever the path changes (section 6).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError, DipacoError
+from dipaco.modules.errors import DipacoError
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
+from .options import Sampling
 from .rerouter import Rerouter
 from .sources import StateSource, assemble_path
 
 # A character has at most four bytes; more pending tokens than that are no character.
 _GREATEST_PENDING_TOKENS = 4
 _BROKEN_CHARACTER = "\ufffd"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a text is continued. Raises ConfigurationError for values that make no sense."""
-
-    temperature: float = 0.8
-    """0 always takes the likeliest token."""
-    top_k: int = 50
-    """Choose among this many likeliest tokens; 0 is all."""
-    seed: int = 0
-    """The same prompt, states and seed give the same text."""
-    max_tokens: int = 128
-    """Tokens to generate, at most."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise ConfigurationError(f"--max-tokens {self.max_tokens} must not be negative")
-        if not 0 <= self.temperature <= 100:
-            raise ConfigurationError(
-                f"--temperature {self.temperature} must be 0 (always the likeliest token) to 100; "
-                f"0.8 is usual"
-            )
-        if self.top_k < 0:
-            raise ConfigurationError(f"--top-k {self.top_k} must be at least 1, or 0 for no limit")
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:

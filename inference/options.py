@@ -1,13 +1,17 @@
-"""Command-line options that the inference tools share."""
+"""What the inference tools can be told in common, and what follows from it.
+
+PyTorch is imported where it is needed: `--help` and mistakes should not wait for it.
+"""
 
 from __future__ import annotations
 
-import argparse
 import glob
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from dipaco.modules.errors import ConfigurationError, CorpusError, StorageError
+from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings
+from dipaco.modules.errors import ConfigurationError, CorpusError
 
 if TYPE_CHECKING:
     import torch
@@ -18,105 +22,147 @@ if TYPE_CHECKING:
     from .sources import StateSource
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the model comes from and where it runs."""
-    source = parser.add_argument_group("where the model is")
-    source.add_argument(
-        "--initial-peers",
-        nargs="+",
-        default=[],
-        metavar="ADDR",
-        help="addresses of any peers of a live swarm",
-    )
-    source.add_argument(
-        "--state-dir",
-        type=Path,
-        metavar="DIR",
-        help="a run on disk: a peer's cache or the --out of dipaco-simulate",
-    )
-    source.add_argument(
-        "--run", metavar="RUN", help="id, its beginning, or name; if the swarm has several runs"
-    )
-    source.add_argument(
-        "--cache-dir",
-        type=Path,
-        metavar="DIR",
-        help="keep fetched files and scores here (default: a temporary folder)",
-    )
-    source.add_argument(
-        "--allow-genesis",
-        action="store_true",
-        help="where nobody holds a module, take what the run began with",
-    )
-    source.add_argument(
-        "--current",
-        action="store_true",
-        help="use the newest states of every path, not those with the least held-out loss",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    parser.add_argument(
-        "--device", default="cpu", metavar="D", help="cpu, cuda or cuda:N (default cpu)"
-    )
-    parser.add_argument("--debug", action="store_true", help="tracebacks and debug logging")
+@dataclass(frozen=True, kw_only=True)
+class InferenceSettings(ComputeSettings, RunSettings):
+    """Where the model comes from, and where it runs."""
 
+    group = "where the model is"
 
-def add_corpus_arguments(
-    parser: argparse.ArgumentParser, *, required: bool, otherwise: str = ""
-) -> None:
-    """Add the options that say which documents are read; `otherwise` is what is done without."""
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=required,
-        default=[],
-        metavar="FILE",
-        help=f"documents: jsonl, parquet or txt files or patterns, also compressed{otherwise}",
-    )
-    parser.add_argument(
-        "--text-field", default="text", metavar="F", help="field of the text (default: text)"
-    )
-    parser.add_argument("--label-field", metavar="F", help="field of the label, such as domain")
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:N", "D")] = "cpu"
+    initial_peers: Annotated[
+        tuple[str, ...], Option("addresses of any peers of a live swarm", "ADDR")
+    ] = ()
+    state_folder: Annotated[
+        Path | None,
+        Option(
+            "a run on disk: a peer's cache or the --out of dipaco-simulate",
+            "DIR",
+            flag="--state-dir",
+        ),
+    ] = None
+    cache_folder: Annotated[
+        Path | None,
+        Option(
+            "keep fetched files and scores here (default: a temporary folder)",
+            "DIR",
+            flag="--cache-dir",
+        ),
+    ] = None
+    allow_genesis: Annotated[
+        bool, Option("where nobody holds a module, take what the run began with")
+    ] = False
+    current: Annotated[
+        bool, Option("use the newest states of every path, not those with the least held-out loss")
+    ] = False
 
+    def prepare_process(self) -> torch.device:
+        """Set threads and return the device. Raises ConfigurationError."""
+        from dipaco.modules.device import choose_device, prepare_process
 
-def corpus_of(options: argparse.Namespace) -> CorpusConfig:
-    """Return the documents of `--data`. Raises ConfigurationError and CorpusError."""
-    from dipaco.modules.config import parse_config
-    from dipaco.routing.corpus import CorpusConfig
+        prepare_process(self.threads)
+        return choose_device(self.device)[0]
 
-    if options.limit_documents is not None and options.limit_documents < 1:
-        raise ConfigurationError(f"--limit-documents {options.limit_documents} must be at least 1")
-    for pattern in options.data:
-        if not Path(pattern).is_file() and not glob.glob(pattern, recursive=True):
-            raise CorpusError(f"--data '{pattern}' matches no file; check its name")
-    values = {
-        "train": options.data,
-        "text_field": options.text_field,
-        "label_field": options.label_field,
-        "train_limit": options.limit_documents,
-    }
-    return parse_config(CorpusConfig, values, "--data")
+    def open_source(self) -> StateSource:
+        """Open the source of states. Raises ConfigurationError, and what reading it raises."""
+        from dipaco.modules.device import choose_device
 
+        from .sources import SourceSettings, open_source
 
-def check_labels(options: argparse.Namespace, plan: RunPlan) -> None:
-    """Raise ConfigurationError if the run routes by a label and `--label-field` names none."""
-    from dipaco.routing.routers import ROUTER_KINDS
-
-    kind = ROUTER_KINDS.get(plan.routing.kind)
-    if kind is not None and kind.needs_labels and not options.label_field:
-        raise ConfigurationError(
-            "this run routes documents by a label of the data; name the field of --data that "
-            "holds it with --label-field F"
+        return open_source(
+            state_folder=self.state_folder,
+            initial_peers=self.initial_peers,
+            run=self.run,
+            cache_folder=self.cache_folder,
+            settings=SourceSettings(
+                allow_genesis=self.allow_genesis,
+                current=self.current,
+                device=choose_device(self.device)[0],
+            ),
         )
 
+    def scores_folder(self) -> Path | None:
+        """Return where scores are kept for later calls, if anywhere."""
+        return self.cache_folder / "scores" if self.cache_folder else None
 
-def add_rerouter_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says which rerouter is used."""
-    parser.add_argument(
-        "--rerouter",
-        type=Path,
-        metavar="FILE",
-        help="what 'dipaco-reroute fit' wrote (default: rerouter.safetensors beside the states)",
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSettings(Settings):
+    """Which documents are read."""
+
+    group = "documents"
+
+    data: Annotated[
+        tuple[str, ...],
+        Option("documents: jsonl, parquet or txt files or patterns, also compressed", "FILE"),
+    ]
+    text_field: Annotated[str, Option("field of the text", "F")] = "text"
+    label_field: Annotated[str | None, Option("field of the label, such as domain", "F")] = None
+    limit_documents: Annotated[
+        int | None, Option("score only the first N documents", "N", least=1)
+    ] = None
+
+    def corpus(self) -> CorpusConfig:
+        """Return the documents of `--data`. Raises ConfigurationError and CorpusError."""
+        from dipaco.modules.config import parse_config
+        from dipaco.routing.corpus import CorpusConfig
+
+        for pattern in self.data:
+            if not Path(pattern).is_file() and not glob.glob(pattern, recursive=True):
+                raise CorpusError(f"--data '{pattern}' matches no file; check its name")
+        values = {
+            "train": self.data,
+            "text_field": self.text_field,
+            "label_field": self.label_field,
+            "train_limit": self.limit_documents,
+        }
+        return parse_config(CorpusConfig, values, "--data")
+
+    def check_labels(self, plan: RunPlan) -> None:
+        """Raise ConfigurationError if the run routes by a label and no field holds it."""
+        from dipaco.routing.routers import ROUTER_KINDS
+
+        kind = ROUTER_KINDS.get(plan.routing.kind)
+        if kind is not None and kind.needs_labels and not self.label_field:
+            raise ConfigurationError(
+                "this run routes documents by a label of the data; name the field of --data that "
+                "holds it with --label-field F"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerouterSettings(InferenceSettings):
+    """Which rerouter is used, where one is."""
+
+    rerouter: Annotated[
+        Path | None,
+        Option(
+            "what 'dipaco-reroute fit' wrote (default: rerouter.safetensors beside the states)",
+            "FILE",
+        ),
+    ] = None
+
+    def read_rerouter(self, plan: RunPlan) -> Rerouter:
+        """Read the rerouter. Raises StorageError, IntegrityError and ConfigurationError, saying
+        how to make one."""
+        from .rerouter import read_rerouter
+
+        return read_rerouter(self.rerouter, self.state_folder, plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Settings):
+    """How a text is continued."""
+
+    group = "the text"
+
+    max_tokens: Annotated[int, Option("generate at most N tokens", "N", least=0)] = 128
+    temperature: Annotated[
+        float, Option("0 always takes the likeliest token", "T", least=0, most=100)
+    ] = 0.8
+    top_k: Annotated[int, Option("choose among the K likeliest tokens; 0 is all", "K", least=0)] = (
+        50
     )
+    seed: Annotated[int, Option("the same seed chooses the same tokens", "N")] = 0
 
 
 def parse_windows(text: str | None, option: str) -> tuple[int, ...]:
@@ -133,71 +179,3 @@ def parse_windows(text: str | None, option: str) -> tuple[int, ...]:
             )
         windows.append(int(part))
     return tuple(sorted(set(windows)))
-
-
-def rerouter_of(options: argparse.Namespace, source: StateSource) -> Rerouter:
-    """Read the rerouter that the options name. Raises StorageError, IntegrityError and
-    ConfigurationError, saying how to make one."""
-    from dipaco.modules.files import storage_errors
-
-    from .rerouter import REROUTER_FILE, load_rerouter
-
-    file = options.rerouter
-    if file is None:
-        if options.state_dir is None:
-            raise ConfigurationError(
-                "rerouting in a live swarm needs --rerouter FILE; 'dipaco-reroute fit "
-                "--initial-peers ADDRESS --out FILE' makes one"
-            )
-        file = options.state_dir / REROUTER_FILE
-    if not file.is_file():
-        raise StorageError(
-            f"there is no rerouter {file}; make one with 'dipaco-reroute fit', or name it with "
-            f"--rerouter FILE"
-        )
-    with storage_errors(file.parent):
-        data = file.read_bytes()
-    return load_rerouter(data, source.plan, str(file))
-
-
-def open_source_of(options: argparse.Namespace) -> StateSource:
-    """Open the source that the options name. Raises ConfigurationError and what it raises."""
-    import torch
-
-    from .sources import SourceSettings, open_source
-
-    return open_source(
-        state_folder=options.state_dir,
-        initial_peers=options.initial_peers,
-        run=options.run,
-        cache_folder=options.cache_dir,
-        settings=SourceSettings(
-            allow_genesis=options.allow_genesis,
-            current=options.current,
-            device=torch.device(options.device),
-        ),
-    )
-
-
-def prepare_process(options: argparse.Namespace) -> torch.device:
-    """Set threads and return the device. Raises ConfigurationError."""
-    # Importing PyTorch takes seconds; --help and mistakes should not.
-    import torch
-    from dipaco.modules.device import keep_freed_memory
-
-    keep_freed_memory()
-    if options.threads is not None:
-        if options.threads < 1:
-            raise ConfigurationError(f"--threads {options.threads} must be at least 1")
-        torch.set_num_threads(options.threads)
-    try:
-        device = torch.device(options.device)
-    except RuntimeError:
-        raise ConfigurationError(
-            f"--device '{options.device}' is not a device; give cpu or cuda"
-        ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"--device {options.device}: PyTorch sees no CUDA device; use --device cpu"
-        )
-    return device

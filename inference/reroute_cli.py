@@ -6,27 +6,19 @@ dipaco-reroute fit --initial-peers ADDR --data 'held-out/*.jsonl.gz' --out rerou
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from dipaco.dht.logs import run_logged
+from dipaco.modules.command_line import Command, Option, Program
 from dipaco.modules.errors import ConfigurationError
 
-from .options import (
-    add_corpus_arguments,
-    add_source_arguments,
-    check_labels,
-    corpus_of,
-    open_source_of,
-    parse_windows,
-    prepare_process,
-)
+from .options import CorpusSettings, InferenceSettings, parse_windows
 
 if TYPE_CHECKING:
     from dipaco.routing.document_routing import DocumentRouter
@@ -36,77 +28,50 @@ if TYPE_CHECKING:
     from .fit_rerouter import FitReport, RerouterConfig
     from .sources import StateSource
 
-_LABELS = ("cost", "hard", "soft")
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings(CorpusSettings, InferenceSettings):
+    """What `dipaco-reroute fit` can be told."""
+
+    group = "the fit"
+
+    data: Annotated[
+        tuple[str, ...],
+        Option(
+            "documents: jsonl, parquet or txt files or patterns, also compressed (default: "
+            "training documents of the run's shards)",
+            "FILE",
+        ),
+    ] = ()
+    limit_documents: Annotated[
+        int,
+        Option("documents that every path scores, at most", "N", flag="--documents", least=1),
+    ] = 2000
+    steps: Annotated[int, Option("training steps", "N", least=1)] = 1000
+    windows: Annotated[str, Option("look-ahead windows in tokens", "W[,W...]")] = (
+        "16,32,64,128,256,512,1024"
+    )
+    blocks: Annotated[
+        int | None, Option("use the first K blocks of the base (default: all)", "K", least=1)
+    ] = None
+    labels: Annotated[
+        Literal["cost", "hard", "soft"],
+        Option(
+            "what is learnt: the expected cost of a choice, the best path, or the posterior of "
+            "the paths"
+        ),
+    ] = "cost"
+    learning_rate: Annotated[float, Option("peak", "R", least=0)] = 1e-3
+    batch_sequences: Annotated[int, Option("batch", "N", least=1)] = 16
+    seed: Annotated[int, Option("documents and batches", "N", least=0, most=2**32 - 1)] = 0
+    out: Annotated[
+        Path | None,
+        Option("the file to write (default: rerouter.safetensors in --state-dir)", "FILE"),
+    ] = None
+    json: Annotated[bool, Option("print one JSON object")] = False
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `dipaco-reroute`; returns the exit code."""
-    return run_logged(run, build_parser().parse_args(arguments))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    parser = argparse.ArgumentParser(
-        prog="dipaco-reroute",
-        description="Choose paths again in the middle of a document: fit what chooses.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    fit = commands.add_parser(
-        "fit",
-        help="fit a rerouter to a trained run",
-        description="Score documents with every path and fit a rerouter to the scores.",
-    )
-    add_source_arguments(fit)
-    add_corpus_arguments(
-        fit, required=False, otherwise=" (default: training documents of the run's shards)"
-    )
-    fit.add_argument(
-        "--documents",
-        type=int,
-        default=2000,
-        metavar="N",
-        dest="limit_documents",
-        help="documents that every path scores, at most (default 2000)",
-    )
-    fit.add_argument(
-        "--steps", type=int, default=1000, metavar="N", help="training steps (default 1000)"
-    )
-    fit.add_argument(
-        "--windows",
-        default="16,32,64,128,256,512,1024",
-        metavar="W[,W...]",
-        help="look-ahead windows in tokens (default 16,32,64,128,256,512,1024)",
-    )
-    fit.add_argument(
-        "--blocks", type=int, metavar="K", help="use the first K blocks of the base (default: all)"
-    )
-    fit.add_argument(
-        "--labels",
-        choices=_LABELS,
-        default="cost",
-        help="what is learnt: the expected cost of a choice, the best path, or the posterior of "
-        "the paths (default cost)",
-    )
-    fit.add_argument(
-        "--learning-rate", type=float, default=1e-3, metavar="R", help="peak (default 0.001)"
-    )
-    fit.add_argument(
-        "--batch-sequences", type=int, default=16, metavar="N", help="batch (default 16)"
-    )
-    fit.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="documents and batches (default 0)"
-    )
-    fit.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the file to write (default: rerouter.safetensors in --state-dir)",
-    )
-    fit.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def run(options: argparse.Namespace) -> int:
+def run(settings: FitSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from dipaco.modules.files import atomic_write
@@ -117,29 +82,27 @@ def run(options: argparse.Namespace) -> int:
     from .rerouter import REROUTER_FILE, rerouter_bytes
     from .token_scores import token_scores
 
-    device = prepare_process(options)
-    config = _config(options)
-    if options.limit_documents < 1:
-        raise ConfigurationError(f"--documents {options.limit_documents} must be at least 1")
-    out = options.out or (options.state_dir / REROUTER_FILE if options.state_dir else None)
+    device = settings.prepare_process()
+    config = _config(settings)
+    out = settings.out or (settings.state_folder / REROUTER_FILE if settings.state_folder else None)
     if out is None:
         raise ConfigurationError("--initial-peers needs --out FILE: where to write the rerouter")
     notes = Console(stderr=True, highlight=False)
-    progress = (lambda line: None) if options.json else notes.print
+    progress = (lambda line: None) if settings.json else notes.print
     with (
         tempfile.TemporaryDirectory(prefix="dipaco-reroute-") as temporary,
-        open_source_of(options) as source,
+        settings.open_source() as source,
     ):
         progress("routing the documents")
         router = source.document_router(device)
         documents = collect_windows(
-            router, _documents(options, source, router), source.plan, Path(temporary)
+            router, _documents(settings, source, router), source.plan, Path(temporary)
         )
         del router
         scores = token_scores(
             source,
             documents,
-            folder=options.cache_dir / "scores" if options.cache_dir else Path(temporary),
+            folder=settings.scores_folder() or Path(temporary),
             device=device,
             progress=progress,
         )
@@ -149,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         run_id = source.plan.run_id
     atomic_write(out, content)
     sha256 = hashlib.sha256(content).hexdigest()
-    if options.json:
+    if settings.json:
         print(json.dumps({"run": run_id, "file": str(out), "sha256": sha256, **report.as_dict()}))
     else:
         show(report, Console(highlight=False))
@@ -157,35 +120,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace) -> RerouterConfig:
+def _config(settings: FitSettings) -> RerouterConfig:
     from dipaco.modules.config import parse_config
 
     from .fit_rerouter import RerouterConfig
 
-    values = {
-        "windows": parse_windows(options.windows, "--windows"),
-        "blocks": options.blocks,
-        "steps": options.steps,
-        "learning_rate": options.learning_rate,
-        "batch_sequences": options.batch_sequences,
-        "labels": options.labels,
-        "seed": options.seed,
-    }
+    names = ("blocks", "steps", "learning_rate", "batch_sequences", "labels", "seed")
+    values = {name: getattr(settings, name) for name in names}
+    values["windows"] = parse_windows(settings.windows, "--windows")
     return parse_config(RerouterConfig, values, "dipaco-reroute")
 
 
 def _documents(
-    options: argparse.Namespace, source: StateSource, router: DocumentRouter
+    settings: FitSettings, source: StateSource, router: DocumentRouter
 ) -> Iterable[TokenDocument]:
     """Return the documents of --data, or a sample of the run's shards."""
     from dipaco.routing.corpus import iterate_documents
 
     from .document_windows import tokenised
 
-    if options.data:
-        check_labels(options, source.plan)
-        return tokenised(router, iterate_documents(corpus_of(options), "train"))
-    return source.training_documents(options.limit_documents, options.seed)
+    if settings.data:
+        settings.check_labels(source.plan)
+        return tokenised(router, iterate_documents(settings.corpus(), "train"))
+    return source.training_documents(settings.limit_documents, settings.seed)
 
 
 def show(report: FitReport, console: Console) -> None:
@@ -212,6 +169,20 @@ def show(report: FitReport, console: Console) -> None:
         f"look-ahead and margin; the parameters of step {report.kept_step} of {report.steps}"
     )
 
+
+FIT = Command(
+    "fit",
+    FitSettings,
+    run,
+    summary="fit a rerouter to a trained run",
+    description="Score documents with every path and fit a rerouter to the scores.",
+)
+COMMAND = Program(
+    "dipaco-reroute",
+    "Choose paths again in the middle of a document: fit what chooses.",
+    (FIT,),
+)
+main = COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

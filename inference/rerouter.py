@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from dipaco.modules.canonical_file import read_arrays, write_arrays
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import autocast_for
-from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
+from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from torch import nn
@@ -241,6 +243,28 @@ def rerouter_bytes(rerouter: Rerouter, plan: RunPlan) -> bytes:
         "sha256": _tensors_sha256(tensors),
     }
     return write_arrays({n: tensor.numpy() for n, tensor in tensors.items()}, "rerouter", header)
+
+
+def read_rerouter(file: Path | None, state_folder: Path | None, plan: RunPlan) -> Rerouter:
+    """Read the rerouter that a user names, or the one beside the states on disk.
+
+    Raises StorageError and ConfigurationError, saying how to make one, and as `load_rerouter`.
+    """
+    if file is None:
+        if state_folder is None:
+            raise ConfigurationError(
+                "rerouting in a live swarm needs --rerouter FILE; 'dipaco-reroute fit "
+                "--initial-peers ADDRESS --out FILE' makes one"
+            )
+        file = state_folder / REROUTER_FILE
+    if not file.is_file():
+        raise StorageError(
+            f"there is no rerouter {file}; make one with 'dipaco-reroute fit', or name it with "
+            f"--rerouter FILE"
+        )
+    with storage_errors(file.parent):
+        data = file.read_bytes()
+    return load_rerouter(data, plan, str(file))
 
 
 def load_rerouter(data: bytes, plan: RunPlan, source: str = "the rerouter file") -> Rerouter:

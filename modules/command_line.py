@@ -299,12 +299,18 @@ def is_address(word: str) -> bool:
     return re.match(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/", word) is not None
 
 
+def settings_of(parsed: argparse.Namespace) -> Settings:
+    """Return the settings that were parsed. Raises ConfigurationError, and SystemExit as argparse
+    does."""
+    command: Command[Any] = parsed._command
+    settings: Settings = command.settings(**command.values(parsed))
+    return settings
+
+
 def run_parsed(parsed: argparse.Namespace) -> int:
     """Run the command that was parsed and return its exit code."""
-    command: Command[Any] = parsed._command
-    values = command.values(parsed)
     configure_logging(parsed.debug)
-    return run_command(lambda: command.run(command.settings(**values)), parsed.debug)
+    return run_command(lambda: int(parsed._command.run(settings_of(parsed))), parsed.debug)
 
 
 def configure_logging(debug: bool) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -29,7 +29,7 @@ from .keeper import Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
 from .publisher import PeerStatus, Publisher
 from .session import Session
-from .settings import PeerSettings
+from .settings import NodeSettings, PeerSettings
 from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.app")
@@ -131,8 +131,7 @@ def _train(
             events,
             stopping,
         )
-        if settings.address_file is not None:
-            write_address_file(settings, node)
+        write_address_file(settings, visible_addresses(node.dht))
         successor = session.run()
     finally:
         pool.shutdown()
@@ -210,11 +209,10 @@ def _modules_in_training(node: Node, status: PeerStatus) -> tuple[str, ...]:
     return () if path is None else node.grid.modules_of_path(path)
 
 
-def write_address_file(settings: PeerSettings, node: Node) -> None:
-    """Write this node's addresses, one a line, for scripts that start other peers."""
-    assert settings.address_file is not None
-    lines = "".join(f"{address}\n" for address in visible_addresses(node.dht))
-    atomic_write(settings.address_file, [lines.encode()])
+def write_address_file(settings: NodeSettings, addresses: Sequence[str]) -> None:
+    """Write a node's addresses, one a line, for scripts that start other peers."""
+    if settings.address_file is not None:
+        atomic_write(settings.address_file, "".join(f"{a}\n" for a in addresses).encode())
 
 
 def device_name(device: torch.device) -> str:

@@ -40,7 +40,11 @@ class NodeSettings(Settings):
     ] = ()
     identity_path: Annotated[
         Path | None,
-        Option("this node's key; made on first use (default: identity.key in its folder)", "FILE"),
+        Option(
+            "this node's key, which keeps its address the same; made on first use (default: "
+            "identity.key in its folder)",
+            "FILE",
+        ),
     ] = None
     address_file: Annotated[
         Path | None, Option("write the addresses of this node to FILE", "FILE")

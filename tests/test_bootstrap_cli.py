@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from dipaco.bootstrap.cli import parse
+from dipaco.bootstrap.cli import COMMAND
+from dipaco.modules.command_line import settings_of
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def parse(words: list[str]) -> Any:
+    return settings_of(COMMAND.parser().parse_args(words))
 
 
 @pytest.mark.parametrize(
@@ -23,19 +29,19 @@ ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE
 def test_the_directory_may_follow_addresses(words: list[str]) -> None:
     parsed = parse(["serve", *words])
     assert parsed.folder == Path("my-run")
-    assert parsed.initial_peers == [ADDRESS, ADDRESS]
+    assert parsed.initial_peers == (ADDRESS, ADDRESS)
     assert set(parsed.announce_maddrs) | set(parsed.host_maddrs) <= {ADDRESS}
 
 
 def test_a_directory_may_begin_with_a_slash() -> None:
     parsed = parse(["serve", "--initial-peers", ADDRESS, "/srv/my-run"])
-    assert (parsed.folder, parsed.initial_peers) == (Path("/srv/my-run"), [ADDRESS])
+    assert (parsed.folder, parsed.initial_peers) == (Path("/srv/my-run"), (ADDRESS,))
 
 
 def test_a_run_toml_may_follow_addresses() -> None:
     words = ["prepare", "--out", "new", "--from", "old", "--initial-peers", ADDRESS, "NEW.toml"]
     parsed = parse(words)
-    assert (parsed.run_toml, parsed.initial_peers) == (Path("NEW.toml"), [ADDRESS])
+    assert (parsed.run_toml, parsed.initial_peers) == (Path("NEW.toml"), (ADDRESS,))
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from dipaco.bootstrap.cli import build_parser as bootstrap_parser
+from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.dht import records, status_cli
-from dipaco.inference.evaluate_cli import build_parser as evaluate_parser
-from dipaco.inference.export_cli import build_parser as export_parser
-from dipaco.inference.generate_cli import build_parser as generate_parser
-from dipaco.inference.reroute_cli import build_parser as reroute_parser
+from dipaco.inference import evaluate_cli, export_cli, generate_cli, reroute_cli
 from dipaco.modules import errors
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import OuterConfig
@@ -122,12 +119,13 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     found = {
         "dipaco-peer": peer_cli.COMMAND.parser(),
         "dipaco-status": status_cli.COMMAND.parser(),
-        "dipaco-eval": evaluate_parser(),
-        "dipaco-generate": generate_parser(),
-        "dipaco-export": export_parser(),
+        "dipaco-eval": evaluate_cli.COMMAND.parser(),
+        "dipaco-generate": generate_cli.COMMAND.parser(),
+        "dipaco-export": export_cli.COMMAND.parser(),
         "dipaco-simulate": simulate_parser(),
     }
-    for command, parser in (("bootstrap", bootstrap_parser()), ("reroute", reroute_parser())):
+    programs = {"bootstrap": bootstrap_cli.COMMAND, "reroute": reroute_cli.COMMAND}
+    for command, parser in ((name, program.parser()) for name, program in programs.items()):
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 found |= {f"dipaco-{command} {name}": p for name, p in action.choices.items()}

@@ -11,12 +11,12 @@ import torch
 from dipaco.inference import generate_cli
 from dipaco.inference.generate import (
     PathChooser,
-    Sampling,
     choose_token,
     generate_tokens,
     prompt_tokens,
     stream_text,
 )
+from dipaco.inference.options import Sampling
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
@@ -101,7 +101,9 @@ def test_a_full_context_continues_from_its_newer_half(model: PathModel) -> None:
     assert next(generate_tokens(model, recent[1:], GREEDY)) != second
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(5.0, 0)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(temperature=5.0, top_k=0)]
+)
 def test_pieces_that_are_no_text_are_never_chosen(sampling: Sampling) -> None:
     logits = torch.zeros(6)
     logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = 100.0
@@ -116,7 +118,7 @@ def test_top_k_and_temperature_shape_the_choice() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def chosen(temperature: float, top_k: int) -> list[int]:
-        sampling = Sampling(temperature, top_k)
+        sampling = Sampling(temperature=temperature, top_k=top_k)
         return [choose_token(logits, sampling, generator) for _ in range(400)]
 
     assert set(chosen(1.0, 2)) == {4, 5}

@@ -353,4 +353,4 @@ def test_command_line(
     assert "give its directory with --from" in capsys.readouterr().err
     code = cli.main([*arguments, "--from", str(chain["dense"]), "--score-wait-s", "-1"])
     assert code == ConfigurationError.exit_code
-    assert "--score-wait-s must be 0 or more" in capsys.readouterr().err
+    assert "--score-wait-s -1.0 must be at least 0" in capsys.readouterr().err

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from argparse import Namespace
 from collections import Counter
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from dipaco.inference.options import check_labels
+from dipaco.inference.options import CorpusSettings
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
@@ -289,11 +288,12 @@ def _mix(word: int) -> int:
 def test_evaluation_of_a_run_by_label_needs_the_field() -> None:
     plan = make_plan()
     by_label = plan.model_copy(update={"routing": RoutingPlan(kind="label")})
-    without, named = Namespace(label_field=None), Namespace(label_field="domain")
-    check_labels(without, plan)
-    check_labels(named, by_label)
+    without = CorpusSettings(data=("documents.jsonl",))
+    named = CorpusSettings(data=("documents.jsonl",), label_field="domain")
+    without.check_labels(plan)
+    named.check_labels(by_label)
     with pytest.raises(ConfigurationError, match="--label-field F"):
-        check_labels(without, by_label)
+        without.check_labels(by_label)
 
 
 # -- files and configuration

@@ -1,0 +1,107 @@
+"""What the commands of `dipaco-bootstrap` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from dipaco.modules.command_line import ComputeSettings, Option, Settings
+from dipaco.modules.errors import ConfigurationError
+from dipaco.peer.settings import NodeSettings
+
+RUN_TOML = Option("what the run is to be", "RUN.toml", positional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareSettings(ComputeSettings):
+    """How a run is prepared, and where."""
+
+    run_toml: Annotated[Path, RUN_TOML]
+    out: Annotated[Path, Option("the run directory to make", "DIR")]
+    start_in_s: Annotated[
+        float | None,
+        Option(
+            "seconds from now until round 0 begins (default: 0); signs the manifest again",
+            "S",
+            least=0,
+            most=1e9,
+        ),
+    ] = None
+    operator_key: Annotated[
+        Path | None,
+        Option(
+            "the key that signs the manifest, made if missing (default: DIR/operator.pem)", "FILE"
+        ),
+    ] = None
+    predecessor: Annotated[
+        Path | None,
+        Option(
+            "go on with the run in this directory: its tokenizer and its trained modules; the "
+            "directory of prepare, of dipaco-simulate --out, or a peer's of that run",
+            "RUN",
+            flag="--from",
+        ),
+    ] = None
+    initial_peers: Annotated[
+        tuple[str, ...],
+        Option(
+            "with --from: addresses of the run's live swarm, which gives its newest modules and "
+            "scores router documents",
+            "ADDR",
+        ),
+    ] = ()
+    score_wait_s: Annotated[
+        float,
+        Option(
+            "with --initial-peers: seconds to wait for the peers' scores; what is missing then is "
+            "scored here",
+            "S",
+            least=0,
+        ),
+    ] = 1800.0
+    allow_genesis: Annotated[
+        bool,
+        Option("with --from: a module that was never trained starts again as that run began it"),
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_peers and self.predecessor is None:
+            raise ConfigurationError(
+                "--initial-peers is for a successor of a live run; give its directory with --from"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Settings):
+    """Which run is calculated, and how it is shown."""
+
+    run_toml: Annotated[Path, RUN_TOML]
+    corpus_tokens: Annotated[
+        float | None,
+        Option(
+            "tokens of the training documents, for the sizes of shards: 160e9 for C4",
+            "N",
+            least=1,
+            most=1e18,
+        ),
+    ] = None
+    json: Annotated[bool, Option("print one JSON object and no tables")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(NodeSettings):
+    """What a bootstrap node serves, and where it is reached."""
+
+    folder: Annotated[Path, Option("a prepared run directory", "DIR", positional=True)]
+    initial_peers: Annotated[
+        tuple[str, ...], Option("other bootstrap nodes or peers of the same swarm", "ADDR")
+    ] = ()
+    port: Annotated[
+        int,
+        Option("TCP port to listen on; 0 takes a free one", "PORT", least=0, most=65535),
+    ] = 31337
+    refresh_period_s: Annotated[
+        float, Option("seconds between status lines", "S", least=0.1, most=3600)
+    ] = 30.0
