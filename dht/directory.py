@@ -1,29 +1,26 @@
 """Announcing and looking up: the one place where records meet the DHT.
 
-Every call has a bounded wait and notices when the DHT process has died. What is read is parsed
-again, whatever the node that gave it should have checked.
+Every call goes through `GuardedDHT`, which bounds it. What is read is parsed again, whatever the
+node that gave it should have checked.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import math
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dipaco.modules.errors import DipacoError, NetworkError, ProtocolVersionError
+from dipaco.modules.errors import DipacoError, ProtocolVersionError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from hivemind import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
+from .guarded_dht import GuardedDHT, start_task
 from .identity import Identity
 from .logs import Complaints
 from .manifest import SignedManifest, verify_manifest
@@ -48,12 +45,8 @@ from .view import SwarmView, build_view
 
 logger = logging.getLogger("dipaco.dht.directory")
 
-CALL_TIMEOUT_S = 30.0
-ALIVE_CHECK_S = 1.0
 MAX_COMPLAINTS = 1024
 RecordT = TypeVar("RecordT", bound=Record)
-# Tasks of the DHT process, referred to so that they are not collected while they run.
-_PINGS: set[asyncio.Task[None]] = set()
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]
 
@@ -70,7 +63,7 @@ class _Entry:
 class Directory:
     """Reads and writes the records of one run. Thread-safe."""
 
-    def __init__(self, dht: DHT, identity: Identity, run_id: str | None) -> None:
+    def __init__(self, dht: GuardedDHT, identity: Identity, run_id: str | None) -> None:
         self._dht = dht
         self._identity = identity
         self._run_id = run_id
@@ -87,9 +80,10 @@ class Directory:
         assert self._run_id is not None
         return self._run_id
 
-    def is_alive(self) -> bool:
-        """Tell whether the DHT process lives."""
-        return bool(self._dht.is_alive())
+    @property
+    def failure(self) -> str | None:
+        """What is wrong when nothing can be read or written any more, else None."""
+        return self._dht.failure
 
     # -- writing
 
@@ -209,7 +203,7 @@ class Directory:
 
     def _postponed(self, entries: list[_Entry]) -> list[_Entry]:
         """Return `entries` with expirations later than what the DHT holds in their place."""
-        held = self._call(_get_expirations, tuple({entry.name[0] for entry in entries}))
+        held = self._dht.call(_get_expirations, tuple({entry.name[0] for entry in entries}))
         postponed = []
         for entry in entries:
             last = held.get(entry.name, 0.0)
@@ -220,7 +214,7 @@ class Directory:
 
     def _try_to_store(self, entries: list[_Entry]) -> list[_Entry]:
         """Store all at once and return those that no node took."""
-        stored = self._call(
+        stored = self._dht.call(
             _store_many, tuple((*entry.name, entry.value, entry.expiration) for entry in entries)
         )
         return [entry for entry in entries if not stored.get(entry.name)]
@@ -331,7 +325,7 @@ class Directory:
 
         Returns at once: the calls are made in the DHT process, each within its time limit.
         """
-        self._call(_ping_in_background, peers)
+        self._dht.call(_ping_in_background, peers)
 
     def _read(
         self, kind: str, item: str | None, record_class: type[RecordT]
@@ -365,49 +359,8 @@ class Directory:
 
     def _get_many(self, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
         """Return the unexpired subkeys and values of dictionary keys, from the network."""
-        found = self._call(_get_latest, keys)
+        found = self._dht.call(_get_latest, keys)
         return found if isinstance(found, dict) else {}
-
-    def _call(self, coroutine: Any, arguments: Any) -> Any:
-        """Run a coroutine function in the DHT process. Raises `NetworkError`; bounded."""
-        self._check_alive()
-        try:
-            future = self._dht.run_coroutine(_Bound(coroutine, arguments), return_future=True)
-        except OSError:
-            self._check_alive()
-            raise NetworkError("the DHT process does not listen any more; start again") from None
-        return self._result(future)
-
-    def _result(self, future: concurrent.futures.Future[Any]) -> Any:
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        while True:
-            try:
-                return future.result(ALIVE_CHECK_S)
-            except (concurrent.futures.TimeoutError, TimeoutError):
-                self._check_alive()
-                if time.monotonic() > deadline:
-                    raise NetworkError(
-                        f"the DHT did not answer for {CALL_TIMEOUT_S:.0f} s; check the network"
-                    ) from None
-            except (Exception, concurrent.futures.CancelledError) as error:
-                logger.debug("a call to the DHT failed", exc_info=True)
-                reason = str(error) or type(error).__name__
-                raise NetworkError(f"the DHT could not answer: {reason}") from None
-
-    def _check_alive(self) -> None:
-        if not self._dht.is_alive():
-            raise NetworkError("the DHT process has ended; start again")
-
-
-class _Bound:
-    """A coroutine function with its argument, which can be sent to the DHT process."""
-
-    def __init__(self, function: Any, argument: Any) -> None:
-        self._function = function
-        self._argument = argument
-
-    async def __call__(self, dht: Any, node: Any) -> Any:
-        return await self._function(node, self._argument)
 
 
 async def _get_latest(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
@@ -444,9 +397,7 @@ async def _ping_in_background(node: Any, peers: tuple[str, ...]) -> None:
             node.blacklist.register_success(peer)
 
     for peer in peers:
-        task = asyncio.create_task(ping(PeerID.from_base58(peer)))
-        _PINGS.add(task)
-        task.add_done_callback(_PINGS.discard)
+        start_task(ping(PeerID.from_base58(peer)))
 
 
 async def _store_many(

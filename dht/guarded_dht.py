@@ -1,32 +1,48 @@
-"""No process outlives its peer: children end with their parent, and Ctrl+C spares p2pd.
+"""Hivemind's DHT, mended where it leaves processes behind, loses requests or waits for ever.
 
 A peer consists of the training process, the DHT process, one process per averager and p2pd.
 Killed with SIGKILL, Hivemind's children would live on and go on answering for the dead peer. And
 a terminal sends Ctrl+C to all of them at once, so p2pd would be gone before the peer can say
 goodbye. Both are mended where the children start.
 
-Also mended here: the training process, its threads and its averagers all write requests into the
-one pipe to the DHT process, and a request longer than the kernel's 4 KiB is written in pieces,
-which must neither mix nor be read before they are complete.
+`GuardedDHT` is the only door to the DHT process. A request is written as a whole, and the task
+made of it is held until it ends: Hivemind refers to the newest alone, and one that waits for p2pd
+would be collected as garbage. Every call has a limit, asks again when no answer comes, and
+notices that the DHT process or p2pd has ended or hangs. The DHT process ends with its p2pd, so
+whoever waits looks at one process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
-from collections.abc import Collection
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn
 
 from dipaco.modules.errors import NetworkError
 from hivemind import DHT
+from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2P
+from hivemind.utils.asyncio import switch_to_uvloop
+from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from hivemind.utils.timed_storage import ValueWithExpiration
+
+logger = logging.getLogger("dipaco.dht.guarded_dht")
 
 _find = DHTProtocol.call_find
 _NEVER = float("-inf")
@@ -76,8 +92,6 @@ def _bounded(found: ValueWithExpiration[Any] | None) -> ValueWithExpiration[Any]
 
 
 _PR_SET_PDEATHSIG = 1
-# Writing a request takes microseconds; whoever holds the pipe longer died holding it.
-_PIPE_TIMEOUT_S = 20.0
 
 
 def die_with_parent() -> None:
@@ -96,49 +110,126 @@ def _detach_from_terminal() -> None:
     die_with_parent()
 
 
-class _SharedPipe:
-    """The sending end of a pipe into which several threads and forked processes write."""
+def own_future_locks() -> None:
+    """Give a forked process its own locks for making futures. Called first in each.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._lock = multiprocessing.get_context("fork").Lock()
-
-    def send(self, request: Any) -> None:
-        """Write one request as a whole. Raises `NetworkError` when the pipe is held for ever."""
-        if not self._lock.acquire(timeout=_PIPE_TIMEOUT_S):
-            raise NetworkError("the DHT process takes no requests any more; start again")
-        try:
-            self._pipe.send(request)
-        finally:
-            self._lock.release()
-
-    def close(self) -> None:
-        self._pipe.close()
+    Hivemind's are shared by all processes of the peer: one that is killed while it makes a future
+    would stop the others for ever.
+    """
+    MPFuture._initialization_lock = threading.Lock()
+    SharedBytes._lock = threading.Lock()
 
 
-class _WholeRequests:
-    """The receiving end. The event loop makes it non-blocking, and then Hivemind loses its place.
+def hold_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Refer to every task that `loop` makes from here on, until it ends. May be repeated.
 
-    A request beyond 16 KiB arrives in pieces: reading it without waiting for the rest ends the DHT
-    process. Its writer is writing it already, so waiting takes microseconds.
+    asyncio does not, nor does Hivemind: a task that waits for a stream's next bytes is referred to
+    by that stream alone, and asyncio refers to the stream weakly.
+    """
+    if loop.get_task_factory() is not None:
+        return
+    held: set[asyncio.Task[Any]] = set()
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        held.add(task)
+        task.add_done_callback(held.discard)
+        return task
+
+    loop.set_task_factory(make)
+
+
+def start_task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Begin a task on a loop that holds its tasks."""
+    return asyncio.create_task(coroutine)
+
+
+# -- the pipe into the DHT process
+
+# Writing a request takes microseconds; whoever holds the pipe longer died or hangs holding it.
+_PIPE_LIMIT_S = 20.0
+_LENGTH_BYTES = 4
+
+
+class _PipeStuck(Exception):
+    """Nobody reads the pipe, or its last writer died writing."""
+
+
+class _RequestWriter:
+    """The sending end of a pipe into which several threads and forked processes write.
+
+    A request longer than the kernel's 4 KiB is written in pieces, and those of two must not mix.
     """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self._lock = multiprocessing.get_context("fork").Lock()
+        os.set_blocking(pipe.fileno(), False)
 
-    def fileno(self) -> int:
-        return self._pipe.fileno()
-
-    def poll(self) -> bool:
-        return self._pipe.poll()
-
-    def recv(self) -> Any:
-        """Read one request to its end."""
-        os.set_blocking(self._pipe.fileno(), True)
+    def send(self, request: Any, limit_s: float = _PIPE_LIMIT_S) -> None:
+        """Write one request as a whole. Raises `_PipeStuck`, or OSError when it is closed."""
+        pickled = bytes(ForkingPickler.dumps(request))
+        message = memoryview(len(pickled).to_bytes(_LENGTH_BYTES, "big") + pickled)
+        until = time.monotonic() + limit_s
+        if not self._lock.acquire(timeout=limit_s):
+            raise _PipeStuck
         try:
-            return self._pipe.recv()
+            while message:
+                try:
+                    message = message[os.write(self._pipe.fileno(), message) :]
+                except BlockingIOError:
+                    self._await_room(until)
         finally:
-            os.set_blocking(self._pipe.fileno(), False)
+            self._lock.release()
+
+    def _await_room(self, until: float) -> None:
+        room = select.poll()
+        room.register(self._pipe.fileno(), select.POLLOUT)
+        if not room.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise _PipeStuck
+
+
+def receive_request(pipe: int) -> bytes:
+    """Read one request to its end: what has begun to arrive is being written already.
+
+    Called in the DHT process. Raises EOFError when nobody can write any more.
+    """
+    os.set_blocking(pipe, True)  # the event loop makes it non-blocking
+    return _read(pipe, int.from_bytes(_read(pipe, _LENGTH_BYTES), "big"))
+
+
+def _read(pipe: int, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = os.read(pipe, count - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+# -- the door
+
+CALL_LIMIT_S = 30.0
+# An answer that is not here by then may be lost. Whatever is asked may run twice.
+ASK_AGAIN_AFTER_S = 10.0
+# How often somebody who waits looks whether there is still anybody who could answer.
+LOOK_S = 0.5
+BEAT_S = 1.0
+# The DHT process hangs when its beats stop for so many looks. Looks are counted, not seconds: a
+# machine that slept, or a peer that was stopped, has not looked meanwhile.
+SILENT_LOOKS = 40
+PING_S = 5.0
+PING_LIMIT_S = 10.0
+SILENT_PINGS = 2
+START_LIMIT_S = 75.0
+REPLICA_LIMIT_S = 20.0
+CLOSE_LIMIT_S = 1.0
+_P2PD_ENDED, _P2PD_HANGS = 71, 72
+_ENDINGS = {
+    _P2PD_ENDED: "the DHT process has ended because p2pd did",
+    _P2PD_HANGS: "the DHT process has ended because p2pd did not answer",
+}
 
 
 class GuardedDHT(DHT):
@@ -149,18 +240,259 @@ class GuardedDHT(DHT):
 
     def __init__(self, *arguments: Any, start: bool, await_ready: bool = True, **options: Any):
         super().__init__(*arguments, start=False, **options)
-        self._outer_pipe = _SharedPipe(self._outer_pipe)
+        self._outer_pipe = _RequestWriter(self._outer_pipe)
+        self._beats = multiprocessing.get_context("fork").RawValue(ctypes.c_ulonglong, 0)
+        self._hung = ""
         if start:
             self.run_in_background(await_ready=await_ready)
 
+    # In the processes of the peer that ask.
+
+    @property
+    def failure(self) -> str | None:
+        """What is wrong when no call can be answered any more, else None.
+
+        An averager's process cannot tell, since the DHT process is no child of it.
+        """
+        if self._hung:
+            return self._hung
+        if self._parent_pid != os.getpid() or self.is_alive():
+            return None
+        return _ENDINGS.get(self.exitcode or 0, "the DHT process has ended")
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, limit_s: float = CALL_LIMIT_S
+    ) -> Any:
+        """Return what `await function(node, *arguments)` returns in the DHT process.
+
+        `function` can be pickled, and may run twice. Raises `NetworkError`: it failed, or there is
+        no answer within `limit_s`, or, sooner, there will be none.
+        """
+        return self.run_coroutine(_Bound(function, arguments), limit_s=limit_s)
+
+    def run_coroutine(
+        self, coro: Any, return_future: bool = False, limit_s: float = CALL_LIMIT_S
+    ) -> Any:
+        """Hivemind's way in: its properties and `replicate_p2p` come through here."""
+        return self._answer(partial(super().run_coroutine, coro), return_future, limit_s)
+
+    def get(self, *arguments: Any, return_future: bool = False, **options: Any) -> Any:
+        """Hivemind's, bounded like `call`."""
+        return self._answer(partial(super().get, *arguments, **options), return_future)
+
+    def store(self, *arguments: Any, return_future: bool = False, **options: Any) -> Any:
+        """Hivemind's, bounded like `call`."""
+        return self._answer(partial(super().store, *arguments, **options), return_future)
+
+    def get_visible_maddrs(self, latest: bool = False, limit_s: float = CALL_LIMIT_S) -> Any:
+        """Return the addresses of this node; `latest` asks p2pd anew."""
+        return self.call(_visible_maddrs, latest, limit_s=limit_s)
+
+    def _answer(
+        self, ask: Callable[..., Any], return_future: bool, limit_s: float = CALL_LIMIT_S
+    ) -> Any:
+        """Ask, and unless the future itself is wanted ask until there is an answer."""
+        if return_future:
+            return self._ask(ask)
+        until = time.monotonic() + limit_s
+        ask_again_at = time.monotonic()
+        beats, silent_looks = self._beats.value, 0
+        asked: list[concurrent.futures.Future[Any]] = []
+        while True:
+            self.check()
+            if time.monotonic() >= ask_again_at:
+                asked.append(self._ask(ask))
+                ask_again_at = time.monotonic() + ASK_AGAIN_AFTER_S
+            left_s = max(0.0, until - time.monotonic())
+            concurrent.futures.wait(asked, min(LOOK_S, left_s), "FIRST_COMPLETED")
+            for future in asked:
+                if future.done():
+                    return self._result(future)
+            if not left_s:
+                raise NetworkError(f"the DHT did not answer for {limit_s:g} s; check the network")
+            if self._beats.value != beats:
+                beats, silent_looks = self._beats.value, 0
+            else:
+                silent_looks += 1
+            if silent_looks >= SILENT_LOOKS:
+                self._hangs(f"the DHT process hung for {SILENT_LOOKS * LOOK_S:g} s")
+
+    def _ask(self, ask: Callable[..., Any]) -> concurrent.futures.Future[Any]:
+        try:
+            return ask(return_future=True)  # type: ignore[no-any-return]
+        except _PipeStuck:
+            self._hangs("the DHT process takes no requests")
+        except (OSError, ValueError):
+            self.check()
+            raise NetworkError("the DHT process does not listen any more; start again") from None
+
+    def _result(self, future: concurrent.futures.Future[Any]) -> Any:
+        try:
+            return future.result(0)
+        except (Exception, concurrent.futures.CancelledError) as error:
+            logger.debug("a call to the DHT failed", exc_info=True)
+            reason = str(error) or type(error).__name__
+            raise NetworkError(f"the DHT could not answer: {reason}") from None
+
+    def check(self) -> None:
+        """Raise `NetworkError` when there is a `failure`."""
+        failure = self.failure
+        if failure is not None:
+            raise NetworkError(f"{failure}; start again")
+
+    def _hangs(self, how: str) -> NoReturn:
+        """End a process that answers nobody, so that everybody learns it. Raises `NetworkError`."""
+        self._hung = how
+        if self._parent_pid == os.getpid():
+            self.kill()
+        raise NetworkError(f"{how}; start again")
+
+    async def replicate_p2p(self) -> P2P:
+        """Connect the running loop to this node's p2pd. Also called by Hivemind's averagers.
+
+        Not cached as Hivemind's, which stays bound to the loop that asked first. Raises
+        `NetworkError`.
+        """
+        hold_tasks(asyncio.get_running_loop())
+        daemon = self.call(_daemon_address)
+        try:
+            return await asyncio.wait_for(P2P.replicate(daemon), REPLICA_LIMIT_S)
+        except Exception as error:
+            reason = str(error) or "it is silent"
+            raise NetworkError(f"p2pd does not answer: {reason}") from error
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until the process serves. Raises what kept it from that, and TimeoutError."""
+        until = time.monotonic() + (timeout or START_LIMIT_S)
+        alive = True
+        while not self._ready.done():
+            if not alive:
+                raise NetworkError("the DHT process ended while it started")
+            if time.monotonic() > until:
+                raise TimeoutError(f"it did not start within {timeout or START_LIMIT_S:g} s")
+            # Looked at before the wait: what a process said last may arrive after its end.
+            alive = self.is_alive()
+            concurrent.futures.wait([self._ready], LOOK_S)
+        self._ready.result(0)
+
+    def shutdown(self) -> None:
+        """End the process and p2pd, in little more than `shutdown_timeout` seconds."""
+        if not self.is_alive():
+            return
+        with contextlib.suppress(_PipeStuck, OSError, ValueError):
+            self._outer_pipe.send(("_shutdown", [], {}), limit_s=0.5)
+        self.join(self.shutdown_timeout)
+        for end in (self.terminate, self.kill):
+            if self.is_alive():
+                end()
+                self.join(1.0)
+
+    # In the DHT process.
+
     def run(self) -> None:
+        """Serve until told to stop, or until p2pd is gone."""
         die_with_parent()
+        own_future_locks()
         install()
-        self._inner_pipe = _WholeRequests(self._inner_pipe)
-        start_process = asyncio.subprocess.create_subprocess_exec
+        asyncio.subprocess.create_subprocess_exec = partial(
+            asyncio.subprocess.create_subprocess_exec, preexec_fn=_detach_from_terminal
+        )
+        loop = switch_to_uvloop()
+        hold_tasks(loop)
+        sys.exit(loop.run_until_complete(self._serve()))
 
-        async def start_guarded(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
-            return await start_process(*arguments, preexec_fn=_detach_from_terminal, **options)
+    async def _serve(self) -> int:
+        """Make the node, answer requests, and return the exit code."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        start_task(self._beat())
+        try:
+            self._node = await DHTNode.create(
+                initial_peers=self.initial_peers,
+                num_workers=self.num_workers,
+                record_validator=self._record_validator,
+                **self.kwargs,
+            )
+        except Exception as error:
+            logger.debug("the DHT node did not start", exc_info=True)
+            self._ready.set_exception(error)
+            return 0
+        self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(self._inner_pipe.fileno(), self._take)
+        start_task(self._watch_p2pd())
+        start_task(self._ping_p2pd())
+        self._ready.set_result(None)
+        code = await self._stopped
+        with contextlib.suppress(Exception):
+            # Also removes the sockets, which a p2pd that has ended leaves behind.
+            await asyncio.wait_for(self._node.p2p.shutdown(), CLOSE_LIMIT_S)
+        return code
 
-        asyncio.subprocess.create_subprocess_exec = start_guarded
-        super().run()
+    def _take(self) -> None:
+        """Begin to answer a request that has arrived; one that cannot be read is dropped."""
+        if not self._inner_pipe.poll():
+            return
+        try:
+            request = receive_request(self._inner_pipe.fileno())
+        except (EOFError, OSError):
+            self._stop(0)
+            return
+        try:
+            method, arguments, options = ForkingPickler.loads(request)
+            start_task(getattr(self, method)(*arguments, **options))
+        except Exception:
+            logger.warning("a request to the DHT process could not be read", exc_info=True)
+
+    def _stop(self, code: int) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(code)
+
+    async def _shutdown(self) -> None:
+        try:
+            await self._node.shutdown()
+        finally:
+            self._stop(0)
+
+    async def _beat(self) -> None:
+        """Show that the loop turns."""
+        while True:
+            self._beats.value += 1
+            await asyncio.sleep(BEAT_S)
+
+    async def _watch_p2pd(self) -> None:
+        await self._node.p2p._child.wait()
+        # A p2pd that was told to stop ends before its node has.
+        if self._node.is_alive:
+            self._stop(_P2PD_ENDED)
+
+    async def _ping_p2pd(self) -> None:
+        """Stop when p2pd lives but answers nothing."""
+        silent = 0
+        while silent < SILENT_PINGS:
+            await asyncio.sleep(PING_S)
+            try:
+                await asyncio.wait_for(self._node.p2p._client.identify(), PING_LIMIT_S)
+                silent = 0
+            except asyncio.TimeoutError:
+                silent += 1
+            except Exception as error:
+                logger.debug("p2pd did not say who it is: %r", error)
+        self._stop(_P2PD_HANGS)
+
+
+class _Bound:
+    """A function with its arguments, which can be sent to the DHT process."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function = function
+        self._arguments = arguments
+
+    async def __call__(self, dht: Any, node: Any) -> Any:
+        return await self._function(node, *self._arguments)
+
+
+async def _daemon_address(node: Any) -> Any:
+    return node.p2p.daemon_listen_maddr
+
+
+async def _visible_maddrs(node: Any, latest: bool) -> Any:
+    return await node.get_visible_maddrs(latest=latest)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,12 @@ from dipaco.modules.errors import AddressError, StorageError
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+logger = logging.getLogger("dipaco.dht.identity")
+
+# Leaving takes up to ten seconds.
+PREDECESSOR_LEAVES_S = 15.0
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -33,19 +42,29 @@ class Identity:
 
     def release(self) -> None:
         """Let another process use the identity. Call it once."""
-        # Unlocked, not only closed: forked children hold the same lock.
-        fcntl.flock(self.lock, fcntl.LOCK_UN)
-        os.close(self.lock)
+        let_go(self.lock)
 
 
-def load_or_create_identity(path: Path) -> Identity:
+def load_or_create_identity(
+    path: Path,
+    say: Callable[[str], None] = logger.warning,
+    patience_s: float = PREDECESSOR_LEAVES_S,
+) -> Identity:
     """Return the identity in `path`, made on first use and never overwritten (mode 400).
 
     The key also becomes Hivemind's process-wide signing key, so call this before any fork.
-    Raises `AddressError` when another process uses it, `StorageError` when it cannot be read.
+    Raises `AddressError` when another process uses it and does not leave within `patience_s`,
+    `StorageError` when it cannot be read.
     """
     path = Path(path)
-    lock = _lock(path)
+    # Two processes with one identity would take each other's connections.
+    lock = take_lock(
+        path.with_name(path.name + ".lock"),
+        f"identity {path}",
+        "--cache-dir or --identity-path",
+        say,
+        patience_s,
+    )
     try:
         private, peer_id = _read(path)
     except BaseException:
@@ -57,24 +76,67 @@ def load_or_create_identity(path: Path) -> Identity:
     return Identity(peer_id, path, key, lock)
 
 
-def _lock(path: Path) -> int:
-    """Two processes with one identity would take each other's connections."""
+def take_lock(
+    path: Path,
+    what: str,
+    options: str,
+    say: Callable[[str], None] = logger.warning,
+    patience_s: float = PREDECESSOR_LEAVES_S,
+) -> int:
+    """Lock `path` for this process until `let_go`, and return the lock.
+
+    A process that was started again waits for its predecessor, which may still be leaving, and
+    says so once. Raises `AddressError` when the other one stays, naming the `options` that help,
+    and `StorageError`. `what` is what the lock protects.
+    """
     lock = -1
+    until: float | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise AddressError(
-            f"identity {path} is used by another process; give this one its own "
-            "--cache-dir or --identity-path"
-        ) from None
+        lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        while not _try_lock(lock):
+            if until is None:
+                until = time.monotonic() + patience_s
+                say(
+                    f"waiting for the process {_owner(lock)}that uses {what} to leave "
+                    f"(at most {patience_s:g} s)"
+                )
+            if time.monotonic() > until:
+                raise AddressError(
+                    f"{what} is used by another process; give this one its own {options}"
+                )
+            time.sleep(_LOOK_S)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
         if lock >= 0:
             os.close(lock)
-        raise StorageError(f"identity {path}: {error.strerror}") from None
+        raise StorageError(f"{what}: {error.strerror}") from None
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(lock: int) -> str:
+    """Return the id of the process that took the lock last, with a space, if it is known."""
+    written = os.pread(lock, 20, 0).decode(errors="replace").strip()
+    return f"{written} " if written.isdigit() else ""
+
+
+def let_go(lock: int) -> None:
+    """Let another process take a lock. Call it once."""
+    # Unlocked, not only closed: forked children hold the same lock.
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def _read(path: Path) -> tuple[rsa.RSAPrivateKey, str]:

@@ -9,9 +9,7 @@ line. Peers (`session.py`), bootstrap nodes (`dipaco.bootstrap.serve`) and read-
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,13 +19,12 @@ from pathlib import Path
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.identity import Identity, load_or_create_identity
+from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
 from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
-    AddressError,
     DipacoError,
     NetworkError,
     ProtocolVersionError,
@@ -51,6 +48,7 @@ logger = logging.getLogger("dipaco.peer.node")
 
 SOFTWARE = f"dipaco/{version('dipaco')}"
 MANIFEST_WAIT_S = 20.0
+ADDRESSES_LIMIT_S = 15.0
 
 
 @dataclass
@@ -176,7 +174,7 @@ class Node:
     def release(self) -> None:
         """Let another process use the run's folder."""
         if self._lock_file is not None:
-            os.close(self._lock_file)
+            let_go(self._lock_file)
             self._lock_file = None
 
     def close(self) -> None:
@@ -207,7 +205,7 @@ def join_run(
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
     make_folder(cache_folder)
-    identity = load_or_create_identity(identity_path or cache_folder / "identity.key")
+    identity = load_or_create_identity(identity_path or cache_folder / "identity.key", say)
     try:
         dht = join_dht(
             initial_peers,
@@ -260,7 +258,7 @@ def _open_run(
             f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; install a matching version"
         )
     make_folder(path)
-    lock_file = _lock_folder(path)
+    lock_file = take_lock(path / ".lock", str(path), "--cache-dir")
     try:
         if write_manifest:
             atomic_write(path / "manifest.json", [manifest.envelope])
@@ -289,7 +287,7 @@ def _open_run(
             _lock_file=lock_file,
         )
     except BaseException:
-        os.close(lock_file)
+        let_go(lock_file)
         raise
 
 
@@ -321,19 +319,6 @@ def make_folder(path: Path) -> None:
         ) from None
 
 
-def _lock_folder(path: Path) -> int:
-    """Keep a second process out of a run's directory while this one lives."""
-    descriptor = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise AddressError(
-            f"another process uses {path}; give this one its own --cache-dir"
-        ) from None
-    return descriptor
-
-
 def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     """Return the addresses at which others can reach this node, loopback last.
 
@@ -341,9 +326,12 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     """
     for _ in range(attempts):
         try:
-            addresses = [str(address) for address in dht.get_visible_maddrs(latest=True)]
-        except Exception as error:
-            logger.debug("get_visible_maddrs: %r", error)
+            found = dht.get_visible_maddrs(latest=True, limit_s=ADDRESSES_LIMIT_S)
+            addresses = [str(address) for address in found]
+        except NetworkError as error:
+            if dht.failure is not None:
+                raise
+            logger.debug("visible addresses: %s", error)
             addresses = []
         if addresses:
             return tuple(sorted(set(addresses), key=lambda a: ("/127.0.0.1/" in a, a)))

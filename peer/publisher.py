@@ -232,9 +232,9 @@ class Publisher:
                 self._read()
             except DipacoError as error:
                 logger.warning("could not refresh the view of the swarm: %s", error)
-                if not self._directory.is_alive():
+                if (reason := self._directory.failure) is not None:
                     raise NetworkError(
-                        "the DHT process died; start again to rejoin from the cache directory"
+                        f"{reason}; start again to rejoin from the cache directory"
                     ) from error
             with self._refreshed:
                 self._refreshing = False

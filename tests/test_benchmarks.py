@@ -15,6 +15,7 @@ NAMES = (
     "allocator",
     "averaging",
     "bare_loop",
+    "bootstrap_starts",
     "boundary_to_commit",
     "export_agreement",
     "gpu_path",

@@ -319,7 +319,7 @@ def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(
     caplog.set_level(logging.CRITICAL)
     node = start_node(tmp_path)
     node.directory.publish_claim(claim(node, 1), LIFE_S)
-    assert node.directory.is_alive()
+    assert node.directory.failure is None
     assert node.dht.pid is not None
     os.kill(node.dht.pid, signal.SIGSTOP)
     failures: list[BaseException] = []
@@ -337,7 +337,7 @@ def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(
     reader.join(10)
     assert not reader.is_alive()
     assert isinstance(failures[0], NetworkError)
-    assert not node.directory.is_alive()
+    assert node.directory.failure == "the DHT process has ended"
     started = time.monotonic()
     with pytest.raises(NetworkError, match="has ended"):
         node.directory.publish_claim(claim(node, 2), LIFE_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, NetworkError, ProtocolVersionError
 from dipaco.modules.plan import PROTOCOL_VERSION
@@ -16,7 +17,6 @@ from dipaco.modules.state import StateReference
 from dipaco.peer.exchange import service
 from dipaco.peer.exchange.clock import measure_clock
 from dipaco.peer.exchange.exchange import Exchange
-from hivemind import DHT
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
 from support.exchange_nodes import CONTENT, HELD, NOBODY, RUN, Held, Nodes, fetch, set_ahead
@@ -157,7 +157,7 @@ def test_an_exchange_can_start_again_on_the_same_node(nodes: Nodes) -> None:
 
 
 def test_stop_after_the_dht_process_died() -> None:
-    dht = DHT(start=True, startup_timeout=60)
+    dht = GuardedDHT(start=True, startup_timeout=60)
     exchange = Exchange(dht)
     exchange.start()
     dht.kill()

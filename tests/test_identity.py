@@ -5,10 +5,17 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from dipaco.dht.identity import load_or_create_identity, peer_id_of_public_key
+from dipaco.dht.identity import (
+    let_go,
+    load_or_create_identity,
+    peer_id_of_public_key,
+    take_lock,
+)
 from dipaco.modules.errors import AddressError, StorageError
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import PeerID
@@ -46,12 +53,12 @@ def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
     identity = load_or_create_identity(path)
     with pytest.raises(AddressError, match="used by another process"):
-        load_or_create_identity(path)
+        load_or_create_identity(path, patience_s=0.0)
     other = (
         "import sys; from pathlib import Path\n"
         "from dipaco.modules.errors import AddressError\n"
         "from dipaco.dht.identity import load_or_create_identity\n"
-        "try: load_or_create_identity(Path(sys.argv[1]))\n"
+        "try: load_or_create_identity(Path(sys.argv[1]), patience_s=0.0)\n"
         "except AddressError: sys.exit(42)\n"
     )
     command = [sys.executable, "-c", other, str(path)]
@@ -80,3 +87,50 @@ def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="identity"):
         load_or_create_identity(tmp_path / "file" / "identity.key")
+
+
+OWNER = """
+import sys; from pathlib import Path
+from dipaco.dht.identity import take_lock
+take_lock(Path(sys.argv[1]), "it", "folder")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_start_waits_for_its_predecessor_to_leave(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    said: list[str] = []
+    waits = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        waits.set()
+
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(path) + ".lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "locked\n"
+        with ThreadPoolExecutor(1) as threads:
+            starting = threads.submit(load_or_create_identity, path, say, 120.0)
+            assert waits.wait(60)
+            owner.communicate("", timeout=60)
+            starting.result(120).release()
+    assert said == [
+        f"waiting for the process {owner.pid} that uses identity {path} to leave (at most 120 s)"
+    ]
+
+
+def test_a_predecessor_that_stays_is_named_with_the_remedy(tmp_path: Path) -> None:
+    said: list[str] = []
+    lock = take_lock(tmp_path / ".lock", "the folder", "--cache-dir", said.append)
+    assert said == []
+    with pytest.raises(AddressError, match="the folder is used by another process.*--cache-dir"):
+        take_lock(tmp_path / ".lock", "the folder", "--cache-dir", said.append, 0.3)
+    assert len(said) == 1
+    let_go(lock)
+    let_go(take_lock(tmp_path / ".lock", "the folder", "--cache-dir", said.append, 0.0))

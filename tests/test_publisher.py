@@ -125,27 +125,27 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
 
 
 def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
-    peer.directory.failure = NetworkError("the DHT is slow")
+    peer.directory.error = NetworkError("the DHT is slow")
     before = peer.publisher.view
     reads = peer.directory.reads
     assert peer.publisher.refresh().now_s == before.now_s
     assert peer.directory.reads > reads
-    peer.directory.failure = None
+    peer.directory.error = None
     peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: peer.directory.peers[-1]})
     assert set(peer.publisher.refresh().peers) == {OTHER}
     peer.background.check()
 
 
 def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
-    peer.directory.failure, peer.directory.alive = NetworkError("no answer"), False
-    with pytest.raises(NetworkError, match="the DHT process died"):
+    peer.directory.error, peer.directory.failure = NetworkError("no answer"), "p2pd has ended"
+    with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
         peer.publisher.refresh()
-    with pytest.raises(NetworkError, match="the DHT process died"):
+    with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
         peer.background.check()
 
 
 def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
-    peer.directory.failure = KeyError("x")
+    peer.directory.error = KeyError("x")
     with pytest.raises(BackgroundError, match="the publisher thread failed: KeyError: 'x'"):
         peer.publisher.refresh()
     with pytest.raises(BackgroundError, match="report it"):

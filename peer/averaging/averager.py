@@ -20,11 +20,10 @@ from collections.abc import AsyncIterable, Collection, Iterator, Mapping
 from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
 
 import torch
-from dipaco.dht.guarded_dht import die_with_parent
+from dipaco.dht.guarded_dht import GuardedDHT, die_with_parent, own_future_locks
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.outer import AveragingRule, Contribution, canonical_table
 from dipaco.modules.plan import PROTOCOL_VERSION
-from hivemind import DHT
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import P2PContext
@@ -110,7 +109,7 @@ class ExactAverager(DecentralizedAverager):
 
     def __init__(
         self,
-        dht: DHT,
+        dht: GuardedDHT,
         *,
         prefix: str,
         size: int,
@@ -214,7 +213,7 @@ class ExactAverager(DecentralizedAverager):
         table = canonical_table(Contribution(*row) for row in rows)
         return AveragingOutcome(average, table, matchmaking_s, reduce_s)
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = 60.0) -> None:
+    def run_in_background(self, await_ready: bool = True, timeout: float = 60.0) -> None:
         """Start the process, from any thread, without touching the host's SIGINT handler.
 
         Raises NetworkError when it is not ready within `timeout` seconds.
@@ -224,12 +223,18 @@ class ExactAverager(DecentralizedAverager):
         if await_ready:
             self.wait_until_ready(timeout)
 
-    def wait_until_ready(self, timeout: float | None = 60.0) -> None:
+    def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Wait until the process serves. Raises NetworkError when it does not."""
+        until = time.monotonic() + timeout
         try:
-            self._ready.result(timeout=timeout)
+            while not self._ready.done() and self.is_alive() and time.monotonic() < until:
+                concurrent.futures.wait([self._ready], 0.5)
+            self._ready.result(timeout=0.5)
         except concurrent.futures.TimeoutError:
+            ended = not self.is_alive()
             self.shutdown()
+            if ended:
+                raise NetworkError(f"the averager {self.prefix} ended while it started") from None
             raise NetworkError(
                 f"the averager {self.prefix} did not start within {timeout:g} s; "
                 "is this machine overloaded? Try again"
@@ -348,6 +353,7 @@ class ExactAverager(DecentralizedAverager):
         """Serve as long as the host lives: quietly, and on one thread for arithmetic."""
         become_quiet()
         die_with_parent()
+        own_future_locks()
         torch.set_num_threads(1)
         super().run()
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import StateReference
-from hivemind import DHT
 from hivemind.p2p import P2P, PeerID
 
 from .clock import ClockSample
@@ -57,7 +57,7 @@ from .transfer import (
 logger = logging.getLogger("dipaco.peer.exchange.exchange")
 
 CALL_TIMEOUT_S = 5.0
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 0.4
 MAX_DOWNLOADS = 4
@@ -68,14 +68,11 @@ COMMIT_GRACE_S = 300.0
 
 
 class Exchange:
-    """One node's exchange. Thread-safe.
-
-    `start` asks the DHT process for its libp2p daemon: call it before other threads use `dht`.
-    """
+    """One node's exchange. Thread-safe."""
 
     def __init__(
         self,
-        dht: DHT,
+        dht: GuardedDHT,
         *,
         software: str = SOFTWARE,
         protocol_version: int = PROTOCOL_VERSION,
@@ -85,7 +82,7 @@ class Exchange:
         self._dht = dht
         self._software = software
         self._protocol_version = protocol_version
-        self._thread = LoopThread("exchange")
+        self._thread = LoopThread("exchange", dht.check)
         self._service = ExchangeService(
             software=software,
             protocol_version=protocol_version,
@@ -97,27 +94,21 @@ class Exchange:
         self._bytes_down = 0
 
     def start(self) -> None:
-        """Start to answer others. Raises `NetworkError` when the DHT process does not answer."""
-        try:
-            # Not `replicate_p2p`: its replica is cached, and bound to the loop that asked first.
-            daemon = self._dht.run_coroutine(
-                DHT._get_p2p_daemon_listen_maddr, return_future=True
-            ).result(START_TIMEOUT_S)
-        except Exception as error:
-            raise NetworkError("the DHT process does not answer; start again") from error
+        """Start to answer others. Raises `NetworkError` when DHT process or p2pd don't answer."""
         self._thread.start()
         try:
-            self._thread.call(self._attach(daemon), START_TIMEOUT_S)
+            self._thread.call(self._attach(), START_TIMEOUT_S)
         except BaseException:
             self._thread.stop()
             raise
 
-    async def _attach(self, daemon: object) -> None:
+    async def _attach(self) -> None:
+        self._p2p = await self._dht.replicate_p2p()
         try:
-            self._p2p = await P2P.replicate(daemon)
             await self._service.attach(self._p2p)
         except Exception as error:
-            raise NetworkError(f"the libp2p daemon does not answer: {error}") from error
+            reason = str(error) or "it is silent"
+            raise NetworkError(f"p2pd does not answer: {reason}") from error
 
     def stop(self) -> None:
         """Stop answering, within two seconds; calls under way end with a `NetworkError`."""
@@ -172,7 +163,7 @@ class Exchange:
             try:
                 found = await asyncio.wait_for(self._connection().list_peers(), CALL_TIMEOUT_S)
             except Exception as error:
-                raise NetworkError("the libp2p daemon does not answer") from error
+                raise NetworkError("p2pd does not answer") from error
             return tuple(sorted(info.peer_id.to_base58() for info in found))
 
         return self._thread.call(peers(), CALL_TIMEOUT_S + GRACE_S)

@@ -6,22 +6,31 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+from dipaco.dht.guarded_dht import hold_tasks
 from dipaco.modules.errors import NetworkError
 
 ResultT = TypeVar("ResultT")
 
 CANCEL_TIMEOUT_S = 0.5
+START_TIMEOUT_S = 10.0
+# How often a call looks whether it can still be answered.
+LOOK_S = 0.5
 
 
 class LoopThread:
-    """A uvloop event loop on a daemon thread, with a blocking way in. Thread-safe."""
+    """A uvloop event loop on a daemon thread, with a blocking way in. Thread-safe.
 
-    def __init__(self, name: str) -> None:
+    `check` raises when what the loop stands on is gone, so that no call waits for its answer.
+    """
+
+    def __init__(self, name: str, check: Callable[[], None] = lambda: None) -> None:
         self._name = name
+        self._check = check
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -31,12 +40,13 @@ class LoopThread:
         return self._thread is not None and self._thread.is_alive() and self._loop is not None
 
     def start(self) -> None:
-        """Start the thread; returns when its loop runs."""
+        """Start the thread; returns when its loop runs. Raises `NetworkError`."""
         ready = threading.Event()
 
         def run() -> None:
             loop = uvloop.new_event_loop()
             asyncio.set_event_loop(loop)
+            hold_tasks(loop)
             self._loop = loop
             loop.call_soon(ready.set)
             try:
@@ -48,13 +58,14 @@ class LoopThread:
 
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
-        ready.wait()
+        if not ready.wait(START_TIMEOUT_S):
+            raise NetworkError(f"the {self._name} did not start within {START_TIMEOUT_S:.0f} s")
 
     def call(self, coroutine: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
         """Run a coroutine on the loop and wait for its result.
 
-        Raises `NetworkError` when the loop is stopped or `timeout_s` has passed; an interrupted
-        wait (Ctrl+C) cancels the coroutine.
+        Raises `NetworkError` when the loop is stopped or `timeout_s` has passed, and what `check`
+        raises; an interrupted wait (Ctrl+C) cancels the coroutine.
         """
         assert threading.current_thread() is not self._thread, "would wait for itself"
         loop = self._loop
@@ -66,8 +77,13 @@ class LoopThread:
         except RuntimeError:
             coroutine.close()
             raise NetworkError(f"the {self._name} was stopped") from None
+        until = time.monotonic() + timeout_s
         try:
-            return future.result(timeout_s)
+            while not future.done() and (left_s := until - time.monotonic()) > 0:
+                concurrent.futures.wait([future], min(LOOK_S, left_s))
+                if not future.done():
+                    self._check()
+            return future.result(0)
         except concurrent.futures.CancelledError:
             raise NetworkError(f"the {self._name} was stopped") from None
         except (concurrent.futures.TimeoutError, asyncio.TimeoutError):

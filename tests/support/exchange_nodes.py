@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.state import StateReference
 from dipaco.peer.exchange.exchange import Exchange
-from hivemind import DHT
 
 RUN = "0123456789abcdef"
 CONTENT = bytes(range(251)) * 20_000
@@ -47,12 +47,12 @@ class Nodes:
     """Two joined DHT nodes; exchanges on them are made by each test."""
 
     def __init__(self) -> None:
-        self.server_dht = DHT(start=True, startup_timeout=60)
+        self.server_dht = GuardedDHT(start=True, startup_timeout=60)
         self.addresses = [str(address) for address in self.server_dht.get_visible_maddrs()]
-        self.client_dht = DHT(initial_peers=self.addresses, start=True, startup_timeout=60)
+        self.client_dht = GuardedDHT(initial_peers=self.addresses, start=True, startup_timeout=60)
         self.started: list[Exchange] = []
 
-    def exchange(self, dht: DHT, **options: Any) -> Exchange:
+    def exchange(self, dht: GuardedDHT, **options: Any) -> Exchange:
         exchange = Exchange(dht, **options)
         exchange.start()
         self.started.append(exchange)

@@ -55,7 +55,7 @@ class FakeEvents:
 class FakeDirectory:
     """The DHT as one publisher uses it: what it published, and what others did.
 
-    `failure` is raised by the next read, and by all that follow.
+    `error` is raised by the next read, and by all that follow.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,8 @@ class FakeDirectory:
         self.blobs: list[str] = []
         self.called: list[str] = []
         self.reads = 0
-        self.failure: Exception | None = None
-        self.alive = True
-
-    def is_alive(self) -> bool:
-        return self.alive
+        self.error: Exception | None = None
+        self.failure: str | None = None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -80,8 +77,8 @@ class FakeDirectory:
 
     def read_view(self, plan: RunPlan, grid: Grid, now_s: float) -> SwarmView:
         self.reads += 1
-        if self.failure is not None:
-            raise self.failure
+        if self.error is not None:
+            raise self.error
         claims = dict(self.others.claims)
         if self.claims and self.claims[-1] is not None:
             claims[self.claims[-1].peer_id] = self.claims[-1]
