@@ -85,7 +85,7 @@ class SwarmView:
 
 def round_at(plan: RunPlan, now_s: float) -> int:
     """Return the round that `now_s` lies in; negative before the run starts."""
-    return math.floor((now_s - plan.start_s) / plan.rounds.duration_s)
+    return plan.rounds.round_at(now_s - plan.start_s)
 
 
 def build_view(

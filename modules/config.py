@@ -6,6 +6,7 @@ agree on. Unknown keys are refused with the nearest known name (`parse_config`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -211,6 +212,10 @@ class RoundsConfig(Config):
     def window_s(self) -> float:
         """Seconds after a boundary in which a commit is possible, the default resolved."""
         return self.commit_window_s or 0.45 * self.duration_s
+
+    def round_at(self, since_start_s: float) -> int:
+        """Return the round so many seconds after the run's start; negative before it."""
+        return math.floor(since_start_s / self.duration_s)
 
 
 class AveragingConfig(Config):

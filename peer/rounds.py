@@ -46,7 +46,7 @@ class RoundSchedule:
 
     def round_at(self, now_s: float) -> int:
         """Return the round that `now_s` lies in; negative before the run starts."""
-        return math.floor((now_s - self.start_s) / self.duration_s)
+        return self.rounds.round_at(now_s - self.start_s)
 
     def round_start_s(self, round_index: int) -> float:
         """Return when a round begins."""

@@ -25,7 +25,7 @@ RETRY_AFTER_S = 5.0
 class SuccessorWatch:
     """An annex of the publisher: reads the manifests, and opens the newest run of the chain.
 
-    `ready` is the opened run. With `follow` False a successor is only told, once.
+    With `follow` False a successor is only told, once.
     """
 
     def __init__(
@@ -40,12 +40,6 @@ class SuccessorWatch:
         self._found: SignedManifest | None = None
         self._thread: threading.Thread | None = None
         self._ready: Node | None = None
-
-    @property
-    def ready(self) -> Node | None:
-        """The run to move to; None when there is none, or when it is not at hand yet."""
-        with self._lock:
-            return self._ready
 
     def publish(self, directory: Directory, life_s: float) -> None:
         """Nothing: the manifests are renewed by the peers of the runs."""

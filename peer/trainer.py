@@ -105,7 +105,6 @@ class PathTrainer:
         self.path: int | None = None
         self.path_step = 0
         self.replica = 0
-        self.tokens_trained = 0
         self._stream: BatchStream | None = None
         self._modules: dict[str, _ModuleProgress] = {}
 
@@ -163,7 +162,6 @@ class PathTrainer:
         tokens = self._stream.batch(self.path_step, self.replica)
         loss = self.inner.step(tokens, self.path_step)
         self.path_step += 1
-        self.tokens_trained += self.tokens_per_step
         for progress in self._modules.values():
             progress.unmerged_tokens += self.tokens_per_step
         return loss

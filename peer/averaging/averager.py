@@ -135,7 +135,6 @@ class ExactAverager(DecentralizedAverager):
         self._stopped = False
         self._pending: MPFuture | None = None
         self._request: AveragingRequest | None = None
-        self._runner: ExactAllReduceRunner | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         super().__init__(
             (self._scratch,),
@@ -439,13 +438,10 @@ class ExactAverager(DecentralizedAverager):
             silence_s=self._silence_s,
         )
         announced.set_result(runner)
-        self._runner = runner
         try:
             await asyncio.wait_for(_exhaust(runner), max(0.0, end_s - get_dht_time()))
         except (TimeoutError, asyncio.TimeoutError):
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
-        finally:
-            self._runner = None
 
     async def _give_up(self) -> None:
         for task in tuple(self._tasks):

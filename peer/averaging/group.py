@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import msgpack
@@ -212,8 +212,3 @@ def reduce_shares(bandwidths: Sequence[int]) -> tuple[int, ...]:
     return tuple(
         max(0, int((level * value - 1.0) / (count - 2) * _SHARE_UNITS)) for value in bandwidths
     )
-
-
-def short_peers(peers: Collection[str]) -> str:
-    """Return peer ids for a log line."""
-    return ", ".join(sorted(peers)) or "nobody"

@@ -251,11 +251,6 @@ class AveragingOutcome:
     matchmaking_s: float = 0.0
     reduce_s: float = 0.0
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Peer ids of the members, in the order of the table."""
-        return tuple(row.peer for row in self.table)
-
 
 @dataclass(frozen=True)
 class AveragingRequest:
