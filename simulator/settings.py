@@ -5,9 +5,83 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
+from dipaco.modules.command_line import ComputeSettings, Option
 from dipaco.modules.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSettings(ComputeSettings):
+    """What `dipaco-simulate` can be told."""
+
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:N", "D")] = "cpu"
+    threads: Annotated[
+        int | None,
+        Option("CPU threads; must equal those of the peers (default: all)", "N", least=1),
+    ] = None
+    run_folder: Annotated[Path, Option("made by prepare", "RUN_DIR", positional=True)]
+    rounds: Annotated[int, Option("rounds to train now", "N", least=0)] = 1
+    steps_per_round: Annotated[
+        int | None, Option("inner steps of a round (default: what the plan says)", "K", least=1)
+    ] = None
+    first_round: Annotated[
+        int,
+        Option(
+            "number of the first round, to compare with a swarm that began in round R",
+            "R",
+            least=0,
+        ),
+    ] = 0
+    paths: Annotated[
+        str | None,
+        Option(
+            "train only these paths; a path given twice has two replicas (default: each once)",
+            "A,B,...",
+        ),
+    ] = None
+    out: Annotated[Path | None, Option("write a run directory with the trained states", "DIR")] = (
+        None
+    )
+    resume: Annotated[bool, Option("go on from what an earlier call left in --out")] = False
+    keep: Annotated[
+        Literal["memory", "device", "disk"],
+        Option(
+            "where the paths are that wait for their turn: in memory, on the device of the model, "
+            "or on disk in --out, for hundreds of them; there a simulation that was killed goes "
+            "on within a round"
+        ),
+    ] = "memory"
+    dense_steps: Annotated[
+        int,
+        Option(
+            "then train the dense baseline for S steps on all shards mixed (default: none)",
+            "S",
+            least=0,
+        ),
+    ] = 0
+    validation_sequences: Annotated[
+        int | None,
+        Option(
+            "held-out sequences scored per path and round, at most; 0 is none (default: all)",
+            "V",
+            least=0,
+        ),
+    ] = None
+    optimizer: Annotated[
+        Literal["adamw", "adamw8bit"], Option("adamw or adamw8bit, as for the peers")
+    ] = "adamw"
+    json: Annotated[bool, Option("one JSON object a round")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep == "disk" and self.out is None:
+            raise ConfigurationError("--keep disk needs an --out DIR to keep the paths in")
+        if self.resume and self.out is None:
+            raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from collections.abc import Callable
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from dipaco.modules.device import keep_freed_memory
+from dipaco.modules.device import choose_device, prepare_process
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
@@ -23,7 +21,7 @@ from .checkpoint import CheckpointFolder, link_run
 from .dense import DenseResult, train_dense
 from .reference import ReferenceSwarm
 from .report import RoundReport
-from .settings import SimulatedPeer, SimulatorSettings
+from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,43 +29,41 @@ logger = logging.getLogger(__name__)
 _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 
 
-def run(options: argparse.Namespace) -> int:
+def run(settings: CommandSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
-    _check(options)
-    keep_freed_memory()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    source = RunFolder(options.run_folder)
+    _check_output(settings)
+    prepare_process(settings.threads)
+    source = RunFolder(settings.run_folder)
     source.plan()
-    output = link_run(source, options.out) if options.out else None
-    swarm = open_swarm(options, source, output)
-    printer = None if options.json else RoundPrinter(swarm)
+    output = link_run(source, settings.out) if settings.out else None
+    swarm = open_swarm(settings, source, output)
+    printer = None if settings.json else RoundPrinter(swarm)
     emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
-    if printer and options.validation_sequences != 0:
+    if printer and settings.validation_sequences != 0:
         printer.round(swarm.report())
     last: RoundReport | None = None
-    for done in range(1, options.rounds + 1):
+    for done in range(1, settings.rounds + 1):
         last = swarm.run_round()
-        if output is not None and _is_due(swarm, done, options.rounds):
+        if output is not None and _is_due(swarm, done, settings.rounds):
             save(swarm, output)
         emit(last)
     if printer and last:
         printer.summary(last)
-    if options.dense_steps:
-        _run_dense(options, source, output, printer)
+    if settings.dense_steps:
+        _run_dense(settings, source, output, printer)
     return 0
 
 
 def open_swarm(
-    options: argparse.Namespace, source: RunFolder, output: RunFolder | None
+    settings: CommandSettings, source: RunFolder, output: RunFolder | None
 ) -> ReferenceSwarm:
     """Make the swarm: from the genesis, or with --resume from where an earlier call stopped."""
     states: dict[str, ModuleState] = {}
     checkpoints = CheckpointFolder(output.path / "checkpoint") if output else None
-    checkpoint = checkpoints.latest() if checkpoints and options.resume else None
-    on_disk = options.keep == "disk"
+    checkpoint = checkpoints.latest() if checkpoints and settings.resume else None
+    on_disk = settings.keep == "disk"
     plan = source.plan()
-    if options.resume and output is not None and checkpoint is None:
+    if settings.resume and output is not None and checkpoint is None:
         grid = source.grid(plan)
         found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
         states = {module: state for module, state in found.items() if state is not None}
@@ -78,16 +74,16 @@ def open_swarm(
         states = checkpoints.anchors(checkpoint, source.grid(plan))
     swarm = ReferenceSwarm(
         source,
-        peers=parse_paths(options.paths),
-        steps_per_round=options.steps_per_round,
-        first_round=max(options.first_round, _round_after(states)),
+        peers=parse_paths(settings.paths),
+        steps_per_round=settings.steps_per_round,
+        first_round=max(settings.first_round, _round_after(states)),
         states=states,
         settings=SimulatorSettings(
-            device=_device(options.device),
-            optimizer=options.optimizer,
-            validation_sequences=options.validation_sequences,
+            device=choose_device(settings.device)[0],
+            optimizer=settings.optimizer,
+            validation_sequences=settings.validation_sequences,
             best_folder=output.path / "best" if output else None,
-            keep=options.keep,
+            keep=settings.keep,
             folder=checkpoints.open_live() if checkpoints and on_disk else None,
         ),
     )
@@ -118,35 +114,14 @@ def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
     return tuple(peers)
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name in ("rounds", "first_round", "dense_steps", "validation_sequences"):
-        value = getattr(options, name)
-        if value is not None and value < 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value} must not be negative")
-    if options.threads is not None and options.threads < 1:
-        raise ConfigurationError(f"--threads {options.threads} must be at least 1")
-    if options.keep == "disk" and options.out is None:
-        raise ConfigurationError("--keep disk needs an --out DIR to keep the paths in")
-    if options.resume and options.out is None:
-        raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
-    if options.out is None:
+def _check_output(settings: CommandSettings) -> None:
+    if settings.out is None or settings.resume or not settings.rounds:
         return
-    exists = CheckpointFolder(options.out / "checkpoint").latest() is not None
-    if exists and not options.resume and options.rounds:
+    if CheckpointFolder(settings.out / "checkpoint").latest() is not None:
         raise ConfigurationError(
-            f"--out {options.out} already holds a simulation; go on with it by --resume, or give "
+            f"--out {settings.out} already holds a simulation; go on with it by --resume, or give "
             f"another directory"
         )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigurationError(f"--device '{name}' is not a device; give cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(f"--device {name}: PyTorch sees no CUDA device; use --device cpu")
-    return device
 
 
 def _round_after(states: dict[str, ModuleState]) -> int:
@@ -167,18 +142,18 @@ def _is_due(swarm: ReferenceSwarm, done: int, rounds: int) -> bool:
 
 
 def _run_dense(
-    options: argparse.Namespace,
+    settings: CommandSettings,
     source: RunFolder,
     output: RunFolder | None,
     printer: RoundPrinter | None,
 ) -> None:
     result = train_dense(
         source,
-        options.dense_steps,
-        device=_device(options.device),
-        optimizer=options.optimizer,
-        validation_sequences=options.validation_sequences,
-        on_step=printer.dense_step(options.dense_steps) if printer else None,
+        settings.dense_steps,
+        device=choose_device(settings.device)[0],
+        optimizer=settings.optimizer,
+        validation_sequences=settings.validation_sequences,
+        on_step=printer.dense_step(settings.dense_steps) if printer else None,
     )
     file: Path | None = None
     if output is not None:

@@ -44,8 +44,8 @@ def describe_all() -> str:
 
 
 def parser_of(module: str) -> argparse.ArgumentParser:
-    imported = importlib.import_module(module)
-    return imported.COMMAND.parser() if hasattr(imported, "COMMAND") else imported.build_parser()
+    parser: argparse.ArgumentParser = importlib.import_module(module).COMMAND.parser()
+    return parser
 
 
 def describe(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -25,7 +25,7 @@ from dipaco.peer import cli as peer_cli
 from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
 from dipaco.peer.exchange import messages
 from dipaco.routing.batches import batch_indices
-from dipaco.simulator.cli import build_parser as simulate_parser
+from dipaco.simulator import cli as simulator_cli
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -122,7 +122,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "dipaco-eval": evaluate_cli.COMMAND.parser(),
         "dipaco-generate": generate_cli.COMMAND.parser(),
         "dipaco-export": export_cli.COMMAND.parser(),
-        "dipaco-simulate": simulate_parser(),
+        "dipaco-simulate": simulator_cli.COMMAND.parser(),
     }
     programs = {"bootstrap": bootstrap_cli.COMMAND, "reroute": reroute_cli.COMMAND}
     for command, parser in ((name, program.parser()) for name, program in programs.items()):

@@ -433,7 +433,6 @@ def test_the_human_output_names_rounds_paths_and_modules(
         (["--resume"], "--out"),
         (["--threads", "0"], "--threads 0"),
         (["--device", "toaster"], "'toaster'"),
-        (["--optimizer", "adamm"], "adamw"),
         (["--keep", "disk"], "--out"),
     ],
 )
