@@ -238,7 +238,7 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
         if stopping.is_set():
             _exit_at_once()
         stopping.set()
-        # Whatever hangs, a transfer or a network that does not answer, must not keep anybody here.
+        # Whatever hangs, a transfer or a network that does not answer, must not delay leaving.
         limit = threading.Timer(LEAVE_LIMIT_S, _exit_at_once)
         limit.daemon = True
         limit.start()

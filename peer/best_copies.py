@@ -1,8 +1,8 @@
 """The best states of paths that this process holds: announced, copied from others, dropped.
 
 As for private modules, rendezvous hashing names the peers that keep a path's best states besides
-its lead trainer (design 4.6), bootstrap nodes too. Copies are not checked here: whoever uses them
-does. One best of a path is held at most, and those that others keep are let go of.
+its lead trainer (design 4.6), bootstrap nodes too. Copies are not checked here but by whoever uses
+them. At most one best of a path is held, and those that others keep are dropped.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class BestParametersCopies:
         self._looked_at = time.monotonic()
 
     def load_from_disk(self) -> None:
-        """Take up what an earlier life of this process left; called before anything is said."""
+        """Use what an earlier process left here; called before anything is published."""
         for held in self._node.bests.load_from_disk():
             self._name(held)
 
     def keep(self, view: SwarmView) -> None:
-        """Fetch the best states that this peer is to hold a copy of; let go of others'."""
+        """Fetch the best states that this peer is to hold a copy of; drop those of others."""
         copies = self._node.plan.rounds.copies
         for path, bests in view.bests.items():
             if self._is_in_training(path) or not is_best_keeper(view, self._node.me, path, copies):
@@ -68,7 +68,7 @@ class BestParametersCopies:
         return view.lead(path) is not None and view.last_round(path) < best.round_index + every
 
     def _is_copied(self, path: int, best: BestReference) -> bool:
-        """Hold a copy unless it cannot be had; one that is hardly older is good enough."""
+        """Hold a copy if it can be fetched; one that is hardly older is good enough."""
         held = self._node.bests.get(path)
         if held is not None and held.sha256 == best.sha256:
             return True
@@ -96,7 +96,7 @@ class BestParametersCopies:
             self._status.progress[held.path] = entry_of_kept(held, known)
 
     def _drop_unneeded(self, view: SwarmView) -> None:
-        """Let go of one path's best states that are not this peer's to keep, now and then."""
+        """Now and then, drop one path's best states that are not this peer's to keep."""
         if time.monotonic() - self._looked_at < DROP_EVERY_S:
             return
         self._looked_at = time.monotonic()

@@ -105,7 +105,7 @@ class ReadOnlyClient:
     def heaviest_state(self, module: str) -> ModuleState | None:
         """Fetch the heaviest state of a module; None when nobody holds one (still genesis).
 
-        Raises `NetworkError` when it is announced but cannot be had.
+        Raises `NetworkError` when it is announced but nobody serves it.
         """
         view = self.view()
         state = self._node.fetcher.heaviest_state(module, view)

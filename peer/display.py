@@ -86,7 +86,7 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
     run = f"run '{v['name']}' ({v['run']})"
     return {
         "found": f"the operator signed a successor: {run}",
-        "ready": f"the successor is at hand; moving to it at the end of the round: {run}",
+        "ready": f"the successor is ready; moving to it at the end of the round: {run}",
         "moving": f"moving to the successor: {run}",
     }.get(v["state"])
 
@@ -124,7 +124,7 @@ _LINES = {
 
 
 class _LivePanel:
-    """Drawn anew by rich on every refresh."""
+    """Drawn again by rich on every refresh."""
 
     def __init__(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
         self._node = node

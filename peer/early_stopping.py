@@ -1,9 +1,9 @@
 """Early stopping in a peer: the best states of the path in training (DiPaCo section 2.7).
 
-Whoever trains a path since longest, its lead, keeps the path's states with the least held-out
-loss, announces them, and serves them; replicas of the path hold the same states and leave it to
-the lead. A peer that takes a path over looks for the best so far on its disk and in the progress
-records, and goes on from it once it has found the claimed loss of those parameters again: a
+The peer that has trained a path longest, its lead, keeps the path's states with the least held-out
+loss, announces them, and serves them; replicas of the path hold the same states and leave this to
+the lead. A peer that takes over a path looks for the best so far on its disk and in the progress
+records, and goes on from it once it has scored those parameters and confirmed the claimed loss: a
 claim alone would let anybody stop a path by inventing a loss.
 """
 
@@ -32,18 +32,18 @@ logger = logging.getLogger("dipaco.peer.early_stopping")
 
 # Best states that could not be fetched are not asked for again for so long.
 RETRY_AFTER_S = 60.0
-# Rounds of a path in which states are not kept because better ones may be on their way: whoever
-# claims what he does not serve costs the path no more than these.
+# Rounds of a path in which states are not kept because better ones may be on their way. Claiming
+# what one does not serve costs a path no more than these.
 PATIENCE_ROUNDS = 2
-# Claims that did not hold are remembered, so that each costs one transfer.
+# Claims that proved false are remembered, so that each costs one transfer.
 MAX_REMEMBERED = 256
 
 
 class EarlyStopping:
     """Keeps the best states of the path in training. Called on the session's thread.
 
-    Reading, fetching and writing a path's parameters is done in the background; `poll` takes up
-    what is finished.
+    A path's parameters are read, fetched and written in the background; `poll` collects what is
+    finished.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class EarlyStopping:
                 del self._refused[next(iter(self._refused))]
             return
         except DipacoError as error:
-            logger.info("best states %s not to be had: %s", claimed.sha256[:12], error)
+            logger.info("best states %s could not be fetched: %s", claimed.sha256[:12], error)
             self._failed.add(claimed.sha256)
             return
         if self._best is None or best.reference.loss < self._best.loss:
@@ -182,7 +182,7 @@ class EarlyStopping:
 
     def _check(self, best: BestParameters, round_index: int) -> None:
         if best.round_index > round_index:
-            raise IntegrityError(f"they say that they are of round {best.round_index}, yet to come")
+            raise IntegrityError(f"they claim round {best.round_index}, which is yet to come")
         prefix_tokens = self._node.plan.routing.prefix_tokens
         claimed = best.held_out_loss
         found = self._trainer.loss_of_best(best, self._rows, prefix_tokens)

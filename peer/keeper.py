@@ -76,7 +76,7 @@ class Keeper:
         self._thread.join(0.5)
 
     def accept_offer(self, peer: str, offered: StateReference) -> bool:
-        """Take note that a leaving peer hands over a state; fetch it at once.
+        """Note that a leaving peer hands over a state; fetch it at once.
 
         Called on the exchange's thread. Returns whether the offer is wanted.
         """
@@ -212,7 +212,7 @@ def hand_over(
     left = sorted(set(chosen) - set(safe))
     if left:
         logger.warning(
-            "%s: nobody took the newest state over in time; it stays in %s",
+            "%s: nobody took over the newest state in time; it stays in %s",
             ", ".join(left),
             node.states.folder,
         )

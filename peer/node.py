@@ -310,7 +310,7 @@ def _find_manifest(
 
 
 def make_folder(path: Path) -> None:
-    """Create a directory, or say which one cannot be had."""
+    """Create a directory, or say which one cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -322,7 +322,7 @@ def make_folder(path: Path) -> None:
 def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     """Return the addresses at which others can reach this node, loopback last.
 
-    p2pd learns them a moment after it has started, so this is asked for again a few times.
+    p2pd learns them a moment after it has started, so it is asked a few times.
     """
     for _ in range(attempts):
         try:
@@ -336,4 +336,4 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
         if addresses:
             return tuple(sorted(set(addresses), key=lambda a: ("/127.0.0.1/" in a, a)))
         threading.Event().wait(0.5)
-    raise NetworkError("the network layer does not tell its addresses; start again with --debug")
+    raise NetworkError("the network layer reports no addresses; start again with --debug")

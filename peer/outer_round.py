@@ -27,7 +27,7 @@ from .trainer import Snapshot
 logger = logging.getLogger("dipaco.peer.outer_round")
 
 ATTEMPTS = 2
-# Rounds in vain after which a peer no longer waits for others that do not come.
+# Rounds without a commit after which a peer no longer waits for others that do not come.
 PATIENCE_ROUNDS = 2
 # A group that closes sooner than this from now cannot form any more.
 SHORTEST_MATCHMAKING_S = 0.3
@@ -152,9 +152,9 @@ class OuterRound:
         """Tell whether a peer that met nobody may commit its own work.
 
         It may when the others are gone. Of peers that live and still do not meet, only the one
-        with the oldest claim may, or each would make a version of its own; a newer one may not
-        even be taking part yet. After some rounds in vain anybody may, because the oldest does not
-        train.
+        with the oldest claim may, or each would make its own version; a newer one may not even be
+        taking part yet. After some rounds without a commit anybody may, because the oldest
+        evidently does not train.
         """
         oldest = min((*answers.alive, self.me), key=self.seniority)
         return oldest == self.me or self.rounds_in_vain >= PATIENCE_ROUNDS

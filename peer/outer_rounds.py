@@ -79,7 +79,7 @@ class OuterRounds:
         return self._running.keys()
 
     def begin_path(self) -> None:
-        """Forget the path before: its modules' rounds in vain don't count for this one's."""
+        """Forget the last path: failed rounds of its modules don't count for this one's."""
         self._in_vain.clear()
 
     def start_due(self, now_s: float, step_s: float) -> None:
@@ -111,7 +111,7 @@ class OuterRounds:
         self._warn_when_short(boundary)
         snapshot = self._trainer.snapshot(module, boundary.round_index)
         if not snapshot.is_finite:
-            logger.warning("%s is not finite any more: back to its anchor", module)
+            logger.warning("%s has become non-finite: back to its anchor", module)
             self._trainer.discard(module)
             self._carry_on(module, boundary, "own outer gradient is not finite")
             return
@@ -216,7 +216,7 @@ class OuterRounds:
 
 
 def _result_of(running: _Running) -> OuterResult:
-    """Return what a round came to; an unforeseen failure costs the commit, never the peer."""
+    """Return how a round ended; an unforeseen failure costs the commit, never the peer."""
     try:
         return running.future.result()
     except Exception as error:

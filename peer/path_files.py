@@ -81,8 +81,8 @@ class PathFiles:
     def genesis_state(self, module: str) -> ModuleState:
         """Return the state a module starts from: of the successor's index, or of the base.
 
-        Raises `NetworkError` when nobody has it, `IntegrityError` when what the operator's index
-        names is no first state of this module.
+        Raises `NetworkError` when nobody has it, `IntegrityError` when the operator's index names
+        something that cannot be this module's first state.
         """
         node, plan = self._node, self._node.plan
         if plan.blobs.genesis is None:
@@ -116,7 +116,7 @@ def starting_state(
 ) -> ModuleState:
     """Return the heaviest state of a module: announced, on this disk, or genesis.
 
-    A heavier state than this disk's that is announced is waited for, a round at most; then, or
+    If a heavier state than this disk's is announced, waits for it a round at most; then, or
     when `stopping` is set, raises `NetworkError`. Called by the session when it begins a path.
     """
     own = node.held.load(module)

@@ -1,8 +1,7 @@
 """What a trainer tells of its path at the end of a round: how far it is, and how good.
 
-The held-out loss of the committed states is taken, and a progress entry goes into the
-DHT: others decide by it which path has waited longest (design 4.5), and find the path's best
-states by it.
+It scores the committed states on held-out rows and publishes a progress entry. From that, others
+decide which path has waited longest (design 4.5), and find the path's best states.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ProgressReports:
             self._early_stopping.stop()
 
     def end_round(self, round_index: int, train_loss: float) -> None:
-        """Validate the committed states when it is their round; publish how far the path is."""
+        """Validate the committed states if it is time; publish how far the path is."""
         validation = LossSum()
         if (round_index + 1) % self._node.plan.rounds.validation_every_rounds == 0:
             validation = self._validate(round_index)

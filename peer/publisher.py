@@ -47,8 +47,8 @@ BLOB_PERIODS = 8
 MAX_PROGRESS_ENTRIES = 64
 # Between two looks at the neighbours' clocks.
 CLOCK_PERIODS = 10
-# Peers seen once that are called again when they are missing: after a network split the two
-# sides have forgotten each other, and nobody else would bring them together.
+# Peers seen once that are called again when they are missing: after a network split the two sides
+# have forgotten each other, and nothing else would bring them together.
 REMEMBERED_PEERS = 256
 CALLED_AT_ONCE = 4
 STOP_TIMEOUT_S = 3.0
@@ -68,7 +68,7 @@ class Claim:
     path: int | None = None
     since_s: float = 0.0
     reason: str = ""
-    """Why this path, for the person in front of the machine."""
+    """Why this path, for the person at the machine."""
     pinned: bool = False
     """The path was asked for: this peer never moves."""
 
@@ -220,7 +220,7 @@ class Publisher:
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.info("the DHT did not take this peer's records back in time; they expire")
+            logger.info("the DHT did not withdraw this peer's records in time; they expire")
 
     def _run(self) -> None:
         while not self._stopping.is_set():

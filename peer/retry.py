@@ -21,7 +21,7 @@ class RecentFailures(Generic[KeyT]):
         self._failed_at: dict[KeyT, float] = {}
 
     def add(self, key: KeyT) -> None:
-        """Take note that `key` failed; older failures are forgotten."""
+        """Note that `key` failed; older failures are forgotten."""
         now, failed_at = self._monotonic(), self._failed_at
         lately = {other: at for other, at in failed_at.items() if now - at < self._wait_s}
         self._failed_at = {**lately, key: now}

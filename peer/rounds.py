@@ -99,7 +99,7 @@ class RoundPosition:
         self._closed: set[str] = set()
 
     def enter(self, now_s: float) -> None:
-        """Start to take part at `now_s`: at the first boundary that is not too near."""
+        """Begin to take part at `now_s`: at the first boundary that is not too near."""
         schedule = self._schedule
         self.steps_in_round = 0
         self._closed = set()
@@ -118,9 +118,9 @@ class RoundPosition:
     def _out_of_reach(self, now_s: float) -> set[str]:
         """Fixed-steps mode: levels whose boundary is too near to do the steps before it.
 
-        A peer that is late takes part in the rest of the round. Leaving the whole round out, two
-        peers that wait for each other could go on to meet never: one in the odd rounds, the
-        other in the even ones.
+        A peer that is late takes part in the rest of the round. If it left out the whole round,
+        two peers that wait for each other might never meet: one in the odd rounds, the other in
+        the even ones.
         """
         closed = set()
         begin_s = self._schedule.round_start_s(self.round_index)
@@ -162,7 +162,7 @@ class RoundPosition:
         return sorted(found)
 
     def closed(self, boundary: Boundary) -> None:
-        """Take note that the outer round at `boundary` ended, with a commit or without."""
+        """Note that the outer round at `boundary` ended, with a commit or without."""
         if boundary.round_index >= self.round_index:
             self._closed.add(boundary.level)
 

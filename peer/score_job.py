@@ -30,7 +30,7 @@ from .trainer import PathTrainer
 FIRST_ROWS_PER_S = 16.0
 SHORTEST_SLICE_S = 0.1
 LONGEST_SLICE_S = 2.0
-# Of the time until the next boundary: a slice may take longer than foreseen.
+# The part of the time until the next boundary to use: a slice may take longer than foreseen.
 SHARE_OF_SLACK = 0.5
 
 
@@ -56,7 +56,7 @@ def fetch_documents(node: Node, request: ScoreRequest) -> RouterDocuments:
         raise DocumentsError(str(error)) from None
     if len(documents) != request.documents or documents.tokens.shape[1] > model.sequence_length:
         raise DocumentsError(
-            f"the router documents are {documents.tokens.shape}, asked for were "
+            f"the router documents are {documents.tokens.shape}, but the request is for "
             f"{request.documents} of at most {model.sequence_length} tokens"
         )
     return documents
@@ -75,13 +75,13 @@ def fetch_states(node: Node, publisher: Publisher, path: int) -> dict[str, Modul
         view = publisher.view
         found = node.fetcher.heaviest_state(module, view, own=known)
         if found is None and any(state.wins_over(known) for state in view.states(module)):
-            raise NetworkError(f"the state of {module} is announced and nobody serves it")
+            raise NetworkError(f"the state of {module} is announced but nobody serves it")
         states[module] = found or own or files.genesis_state(module)
     return states
 
 
 class ScoreJob:
-    """The scores of one path, as far as they are. Used on the thread that trains."""
+    """The scores of one path so far. Used on the thread that trains."""
 
     def __init__(
         self,

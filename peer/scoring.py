@@ -35,9 +35,9 @@ from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.scoring")
 
-# A path that could not be scored here is left to others, and tried again, after so long.
+# A path that could not be scored here is left to others, and tried again after this time.
 RETRY_AFTER_S = 20.0
-# Periods that the next peer waits for the one before it: time to claim, and to be seen.
+# Periods that a peer waits for the one before it: time to claim, and to be seen.
 PATIENCE_PERIODS = 2.5
 
 
@@ -112,7 +112,7 @@ class Scoring:
             )
 
     def read(self, directory: Directory) -> None:
-        """Look for the newest request of the run's operator, and for who answers it."""
+        """Look for the newest request of the run's operator, and who answers it."""
         requests = directory.score_requests(self._node.manifest.operator_fingerprint)
         signed = requests[0] if requests else None
         with self._lock:
@@ -135,7 +135,7 @@ class Scoring:
             self._wake()
 
     def withdraw(self, directory: Directory) -> None:
-        """Take claim and scores back: nobody serves them when this peer has left."""
+        """Withdraw claim and scores: nobody serves them when this peer has left."""
         if self._published is not None:
             directory.withdraw_scores(self._published)
             self._published = None
@@ -260,7 +260,7 @@ class Scoring:
         self._forget(answer, path, "failed", reason_of(error))
 
     def _forget(self, answer: _Answer, path: int, state: str, reason: str) -> None:
-        """Give the claim on a path back."""
+        """Give back the claim on a path."""
         self._job, self._fetching = None, None
         self._idle_since = time.monotonic()
         with self._lock:
@@ -313,7 +313,7 @@ class Scoring:
             logger.warning("the scores are not kept over a restart: %s", error)
 
     def _remembered(self, request_id: str) -> dict[int, ScoreEntry]:
-        """Return the scores that an earlier life of this peer finished, as far as they are here."""
+        """Return the scores that an earlier process of this peer finished and that are here."""
         file = self._node.folder / "scores" / f"{request_id}.json"
         try:
             found = {

@@ -71,7 +71,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
     ] = None
-    max_rounds: Annotated[int | None, Option("leave after so many rounds", "N", least=1)] = None
+    max_rounds: Annotated[int | None, Option("leave after that many rounds", "N", least=1)] = None
     micro_batch_size: Annotated[
         int | None,
         Option(

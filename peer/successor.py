@@ -1,7 +1,7 @@
 """Noticing that the run has a successor, and getting ready to go there (design 4.8).
 
-A peer moves only when the successor is at hand: its folder is open and what everybody needs of it
-has been fetched. Until then it goes on in its run, so a manifest without content moves nobody.
+A peer moves only when the successor is ready: its folder is open and what everybody needs of it
+has been fetched. Until then it stays in its run, so a manifest without content moves nobody.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SuccessorWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """Give up getting ready; what is at hand stays."""
+        """Stop getting ready; what is ready stays."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(0.5)
@@ -72,7 +72,7 @@ class SuccessorWatch:
             unused.release()
 
     def take(self) -> Node | None:
-        """Return the run at hand, if there is one, to move to it: it is the caller's to close."""
+        """Return the run that is ready, if any, to move to it: the caller closes it."""
         with self._lock:
             node, self._ready = self._ready, None
         if node is not None:
@@ -81,7 +81,7 @@ class SuccessorWatch:
         return node
 
     def _get_ready(self) -> None:
-        """Open the newest run that was found; try again while its content cannot be had."""
+        """Open the newest run that was found; try again while its content cannot be fetched."""
         complained = ""
         while not self._stopping.is_set():
             found = self._found
@@ -92,7 +92,7 @@ class SuccessorWatch:
                 if str(error) != complained:
                     complained = str(error)
                     logger.warning(
-                        "the successor '%s' (%s) is not at hand yet, so this peer stays: %s",
+                        "the successor '%s' (%s) is not ready yet, so this peer stays: %s",
                         found.plan.name,
                         found.plan.run_id,
                         error,

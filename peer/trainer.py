@@ -193,7 +193,7 @@ class PathTrainer:
         self._advance_path_step(state, progress)
 
     def adopt(self, module: str, state: ModuleState, snapshot: Snapshot | None = None) -> bool:
-        """Put another peer's heavier state under the own unmerged work (design 4.4).
+        """Put another peer's heavier state under this peer's unmerged work (design 4.4).
 
         With a `snapshot` whose work `state` already counts, only the steps since then are put on
         top; contributions that `state` lacks are put back. Returns whether the snapshot's work
@@ -227,7 +227,7 @@ class PathTrainer:
         return False
 
     def discard(self, module: str) -> None:
-        """Go back to the anchor: the local parameters are no numbers any more."""
+        """Go back to the anchor: the local parameters are no longer numbers."""
         progress = self._modules[module]
         scatter_module(self.model, self.grid, module, progress.anchor.parameters)
         progress.unmerged_tokens = 0

@@ -268,7 +268,7 @@ def test_bad_documents_are_refused_once_and_missing_ones_tried_later(
     # A newer request takes its place; its documents are other than it says.
     swarm.ask(documents, len(documents) - 1, made_s=64.0)
     peer.turns(5)
-    assert "asked for were" in peer.events[-1]["reason"]
+    assert "but the request is for" in peer.events[-1]["reason"]
     missing = ScoreRequest(
         run_id=swarm.plan.run_id, documents_sha256="f" * 64, documents=5, made_s=65.0
     )

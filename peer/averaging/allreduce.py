@@ -191,7 +191,7 @@ class ExactAllReduceRunner(AllReduceRunner):
             task.cancel()
 
     def _refusal(self, peer_id: PeerID, message: averaging_pb2.AveragingData) -> AveragingFailed:
-        """Turn a reducer's error message into a failure; whom it blames is only its word."""
+        """Turn a reducer's error message into a failure; whom it blames is unproven."""
         name = peer_id.to_base58()
         blamed = ""
         if 0 < len(message.peer_id) <= PEER_ID_BYTES:
