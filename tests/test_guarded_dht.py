@@ -27,6 +27,8 @@ from hivemind import DHT
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from support.dht_pair import LOOPBACK, wait_until
 
+pytestmark = pytest.mark.swarm
+
 # Whoever waits longer than this has not noticed what happened. The calls' own limits are longer.
 NOTICED_S = 20.0
 LONG_S = 120.0
