@@ -11,7 +11,7 @@ from dipaco.inference.document_windows import TokenDocument, collect_windows
 from dipaco.inference.fit_rerouter import RerouterConfig, fit_rerouter
 from dipaco.inference.reroute_report import reroute_report
 from dipaco.inference.sources import DiskSource, SourceSettings
-from dipaco.inference.token_scores import token_scores
+from dipaco.inference.token_losses import losses_of_paths
 from paper_table_cells import REROUTE_WINDOWS, Size
 from paper_table_scores import HeldOut
 
@@ -46,12 +46,12 @@ def reroute(
             work / "held-out",
         )
         kept = {"folder": work / "scores", "device": CPU, "progress": say}
-        training_scores = token_scores(source, fitted, **kept)
-        held_out_scores = token_scores(source, scored, **kept)
+        training_losses = losses_of_paths(source, fitted, **kept)
+        held_out_losses = losses_of_paths(source, scored, **kept)
         base = source.base_model(CPU)
     config = RerouterConfig(windows=tuple(reversed(REROUTE_WINDOWS)), steps=size.reroute_steps)
-    rerouter, fit = fit_rerouter(base, training_scores, config, device=CPU, progress=say)
-    report = reroute_report(held_out_scores, rerouter, REROUTE_WINDOWS).as_dict()
+    rerouter, fit = fit_rerouter(base, training_losses, config, device=CPU, progress=say)
+    report = reroute_report(held_out_losses, rerouter, REROUTE_WINDOWS).as_dict()
     return {
         "perplexity": min(window["perplexity"] for window in report["windows"]),
         "tokens_scored": scored.tokens,

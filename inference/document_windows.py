@@ -1,7 +1,7 @@
 """The documents of an evaluation as scoring windows on disk, a few bytes a document in memory.
 
 Every token after a document's routing prefix is scored exactly once and has its own number: the
-scored tokens of all documents are numbered in order. Scores of any path (`token_scores`) and
+scored tokens of all documents are numbered in order. Losses of any path (`losses_of_paths`) and
 decisions of rerouting (`rerouting`) are arrays over these numbers.
 """
 
@@ -68,7 +68,7 @@ class DocumentWindows:
     short_documents: int
     """Documents left out: they end within the routing prefix."""
     sha256: str
-    """Of all windows and where documents begin; with a path's parameters it names its scores."""
+    """Of all windows and where documents begin; with a path's parameters it names its losses."""
 
     def __len__(self) -> int:
         return len(self.paths)

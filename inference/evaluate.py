@@ -30,7 +30,7 @@ from .reroute_report import RerouteReport, reroute_report
 from .rerouter import Rerouter
 from .rerouting import document_sums
 from .sources import StateSource, assemble_path
-from .token_scores import scored_rows, token_scores
+from .token_losses import losses_of_paths, row_losses
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Evaluated:
     """Some documents and how the models do on them."""
 
     documents: int
-    score: LossSum
+    routed: LossSum
     base: LossSum | None = None
     baseline: LossSum | None = None
 
@@ -53,7 +53,7 @@ class Evaluated:
         parts = tuple(parts)
         return Evaluated(
             documents=sum(part.documents for part in parts),
-            score=LossSum.total(part.score for part in parts),
+            routed=LossSum.total(part.routed for part in parts),
             base=_total(part.base for part in parts),
             baseline=_total(part.baseline for part in parts),
         )
@@ -61,8 +61,8 @@ class Evaluated:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain values."""
         values = {
-            "perplexity": self.score.perplexity,
-            "tokens": self.score.tokens,
+            "perplexity": self.routed.perplexity,
+            "tokens": self.routed.tokens,
             "documents": self.documents,
         }
         if self.base is not None:
@@ -72,8 +72,8 @@ class Evaluated:
         return values
 
 
-def _total(scores: Iterable[LossSum | None]) -> LossSum | None:
-    present = [score for score in scores if score is not None]
+def _total(losses: Iterable[LossSum | None]) -> LossSum | None:
+    present = [one for one in losses if one is not None]
     return LossSum.total(present) if present else None
 
 
@@ -157,7 +157,7 @@ def evaluate(
 
     `base` is whether to score the base model too, `baseline` a dense model of the run's shape to
     score on the same tokens. With `rerouting` every path scores every document. `progress` is told
-    what is being done. Windows and scores lie in `folder`, where a later call finds the scores
+    what is being done. Windows and losses lie in `folder`, where a later call finds the losses
     of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
 
     Raises CorpusError if no document has a token to score, or if no path with documents can be
@@ -178,9 +178,9 @@ def evaluate(
             )
         reroute = None
         if rerouting is None:
-            own, missing = _score_paths(source, windows, device, progress)
+            own, missing = _losses_of_routed_paths(source, windows, device, progress)
         else:
-            scores = token_scores(
+            losses = losses_of_paths(
                 source,
                 windows,
                 folder=folder or Path(temporary),
@@ -188,12 +188,12 @@ def evaluate(
                 progress=progress,
             )
             own = np.zeros(len(windows))
-            for path in scores.paths:
+            for path in losses.paths:
                 chosen = windows.paths == path
-                own[chosen] = document_sums(scores, path)[chosen]
-            missing = tuple(sorted(set(windows.paths.tolist()) - set(scores.paths)))
+                own[chosen] = document_sums(losses, path)[chosen]
+            missing = tuple(sorted(set(windows.paths.tolist()) - set(losses.paths)))
             progress("choosing paths again")
-            reroute = reroute_report(scores, rerouting.rerouter.to(device), rerouting.windows)
+            reroute = reroute_report(losses, rerouting.rerouter.to(device), rerouting.windows)
         chosen = ~np.isin(windows.paths, missing)
         if not chosen.any():
             assemble_path(source, missing[0])
@@ -219,13 +219,13 @@ def evaluate(
         )
 
 
-def _score_paths(
+def _losses_of_routed_paths(
     source: StateSource,
     windows: DocumentWindows,
     device: torch.device,
     progress: Callable[[str], None],
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the score of each document by its path, fp64 [N], and the paths without a state."""
+    """Return the loss of each document by its path, fp64 [N], and the paths without a state."""
     own = np.zeros(len(windows))
     model: PathModel | None = None
     missing: list[int] = []
@@ -246,7 +246,7 @@ def document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray)
     rows = windows.rows_of_documents(chosen)
     row_documents = windows.row_documents
     totals = np.zeros(len(windows))
-    for batch, losses in scored_rows(model, windows, rows):
+    for batch, losses in row_losses(model, windows, rows):
         positions = np.arange(1, losses.shape[1] + 1)[None, :]
         # Behind a row's end the loss is 0: padding is never a target.
         scored = np.where(positions >= windows.prefix_tokens, losses, 0.0)
@@ -272,14 +272,14 @@ def _groups(
         members = keys == key
         tokens = int(windows.document_tokens[members].sum())
 
-        def score(nll: np.ndarray, members: np.ndarray = members, tokens: int = tokens) -> LossSum:
+        def loss(nll: np.ndarray, members: np.ndarray = members, tokens: int = tokens) -> LossSum:
             return LossSum(float(nll[members].sum()), tokens)
 
         groups[key // len(ranks), by_rank[key % len(ranks)]] = Evaluated(
             documents=int(members.sum()),
-            score=score(own),
-            base=score(references["base"]) if "base" in references else None,
-            baseline=score(references["baseline"]) if "baseline" in references else None,
+            routed=loss(own),
+            base=loss(references["base"]) if "base" in references else None,
+            baseline=loss(references["baseline"]) if "baseline" in references else None,
         )
     return groups
 

@@ -115,9 +115,9 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
             table.add_section()
-        scores = (part.score, part.base, part.baseline)
-        cells = [_perplexity(score.perplexity) for score in scores if score is not None]
-        table.add_row(name, *cells, str(part.documents), str(part.score.tokens))
+        models = (part.routed, part.base, part.baseline)
+        cells = [_perplexity(losses.perplexity) for losses in models if losses is not None]
+        table.add_row(name, *cells, str(part.documents), str(part.routed.tokens))
     return table
 
 
@@ -133,14 +133,14 @@ def _reroute_table(report: RerouteReport) -> Table:
     for window in report.windows:
         table.add_row(
             f"every {window.window} tokens",
-            _perplexity(window.score.perplexity),
+            _perplexity(window.rerouted.perplexity),
             _perplexity(window.best.perplexity),
             f"{100 * window.switches:.1f} %",
             str(window.decisions),
         )
     table.add_section()
-    for path, score in report.single_paths.items():
-        table.add_row(f"always {path}", _perplexity(score.perplexity))
+    for path, losses in report.single_paths.items():
+        table.add_row(f"always {path}", _perplexity(losses.perplexity))
     return table
 
 

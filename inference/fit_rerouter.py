@@ -1,6 +1,6 @@
-"""Fitting a rerouter to the scores of all paths (DiPaCo sections 2.4.3 and 7.2.2).
+"""Fitting a rerouter to the losses of all paths (DiPaCo sections 2.4.3 and 7.2.2).
 
-At each scored position and for each window W the cost of a path is the summed negative
+At each counted position and for each window W the cost of a path is the summed negative
 log-likelihood that it gives to the next W tokens of the document. Heads and the base LM below them
 learn the path of least cost. Some documents are held out: they choose which parameters of the
 training are kept, and for each W which head decides and how much better a path must look before
@@ -28,7 +28,7 @@ from torch import nn
 from .document_windows import DocumentWindows
 from .rerouter import DEFAULT_WINDOWS, Rerouter, WindowPolicy, decision_logits
 from .rerouting import STAY, Decisions, choose_paths, decisions, window_sums
-from .token_scores import TokenScores, row_tensor
+from .token_losses import TokenLosses, row_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -96,23 +96,23 @@ class FitReport:
 
 def fit_rerouter(
     base: PathModel,
-    scores: TokenScores,
+    token_losses: TokenLosses,
     config: RerouterConfig,
     *,
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Rerouter, FitReport]:
-    """Fit a rerouter that begins as `base` to the scores of all paths. Same inputs, same bits (on
+    """Fit a rerouter that begins as `base` to the losses of all paths. Same inputs, same bits (on
     a CPU with the same number of threads).
 
-    Raises CorpusError for less than 20 documents, ConfigurationError if a path has no scores.
+    Raises CorpusError for less than 20 documents, ConfigurationError if a path has no losses.
     Called by `dipaco-reroute fit` and `benchmarks/paper_table.py`.
     """
-    documents = scores.documents
-    if scores.paths != tuple(range(len(scores.paths))):
+    documents = token_losses.documents
+    if token_losses.paths != tuple(range(len(token_losses.paths))):
         raise ConfigurationError(
-            f"a rerouter needs the scores of all paths, but there are only those of "
-            f"{', '.join(map(str, scores.paths))}; see which modules have no state"
+            f"a rerouter needs the losses of all paths, but there are only those of "
+            f"{', '.join(map(str, token_losses.paths))}; see which modules have no state"
         )
     if len(documents) < FEWEST_DOCUMENTS:
         raise CorpusError(
@@ -124,11 +124,11 @@ def fit_rerouter(
         base.config,
         blocks=config.blocks or base.config.block_count,
         windows=config.windows,
-        path_count=len(scores.paths),
+        path_count=len(token_losses.paths),
     )
     rerouter.load_base(base)
     rerouter.to(device)
-    fit = _Fit(rerouter, scores, config, held_out)
+    fit = _Fit(rerouter, token_losses, config, held_out)
     kept_step = fit.train(progress)
     progress("choosing heads and margins on the held-out documents")
     losses = fit.choose_policies()
@@ -159,10 +159,10 @@ class _Fit:
     """The training loop and its data."""
 
     def __init__(
-        self, rerouter: Rerouter, scores: TokenScores, config: RerouterConfig, held_out: np.ndarray
+        self, rerouter: Rerouter, losses: TokenLosses, config: RerouterConfig, held_out: np.ndarray
     ) -> None:
-        self.rerouter, self.scores, self.config = rerouter, scores, config
-        self.documents: DocumentWindows = scores.documents
+        self.rerouter, self.losses, self.config = rerouter, losses, config
+        self.documents: DocumentWindows = losses.documents
         self.held_out = held_out
         self.device = rerouter.head.device
         self.row_documents = self.documents.row_documents
@@ -245,7 +245,7 @@ class _Fit:
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             start = int(self.documents.row_starts[row])
             end = int(self.documents.token_starts[self.row_documents[row] + 1])
-            values = self.scores.array(start, min(end, start + count + reach)).astype(np.float64)
+            values = self.losses.array(start, min(end, start + count + reach)).astype(np.float64)
             summed = np.concatenate([np.zeros((1, values.shape[1])), values.cumsum(axis=0)])
             first = np.arange(count)[:, None]
             last = np.minimum(first + windows, len(values))
@@ -312,7 +312,7 @@ class _Fit:
         if window not in self._cached:
             made = decisions(self.documents, window)
             numbers = np.flatnonzero(self.held_out[made.documents])
-            sums = [window_sums(self.scores, path, window)[numbers] for path in self.scores.paths]
+            sums = [window_sums(self.losses, path, window)[numbers] for path in self.losses.paths]
             self._cached[window] = _HeldOut(
                 numbers=numbers,
                 decisions=Decisions(

@@ -80,7 +80,7 @@ def run(settings: FitSettings) -> int:
     from .document_windows import collect_windows
     from .fit_rerouter import fit_rerouter
     from .rerouter import REROUTER_FILE, rerouter_bytes
-    from .token_scores import token_scores
+    from .token_losses import losses_of_paths
 
     device = settings.prepare_process()
     config = _config(settings)
@@ -99,7 +99,7 @@ def run(settings: FitSettings) -> int:
             router, _documents(settings, source, router), source.plan, Path(temporary)
         )
         del router
-        scores = token_scores(
+        losses = losses_of_paths(
             source,
             documents,
             folder=settings.scores_folder() or Path(temporary),
@@ -107,7 +107,7 @@ def run(settings: FitSettings) -> int:
             progress=progress,
         )
         base = source.base_model(device)
-        rerouter, report = fit_rerouter(base, scores, config, device=device, progress=progress)
+        rerouter, report = fit_rerouter(base, losses, config, device=device, progress=progress)
         content = rerouter_bytes(rerouter, source.plan)
         run_id = source.plan.run_id
     atomic_write(out, content)
@@ -175,7 +175,7 @@ FIT = Command(
     FitSettings,
     run,
     summary="fit a rerouter to a trained run",
-    description="Score documents with every path and fit a rerouter to the scores.",
+    description="Score documents with every path and fit a rerouter to the losses.",
 )
 COMMAND = Program(
     "dipaco-reroute",

@@ -11,15 +11,15 @@ from dipaco.modules.evaluate import LossSum
 
 from .rerouter import Rerouter
 from .rerouting import (
-    best_document_score,
-    best_window_score,
+    best_document_loss,
+    best_window_loss,
     decisions,
-    rerouted_score,
-    routed_score,
-    single_path_scores,
+    rerouted_loss,
+    routed_loss,
+    single_path_losses,
     switches,
 )
-from .token_scores import TokenScores
+from .token_losses import TokenLosses
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RerouteWindow:
     window: int
     head: int
     """The look-ahead window that decided."""
-    score: LossSum
+    rerouted: LossSum
     switches: float
     """The fraction of decisions that left the path of the tokens before."""
     decisions: int
@@ -41,7 +41,7 @@ class RerouteWindow:
         return {
             "window": self.window,
             "head": self.head,
-            "perplexity": self.score.perplexity,
+            "perplexity": self.rerouted.perplexity,
             "switches": self.switches,
             "decisions": self.decisions,
             "best_path_per_window_perplexity": self.best.perplexity,
@@ -50,7 +50,7 @@ class RerouteWindow:
 
 @dataclass(frozen=True)
 class RerouteReport:
-    """All of it is computed from the same scores of the same tokens."""
+    """All of it is computed from the same losses of the same tokens."""
 
     routed: LossSum
     """Every document by the path that the run's router sends it to."""
@@ -66,34 +66,34 @@ class RerouteReport:
             "routed_perplexity": self.routed.perplexity,
             "best_path_per_document_perplexity": self.best_per_document.perplexity,
             "paths": [
-                {"path": path, "perplexity": score.perplexity}
-                for path, score in self.single_paths.items()
+                {"path": path, "perplexity": losses.perplexity}
+                for path, losses in self.single_paths.items()
             ],
             "windows": [window.as_dict() for window in self.windows],
         }
 
 
 def reroute_report(
-    scores: TokenScores, rerouter: Rerouter, windows: Sequence[int]
+    losses: TokenLosses, rerouter: Rerouter, windows: Sequence[int]
 ) -> RerouteReport:
     """Reroute every W tokens for each W of `windows`, in one pass of the rerouter.
 
-    Paths without scores are never chosen. Called by evaluation and `benchmarks/paper_table.py`.
+    Paths without losses are never chosen. Called by evaluation and `benchmarks/paper_table.py`.
     """
-    allowed = np.isin(np.arange(rerouter.path_count), scores.paths)
-    choices = rerouter.choose(scores.documents, windows, allowed)
+    allowed = np.isin(np.arange(rerouter.path_count), losses.paths)
+    choices = rerouter.choose(losses.documents, windows, allowed)
     return RerouteReport(
-        routed=routed_score(scores),
-        best_per_document=best_document_score(scores),
-        single_paths=single_path_scores(scores),
+        routed=routed_loss(losses),
+        best_per_document=best_document_loss(losses),
+        single_paths=single_path_losses(losses),
         windows=tuple(
             RerouteWindow(
                 window=window,
                 head=rerouter.policy(window).head,
-                score=rerouted_score(scores, choices[window], window),
-                switches=switches(scores, choices[window], window),
-                decisions=int(scores.kept[decisions(scores.documents, window).documents].sum()),
-                best=best_window_score(scores, window),
+                rerouted=rerouted_loss(losses, choices[window], window),
+                switches=switches(losses, choices[window], window),
+                decisions=int(losses.kept[decisions(losses.documents, window).documents].sum()),
+                best=best_window_loss(losses, window),
             )
             for window in windows
         ),

@@ -27,7 +27,7 @@ from torch import nn
 
 from .document_windows import DocumentWindows
 from .rerouting import GREATEST_WINDOW, STAY, Decisions, choose_paths, decisions
-from .token_scores import length_batches, row_tensor
+from .token_losses import length_batches, row_tensor
 
 REROUTER_FORMAT = "dipaco-rerouter/1"
 REROUTER_FILE = "rerouter.safetensors"

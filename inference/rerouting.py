@@ -1,6 +1,6 @@
-"""Perplexities of choosing a path every W tokens, from scores by all paths (section 2.4.3).
+"""Perplexities of choosing a path every W tokens, from the losses under all paths (section 2.4.3).
 
-The first `prefix_tokens` tokens of a document belong to the run's router and are not scored. From
+The first `prefix_tokens` tokens of a document belong to the run's router and are not counted. From
 there on a decision is made at every W-th token, so only one if W is the document's length or more.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from dipaco.modules.evaluate import LossSum
 
 from .document_windows import DocumentWindows
-from .token_scores import TokenScores
+from .token_losses import TokenLosses
 
 STAY: float = math.inf
 """The bonus for staying that never lets a path be left."""
@@ -82,86 +82,86 @@ def choose_paths(
     return chosen
 
 
-def window_sums(scores: TokenScores, path: int, window: int) -> np.ndarray:
+def window_sums(losses: TokenLosses, path: int, window: int) -> np.ndarray:
     """Return a path's summed negative log-likelihood from each decision to the next, fp64 [D]."""
-    return _sums(scores.nll[path], decisions(scores.documents, window).starts)
+    return _sums(losses.nll[path], decisions(losses.documents, window).starts)
 
 
-def document_sums(scores: TokenScores, path: int) -> np.ndarray:
+def document_sums(losses: TokenLosses, path: int) -> np.ndarray:
     """Return a path's summed negative log-likelihood of each document, fp64 [N]."""
-    return _sums(scores.nll[path], scores.documents.token_starts[:-1])
+    return _sums(losses.nll[path], losses.documents.token_starts[:-1])
 
 
 def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, starts, dtype=np.float64) if len(starts) else np.zeros(0)
 
 
-def rerouted_score(scores: TokenScores, choices: np.ndarray, window: int) -> LossSum:
-    """Return the score of following `choices`, int64 [D], of `decisions(documents, window)`.
+def rerouted_loss(losses: TokenLosses, choices: np.ndarray, window: int) -> LossSum:
+    """Return the loss of following `choices`, int64 [D], of `decisions(documents, window)`.
 
-    As everywhere here, over the documents of `scores.kept`. Raises ValueError if there are more or
-    fewer choices than decisions, or a path without scores. Called by evaluation and by
+    As everywhere here, over the documents of `losses.kept`. Raises ValueError if there are more or
+    fewer choices than decisions, or a path without losses. Called by evaluation and by
     `benchmarks/paper_table.py`.
     """
-    made = decisions(scores.documents, window)
+    made = decisions(losses.documents, window)
     if len(choices) != len(made):
         raise ValueError(f"{len(choices)} choices for {len(made)} decisions of {window} tokens")
-    kept = scores.kept[made.documents]
+    kept = losses.kept[made.documents]
     used = np.unique(choices[kept]).tolist()
-    unknown = sorted(set(used) - set(scores.paths))
+    unknown = sorted(set(used) - set(losses.paths))
     if unknown:
-        raise ValueError(f"path {unknown[0]} was chosen but not scored")
-    parts = [window_sums(scores, path, window)[kept & (choices == path)] for path in used]
-    return _score(scores, [float(part.sum()) for part in parts])
+        raise ValueError(f"path {unknown[0]} was chosen, but its losses are not known")
+    parts = [window_sums(losses, path, window)[kept & (choices == path)] for path in used]
+    return _loss_sum(losses, [float(part.sum()) for part in parts])
 
 
-def switches(scores: TokenScores, choices: np.ndarray, window: int) -> float:
+def switches(losses: TokenLosses, choices: np.ndarray, window: int) -> float:
     """Return the fraction of decisions that changed the path; even the first may do so."""
-    made = decisions(scores.documents, window)
-    kept = scores.kept[made.documents]
+    made = decisions(losses.documents, window)
+    kept = losses.kept[made.documents]
     if not kept.any():
         return 0.0
     previous = np.concatenate([[0], choices[:-1]])
     first = made.ordinals == 0
-    previous[first] = scores.documents.paths[made.documents[first]]
+    previous[first] = losses.documents.paths[made.documents[first]]
     return float((choices != previous)[kept].mean())
 
 
-def routed_score(scores: TokenScores) -> LossSum:
-    """Return the score of routing each document once, by the run's router."""
-    routed = scores.documents.paths
-    return _score(
-        scores, [float(document_sums(scores, p)[routed == p].sum()) for p in scores.paths]
+def routed_loss(losses: TokenLosses) -> LossSum:
+    """Return the loss of routing each document once, by the run's router."""
+    routed = losses.documents.paths
+    return _loss_sum(
+        losses, [float(document_sums(losses, p)[routed == p].sum()) for p in losses.paths]
     )
 
 
-def single_path_scores(scores: TokenScores) -> dict[int, LossSum]:
-    """Return the score of each path on all documents."""
-    kept = scores.kept
+def single_path_losses(losses: TokenLosses) -> dict[int, LossSum]:
+    """Return the loss of each path on all documents."""
+    kept = losses.kept
     return {
-        path: _score(scores, [float(document_sums(scores, path)[kept].sum())])
-        for path in scores.paths
+        path: _loss_sum(losses, [float(document_sums(losses, path)[kept].sum())])
+        for path in losses.paths
     }
 
 
-def best_document_score(scores: TokenScores) -> LossSum:
-    """Return the score of the best path of each document, known by hindsight: a bound."""
-    return _least(scores, scores.documents.token_starts[:-1], scores.kept)
+def best_document_loss(losses: TokenLosses) -> LossSum:
+    """Return the loss of the best path of each document, known by hindsight: a bound."""
+    return _least(losses, losses.documents.token_starts[:-1], losses.kept)
 
 
-def best_window_score(scores: TokenScores, window: int) -> LossSum:
-    """Return the score of the best path of each window, known by hindsight: a bound."""
-    made = decisions(scores.documents, window)
-    return _least(scores, made.starts, scores.kept[made.documents])
+def best_window_loss(losses: TokenLosses, window: int) -> LossSum:
+    """Return the loss of the best path of each window, known by hindsight: a bound."""
+    made = decisions(losses.documents, window)
+    return _least(losses, made.starts, losses.kept[made.documents])
 
 
-def _least(scores: TokenScores, starts: np.ndarray, kept: np.ndarray) -> LossSum:
+def _least(losses: TokenLosses, starts: np.ndarray, kept: np.ndarray) -> LossSum:
     """Add up the least sums of any path, one path in memory at a time."""
     least = np.full(len(starts), np.inf)
-    for path in scores.paths:
-        np.minimum(least, _sums(scores.nll[path], starts), out=least)
-    return _score(scores, [float(least[kept].sum())])
+    for path in losses.paths:
+        np.minimum(least, _sums(losses.nll[path], starts), out=least)
+    return _loss_sum(losses, [float(least[kept].sum())])
 
 
-def _score(scores: TokenScores, sums: Sequence[float]) -> LossSum:
-    return LossSum(math.fsum(sums), int(scores.documents.document_tokens[scores.kept].sum()))
+def _loss_sum(losses: TokenLosses, sums: Sequence[float]) -> LossSum:
+    return LossSum(math.fsum(sums), int(losses.documents.document_tokens[losses.kept].sum()))

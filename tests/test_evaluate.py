@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from dipaco.inference import evaluate_cli, reroute_cli, token_scores
+from dipaco.inference import evaluate_cli, reroute_cli, token_losses
 from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
 from dipaco.inference.rerouter import REROUTER_FILE, load_rerouter
 from dipaco.inference.sources import (
@@ -107,9 +107,9 @@ def test_paths_and_labels_divide_the_documents(trained: tuple[Path, list[dict]])
     assert list(report.labels()) == [f"language {index}" for index in range(4)]
     for parts in (report.paths(), report.labels()):
         assert sum(part.documents for part in parts.values()) == 16
-        assert sum(part.score.tokens for part in parts.values()) == report.overall.score.tokens
-        total = sum(part.score.nll for part in parts.values())
-        assert total == pytest.approx(report.overall.score.nll, rel=1e-12)
+        assert sum(part.routed.tokens for part in parts.values()) == report.overall.routed.tokens
+        total = sum(part.routed.nll for part in parts.values())
+        assert total == pytest.approx(report.overall.routed.nll, rel=1e-12)
 
 
 def test_every_token_behind_the_prefix_is_scored_once(trained: tuple[Path, list[dict]]) -> None:
@@ -119,7 +119,7 @@ def test_every_token_behind_the_prefix_is_scored_once(trained: tuple[Path, list[
     lengths = [len(router.tokenizer.document_tokens(d.text)) for d in documents]
     prefix = source.plan.routing.prefix_tokens
     report = evaluate(source, documents, device=CPU)
-    assert report.overall.score.tokens == sum(length - prefix for length in lengths)
+    assert report.overall.routed.tokens == sum(length - prefix for length in lengths)
 
 
 def test_short_documents_are_counted_but_not_scored(trained: tuple[Path, list[dict]]) -> None:
@@ -141,7 +141,7 @@ def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., 
     assert report.unscored_documents + report.overall.documents == 16
     assert 2 not in report.paths()
     assert report.overall.base is not None
-    assert report.overall.base.tokens == report.overall.score.tokens
+    assert report.overall.base.tokens == report.overall.routed.tokens
 
 
 def test_a_path_without_a_state_can_be_taken_from_the_genesis(
@@ -217,9 +217,9 @@ def test_rerouting_helps_where_documents_change(
     )
     plain = evaluate(source, documents, device=CPU, base=False)
     assert report.overall.base is None
-    assert report.overall.score.nll == pytest.approx(plain.overall.score.nll, rel=1e-6)
+    assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
     reroute = report.as_dict()["reroute"]
-    assert reroute["routed_perplexity"] == pytest.approx(report.overall.score.perplexity)
+    assert reroute["routed_perplexity"] == pytest.approx(report.overall.routed.perplexity)
     every_4, every_16, never = reroute["windows"]
     assert every_4["perplexity"] < 0.9 * reroute["routed_perplexity"]
     assert every_16["perplexity"] < 0.9 * reroute["routed_perplexity"]
@@ -241,7 +241,7 @@ def test_interrupted_scoring_goes_on_with_the_path_that_it_stopped_at(
     source = DiskSource(trained[0])
     rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [16])
     scored: list[int] = []
-    score = token_scores.score_tokens
+    score = token_losses.fill_token_losses
 
     def interrupted(*arguments: Any) -> None:
         if len(scored) == 2:
@@ -255,12 +255,12 @@ def test_interrupted_scoring_goes_on_with_the_path_that_it_stopped_at(
         ).as_dict()
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_scores, "score_tokens", interrupted)
+        patch.setattr(token_losses, "fill_token_losses", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run()
     counting: list[int] = []
     monkeypatch.setattr(
-        token_scores, "score_tokens", lambda *given: (counting.append(1), score(*given))
+        token_losses, "fill_token_losses", lambda *given: (counting.append(1), score(*given))
     )
     report = run()
     assert len(counting) == 2
@@ -278,7 +278,7 @@ def test_rerouting_leaves_out_paths_without_a_state(
     assert report.missing_paths == (2,)
     assert report.reroute is not None
     assert set(report.reroute.single_paths) == {0, 1, 3}
-    assert report.reroute.routed.tokens == report.overall.score.tokens
+    assert report.reroute.routed.tokens == report.overall.routed.tokens
     assert report == evaluate(source, held_out(), device=CPU, rerouting=rerouting)
 
 

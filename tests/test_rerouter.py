@@ -22,13 +22,13 @@ from dipaco.inference.rerouter import (
     rerouter_bytes,
 )
 from dipaco.inference.rerouting import STAY, decisions
-from dipaco.inference.token_scores import TokenScores
+from dipaco.inference.token_losses import TokenLosses
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError
 from support.scored_documents import (
     CPU,
     base_model,
     changing_documents,
-    language_scores,
+    language_losses,
     two_path_plan,
     windows_of,
 )
@@ -38,15 +38,15 @@ QUICK = RerouterConfig(windows=(4, 16), steps=40, learning_rate=1e-2, batch_sequ
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory: pytest.TempPathFactory) -> TokenScores:
+def losses(tmp_path_factory: pytest.TempPathFactory) -> TokenLosses:
     """Documents that change their language every twelve tokens."""
     documents = changing_documents(60, 12)
-    return language_scores(windows_of(documents, tmp_path_factory.mktemp("w")), documents)
+    return language_losses(windows_of(documents, tmp_path_factory.mktemp("w")), documents)
 
 
 @pytest.fixture(scope="module")
-def fitted(scores: TokenScores) -> tuple[Rerouter, FitReport]:
-    return fit_rerouter(base_model(PLAN), scores, QUICK, device=CPU)
+def fitted(losses: TokenLosses) -> tuple[Rerouter, FitReport]:
+    return fit_rerouter(base_model(PLAN), losses, QUICK, device=CPU)
 
 
 def random_rerouter(windows: tuple[int, ...] = (4, 8)) -> Rerouter:
@@ -64,30 +64,30 @@ def test_rerouting_follows_the_language(fitted: tuple[Rerouter, FitReport], tmp_
     assert report.held_out_documents == 15
     assert report.kept_step > 0
     documents = changing_documents(20, 12, seed=5)
-    scores = language_scores(windows_of(documents, tmp_path), documents)
-    found = reroute_report(scores, rerouter, [4, 16])
+    losses = language_losses(windows_of(documents, tmp_path), documents)
+    found = reroute_report(losses, rerouter, [4, 16])
     every_4 = found.windows[0]
     assert found.routed.loss is not None
-    assert every_4.score.loss is not None
+    assert every_4.rerouted.loss is not None
     assert every_4.best.loss is not None
     # A language goes on for twelve tokens: two decisions of three can be right.
-    assert every_4.score.loss < 0.85 * found.routed.loss
-    assert every_4.best.loss <= every_4.score.loss
+    assert every_4.rerouted.loss < 0.85 * found.routed.loss
+    assert every_4.best.loss <= every_4.rerouted.loss
     assert 0 < every_4.switches < 0.6
-    assert every_4.decisions == len(decisions(scores.documents, 4))
+    assert every_4.decisions == len(decisions(losses.documents, 4))
     values = found.as_dict()
-    assert values["windows"][0]["perplexity"] == every_4.score.perplexity
+    assert values["windows"][0]["perplexity"] == every_4.rerouted.perplexity
     assert [path["path"] for path in values["paths"]] == [0, 1]
 
 
 def test_the_same_inputs_give_the_same_bytes(
-    scores: TokenScores, fitted: tuple[Rerouter, FitReport]
+    losses: TokenLosses, fitted: tuple[Rerouter, FitReport]
 ) -> None:
-    again, report = fit_rerouter(base_model(PLAN), scores, QUICK, device=CPU)
+    again, report = fit_rerouter(base_model(PLAN), losses, QUICK, device=CPU)
     assert report == fitted[1]
     assert rerouter_bytes(again, PLAN) == rerouter_bytes(fitted[0], PLAN)
     other = QUICK.model_copy(update={"seed": 1, "steps": 2})
-    assert rerouter_bytes(fit_rerouter(base_model(PLAN), scores, other, device=CPU)[0], PLAN) != (
+    assert rerouter_bytes(fit_rerouter(base_model(PLAN), losses, other, device=CPU)[0], PLAN) != (
         rerouter_bytes(again, PLAN)
     )
 
@@ -96,9 +96,9 @@ def test_the_same_inputs_give_the_same_bytes(
 def test_where_nothing_can_be_learnt_nobody_moves(tmp_path: Path, labels: Any) -> None:
     documents = changing_documents(24, 1000)
     windows = windows_of(documents, tmp_path)
-    scores = language_scores(windows, documents)
+    losses = language_losses(windows, documents)
     config = QUICK.model_copy(update={"steps": 4, "labels": labels})
-    rerouter, report = fit_rerouter(base_model(PLAN), scores, config, device=CPU)
+    rerouter, report = fit_rerouter(base_model(PLAN), losses, config, device=CPU)
     assert set(report.window_losses.values()) == {report.routed_loss}
     assert [policy.stay_bonus for policy in rerouter.policies] == [STAY, STAY]
     assert rerouter.choose(windows, [4])[4].tolist() == (
@@ -109,23 +109,23 @@ def test_where_nothing_can_be_learnt_nobody_moves(tmp_path: Path, labels: Any) -
     assert json.loads(json.dumps(values)) == values
 
 
-def test_every_label_kind_learns(scores: TokenScores) -> None:
+def test_every_label_kind_learns(losses: TokenLosses) -> None:
     for labels in ("hard", "soft"):
         config = QUICK.model_copy(update={"labels": labels})
-        _, report = fit_rerouter(base_model(PLAN), scores, config, device=CPU)
+        _, report = fit_rerouter(base_model(PLAN), losses, config, device=CPU)
         assert report.window_losses[4] < 0.85 * report.routed_loss
 
 
-def test_too_few_documents_or_paths_are_refused(scores: TokenScores, tmp_path: Path) -> None:
+def test_too_few_documents_or_paths_are_refused(losses: TokenLosses, tmp_path: Path) -> None:
     documents = changing_documents(19, 12)
-    few = language_scores(windows_of(documents, tmp_path), documents)
+    few = language_losses(windows_of(documents, tmp_path), documents)
     with pytest.raises(CorpusError, match="19 documents"):
         fit_rerouter(base_model(PLAN), few, QUICK, device=CPU)
-    missing = TokenScores(scores.documents, {1: scores.nll[1]})
+    missing = TokenLosses(losses.documents, {1: losses.nll[1]})
     with pytest.raises(ConfigurationError, match="all paths"):
         fit_rerouter(base_model(PLAN), missing, QUICK, device=CPU)
     with pytest.raises(ConfigurationError, match="3 blocks"):
-        fit_rerouter(base_model(PLAN), scores, QUICK.model_copy(update={"blocks": 3}), device=CPU)
+        fit_rerouter(base_model(PLAN), losses, QUICK.model_copy(update={"blocks": 3}), device=CPU)
 
 
 @pytest.mark.parametrize("windows", [(), (0,), (2**21,), tuple(range(1, 70))])
@@ -135,9 +135,9 @@ def test_impossible_windows_are_refused(windows: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-def test_a_decision_sees_the_tokens_before_it(scores: TokenScores) -> None:
+def test_a_decision_sees_the_tokens_before_it(losses: TokenLosses) -> None:
     """Each decision's logits are those of the row that scores its token, cut off before it."""
-    rerouter, windows = random_rerouter(), scores.documents
+    rerouter, windows = random_rerouter(), losses.documents
     found = decision_logits(rerouter, windows, {5: [8, 4], 100: [4]})
     made = decisions(windows, 5)
     assert found[5].shape == (len(made), 2, 2)
@@ -151,8 +151,8 @@ def test_a_decision_sees_the_tokens_before_it(scores: TokenScores) -> None:
         np.testing.assert_allclose(found[5][number], logits[[1, 0]], rtol=1e-4, atol=1e-5)
 
 
-def test_the_next_path_is_the_choice_of_the_head(scores: TokenScores) -> None:
-    rerouter, windows = random_rerouter(), scores.documents
+def test_the_next_path_is_the_choice_of_the_head(losses: TokenLosses) -> None:
+    rerouter, windows = random_rerouter(), losses.documents
     everywhere = np.ones(2, dtype=bool)
     for document in range(4):
         row = int(windows.first_rows[document])
@@ -192,12 +192,12 @@ def test_a_rerouter_of_another_run_is_refused(fitted: tuple[Rerouter, FitReport]
         load_rerouter(rerouter_bytes(fitted[0], PLAN), other)
 
 
-def test_all_fields_are_documented(fitted: tuple[Rerouter, FitReport], scores: TokenScores) -> None:
+def test_all_fields_are_documented(fitted: tuple[Rerouter, FitReport], losses: TokenLosses) -> None:
     page = (Path(__file__).parent.parent / "docs" / "rerouting.md").read_text(encoding="utf-8")
     content = rerouter_bytes(fitted[0], PLAN)
     length = int.from_bytes(content[:8], "little")
     header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["rerouter"])
-    report = reroute_report(scores, fitted[0], [4]).as_dict()
+    report = reroute_report(losses, fitted[0], [4]).as_dict()
     for fields in (header, header["policies"][0], report, report["windows"][0]):
         assert [field for field in fields if f"`{field}`" not in page] == []
     assert [field for field in fitted[1].as_dict() if f"`{field}`" not in page] == []

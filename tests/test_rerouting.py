@@ -1,4 +1,4 @@
-"""Rerouted scores: every token counts once, and hindsight is never worse than a choice."""
+"""Rerouted losses: every token counts once, and hindsight is never worse than a choice."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from dipaco.inference.document_windows import DocumentWindows, TokenDocument
 from dipaco.inference.rerouting import (
     STAY,
-    best_document_score,
-    best_window_score,
+    best_document_loss,
+    best_window_loss,
     choose_paths,
     decisions,
-    rerouted_score,
-    routed_score,
-    single_path_scores,
+    rerouted_loss,
+    routed_loss,
+    single_path_losses,
     switches,
 )
-from dipaco.inference.token_scores import TokenScores
+from dipaco.inference.token_losses import TokenLosses
 from dipaco.modules.config import PAD_TOKEN
 from support.scored_documents import PREFIX_TOKENS, changing_documents, windows_of
 
@@ -32,9 +32,9 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> DocumentWindows:
 
 
 @pytest.fixture(scope="module")
-def scores(windows: DocumentWindows) -> TokenScores:
+def losses(windows: DocumentWindows) -> TokenLosses:
     random = np.random.default_rng(0)
-    return TokenScores(windows, {p: random.random(windows.tokens, np.float32) for p in range(3)})
+    return TokenLosses(windows, {p: random.random(windows.tokens, np.float32) for p in range(3)})
 
 
 def test_every_scored_token_has_one_number(windows: DocumentWindows) -> None:
@@ -55,65 +55,61 @@ def test_every_scored_token_has_one_number(windows: DocumentWindows) -> None:
 def test_no_documents(tmp_path: Path) -> None:
     windows = windows_of([], tmp_path)
     assert (len(windows), windows.tokens, len(windows.rows)) == (0, 0, 0)
-    scores = TokenScores(windows, {0: np.zeros(0, np.float32)})
-    assert routed_score(scores).tokens == 0
-    assert rerouted_score(scores, np.zeros(0, int), 16).perplexity is None
-    assert switches(scores, np.zeros(0, int), 16) == 0
+    losses = TokenLosses(windows, {0: np.zeros(0, np.float32)})
+    assert routed_loss(losses).tokens == 0
+    assert rerouted_loss(losses, np.zeros(0, int), 16).perplexity is None
+    assert switches(losses, np.zeros(0, int), 16) == 0
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_rerouted_score_is_the_sum_over_the_chosen_paths(
-    scores: TokenScores, window: int
-) -> None:
-    made = decisions(scores.documents, window)
+def test_a_rerouted_loss_is_the_sum_over_the_chosen_paths(losses: TokenLosses, window: int) -> None:
+    made = decisions(losses.documents, window)
     choices = np.random.default_rng(1).integers(0, 3, len(made))
     expected, changed, number = 0.0, 0, 0
-    bounds = scores.documents.token_starts
-    for document, path in enumerate(scores.documents.paths):
+    bounds = losses.documents.token_starts
+    for document, path in enumerate(losses.documents.paths):
         current = path
         for start in range(bounds[document], bounds[document + 1], window):
             stop = min(start + window, bounds[document + 1])
-            expected += scores.nll[choices[number]][start:stop].sum(dtype=np.float64)
+            expected += losses.nll[choices[number]][start:stop].sum(dtype=np.float64)
             changed += choices[number] != current
             current = choices[number]
             number += 1
     assert number == len(made)
-    found = rerouted_score(scores, choices, window)
+    found = rerouted_loss(losses, choices, window)
     assert found.nll == pytest.approx(expected)
-    assert found.tokens == scores.documents.tokens
-    assert switches(scores, choices, window) == pytest.approx(changed / number)
+    assert found.tokens == losses.documents.tokens
+    assert switches(losses, choices, window) == pytest.approx(changed / number)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_hindsight_bounds_every_choice(scores: TokenScores, window: int) -> None:
-    best = best_window_score(scores, window).nll
-    values = scores.array()
-    assert best_window_score(scores, 1).nll == pytest.approx(values.min(axis=1).sum(), rel=1e-6)
-    others = [routed_score(scores), best_document_score(scores)]
-    for score in [*others, *single_path_scores(scores).values()]:
-        assert best <= score.nll + 1e-9
-    longest = best_window_score(scores, 10**6).nll
-    assert longest == pytest.approx(best_document_score(scores).nll)
+def test_hindsight_bounds_every_choice(losses: TokenLosses, window: int) -> None:
+    best = best_window_loss(losses, window).nll
+    values = losses.array()
+    assert best_window_loss(losses, 1).nll == pytest.approx(values.min(axis=1).sum(), rel=1e-6)
+    others = [routed_loss(losses), best_document_loss(losses)]
+    for bound in [*others, *single_path_losses(losses).values()]:
+        assert best <= bound.nll + 1e-9
+    longest = best_window_loss(losses, 10**6).nll
+    assert longest == pytest.approx(best_document_loss(losses).nll)
 
 
-def test_staying_is_routing_once(scores: TokenScores) -> None:
+def test_staying_is_routing_once(losses: TokenLosses) -> None:
     for window in WINDOWS:
-        made = decisions(scores.documents, window)
+        made = decisions(losses.documents, window)
         logits = np.random.default_rng(2).normal(size=(len(made), 3))
-        choices = choose_paths(logits, made, scores.documents.paths, STAY)
-        assert rerouted_score(scores, choices, window).nll == pytest.approx(
-            routed_score(scores).nll
-        )
-        assert switches(scores, choices, window) == 0
+        choices = choose_paths(logits, made, losses.documents.paths, STAY)
+        assert rerouted_loss(losses, choices, window).nll == pytest.approx(routed_loss(losses).nll)
+        assert switches(losses, choices, window) == 0
 
 
-def test_a_bonus_keeps_the_current_path(scores: TokenScores) -> None:
-    made = decisions(scores.documents, 8)
+def test_a_bonus_keeps_the_current_path(losses: TokenLosses) -> None:
+    made = decisions(losses.documents, 8)
     logits = np.random.default_rng(3).normal(size=(len(made), 3))
-    routed = scores.documents.paths
+    routed = losses.documents.paths
     eager = choose_paths(logits, made, routed, 0.0)
     np.testing.assert_array_equal(eager, logits.argmax(axis=1))
-    rates = [switches(scores, choose_paths(logits, made, routed, b), 8) for b in (0, 0.5, 1, 3)]
+    rates = [switches(losses, choose_paths(logits, made, routed, b), 8) for b in (0, 0.5, 1, 3)]
     assert rates == sorted(rates, reverse=True)
     current = -1
     for number, path in enumerate(choose_paths(logits, made, routed, 1.0)):
@@ -127,17 +123,17 @@ def test_a_bonus_keeps_the_current_path(scores: TokenScores) -> None:
     assert 2 not in choose_paths(logits, made, routed, 0.0, allowed)
 
 
-def test_documents_of_an_unscored_path_are_left_out(scores: TokenScores) -> None:
-    partial = TokenScores(scores.documents, {0: scores.nll[0], 2: scores.nll[2]})
-    kept = scores.documents.paths == 0
-    tokens = int(scores.documents.document_tokens[kept].sum())
-    assert routed_score(partial).tokens == tokens
-    assert best_document_score(partial).tokens == tokens
-    made = decisions(scores.documents, 16)
-    assert rerouted_score(partial, np.zeros(len(made), int), 16).nll == pytest.approx(
-        single_path_scores(partial)[0].nll
+def test_documents_of_an_unscored_path_are_left_out(losses: TokenLosses) -> None:
+    partial = TokenLosses(losses.documents, {0: losses.nll[0], 2: losses.nll[2]})
+    kept = losses.documents.paths == 0
+    tokens = int(losses.documents.document_tokens[kept].sum())
+    assert routed_loss(partial).tokens == tokens
+    assert best_document_loss(partial).tokens == tokens
+    made = decisions(losses.documents, 16)
+    assert rerouted_loss(partial, np.zeros(len(made), int), 16).nll == pytest.approx(
+        single_path_losses(partial)[0].nll
     )
     with pytest.raises(ValueError, match="path 1 was chosen"):
-        rerouted_score(partial, np.ones(len(made), int), 16)
+        rerouted_loss(partial, np.ones(len(made), int), 16)
     with pytest.raises(ValueError, match="decisions"):
-        rerouted_score(partial, np.zeros(3, int), 16)
+        rerouted_loss(partial, np.zeros(3, int), 16)

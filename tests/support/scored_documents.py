@@ -1,4 +1,4 @@
-"""Documents in two made-up languages with made-up scores, for tests of rerouting.
+"""Documents in two made-up languages with made-up losses, for tests of rerouting.
 
 Path p gives a token of language p 1 nat and any other token 3, so the best path of a token is its
 language. Documents change their language every `segment` tokens.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from dipaco.inference.document_windows import DocumentWindows, TokenDocument, collect_windows
-from dipaco.inference.token_scores import TokenScores
+from dipaco.inference.token_losses import TokenLosses
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, GridConfig, ModelConfig
 from dipaco.modules.plan import RoutingPlan, RunPlan
 from dipaco.modules.transformer import PathModel, initialise
@@ -57,16 +57,16 @@ def windows_of(documents: list[TokenDocument], folder: Path) -> DocumentWindows:
     return collect_windows(router, documents, two_path_plan(), folder)
 
 
-def language_scores(
+def language_losses(
     windows: DocumentWindows, documents: list[TokenDocument], right: float = 1.0
-) -> TokenScores:
+) -> TokenLosses:
     """Scores in which `right` nats are for a token in the path's language, 3 for others."""
     tokens = np.concatenate([d.tokens[PREFIX_TOKENS:] for d in documents])
     nll = {}
     for path, (low, high) in enumerate(LANGUAGES):
         own = (tokens >= low) & (tokens < high)
         nll[path] = np.where(own, right, 3.0).astype(np.float32)
-    return TokenScores(windows, nll)
+    return TokenLosses(windows, nll)
 
 
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ _MOST_ROWS = 256
 
 
 @dataclass(frozen=True)
-class TokenScores:
-    """The negative log-likelihood in nats of every scored token by every path."""
+class TokenLosses:
+    """The negative log-likelihood in nats of every counted token under every path."""
 
     documents: DocumentWindows
     nll: Mapping[int, np.ndarray]
@@ -40,12 +40,12 @@ class TokenScores:
 
     @property
     def paths(self) -> tuple[int, ...]:
-        """The scored paths, in order."""
+        """The paths whose losses are known, in order."""
         return tuple(sorted(self.nll))
 
     @property
     def kept(self) -> np.ndarray:
-        """Documents that are reported, bool [N]: those whose routed path is scored."""
+        """Documents that are reported, bool [N]: those whose routed path is among `paths`."""
         return np.isin(self.documents.paths, self.paths)
 
     def array(self, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -53,7 +53,7 @@ class TokenScores:
         return np.stack([self.nll[path][start:stop] for path in self.paths], axis=1)
 
 
-def token_scores(
+def losses_of_paths(
     source: StateSource,
     documents: DocumentWindows,
     *,
@@ -61,16 +61,18 @@ def token_scores(
     device: torch.device,
     paths: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda line: None,
-) -> TokenScores:
-    """Score all documents with each of `paths` (default: all with a state), one in memory at once.
+) -> TokenLosses:
+    """Return all documents' losses under each of `paths` (default: all with a state).
 
-    A path's scores are a file of 4 bytes a token in `folder`, named by a hash of the documents
+    One path is in memory at a time.
+
+    A path's losses are a file of 4 bytes a token in `folder`, named by a hash of the documents
     and of the path's parameters: a later call with the same directory reuses what is there, so an
     interrupted one goes on with the path where it stopped. Every token has as much context as
-    the windows give it, whichever path scores it.
+    the windows give it, whichever path it is.
 
     Raises as `assemble_path` does for one of `paths` without a state, StorageError when the disk is
-    full, IntegrityError for a score that is no number. Called by `dipaco-eval`, `dipaco-reroute`
+    full, IntegrityError for a loss that is no number. Called by `dipaco-eval`, `dipaco-reroute`
     and `benchmarks/paper_table.py`.
     """
     found: dict[int, np.ndarray] = {}
@@ -81,13 +83,13 @@ def token_scores(
             continue
         progress(f"scoring all documents with path {path}")
         model = assemble_path(source, path, model=model, device=device)
-        found[path] = _path_scores(model, documents, folder)
+        found[path] = _losses_of_path(model, documents, folder)
         source.forget(path)
-    return TokenScores(documents, found)
+    return TokenLosses(documents, found)
 
 
-def _path_scores(model: PathModel, documents: DocumentWindows, folder: Path) -> np.ndarray:
-    """Return the scores of one model, fp32 [tokens], from their file if it is there."""
+def _losses_of_path(model: PathModel, documents: DocumentWindows, folder: Path) -> np.ndarray:
+    """Return the losses of one model, fp32 [tokens], from their file if it is there."""
     name = hashlib.sha256(
         f"{documents.sha256} {documents.prefix_tokens} {parameters_sha256(model)}".encode()
     ).hexdigest()
@@ -97,10 +99,10 @@ def _path_scores(model: PathModel, documents: DocumentWindows, folder: Path) -> 
         if not (file.is_file() and file.stat().st_size == 4 * documents.tokens):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".tmp")
-            scores = np.memmap(unfinished, np.float32, "w+", shape=shape)
-            score_tokens(model, documents, scores)
-            scores.flush()
-            del scores
+            losses = np.memmap(unfinished, np.float32, "w+", shape=shape)
+            fill_token_losses(model, documents, losses)
+            losses.flush()
+            del losses
             os.replace(unfinished, file)
         return np.memmap(file, np.float32, "r", shape=shape)
 
@@ -115,16 +117,16 @@ def parameters_sha256(model: PathModel) -> str:
     return hasher.hexdigest()
 
 
-def score_tokens(model: PathModel, documents: DocumentWindows, scores: np.ndarray) -> None:
-    """Fill `scores`, fp32 [tokens], with the negative log-likelihood of every scored token."""
-    for rows, losses in scored_rows(model, documents, np.arange(len(documents.rows))):
+def fill_token_losses(model: PathModel, documents: DocumentWindows, filled: np.ndarray) -> None:
+    """Fill `filled`, fp32 [tokens], with the negative log-likelihood of every counted token."""
+    for rows, losses in row_losses(model, documents, np.arange(len(documents.rows))):
         for row, values in zip(rows.tolist(), losses, strict=True):
             start, stop = documents.prefix_tokens, int(documents.row_tokens[row])
             first = int(documents.row_starts[row])
-            scores[first : first + stop - start] = values[start - 1 : stop - 1]
+            filled[first : first + stop - start] = values[start - 1 : stop - 1]
 
 
-def scored_rows(
+def row_losses(
     model: PathModel, documents: DocumentWindows, rows: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield batches of the given rows: their numbers [B] and target losses, fp32 [B, L - 1].
