@@ -8,10 +8,9 @@ import numpy as np
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import prefix_features
-from dipaco.routing.fitting import RouterConfig, RouterSample, fit_router
 from dipaco.routing.report import RoutingReport, routing_report
 from dipaco.routing.router import Router
-from dipaco.routing.routers import ROUTER_KINDS
+from dipaco.routing.routers import ROUTER_KINDS, RouterConfig, RouterSample, fit_router
 from dipaco.routing.shards import PathSummary
 from dipaco.routing.token_corpus import TokenCorpus
 

@@ -20,8 +20,7 @@ from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import PROTOCOL_VERSION, RoutingPlan, RunBlobs, RunPlan
 from dipaco.routing.corpus import CorpusConfig
-from dipaco.routing.fitting import RouterConfig
-from dipaco.routing.routers import ROUTER_KINDS
+from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
 from dipaco.routing.token_files import window_stride
 from pydantic import Field, model_validator
 

@@ -9,6 +9,7 @@ distribution (`balance_biases`), which is exact on the sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from dipaco.modules.errors import ConfigurationError
 
 from .balancing import balance_biases
-from .router import FeatureRouter, standardisation
+from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 # The least documents of the sample for a path, unless that is more than half of an equal share: a
 # share estimated from fewer documents may turn out to be nothing in the corpus.
@@ -43,6 +44,33 @@ class DiscriminativeRouter(FeatureRouter):
         if self._bias.shape != (self.path_count,) or self.path_count < 1:
             raise ValueError("there is not one bias for each path")
         self._check_finite()
+
+    @classmethod
+    def from_sample(
+        cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
+    ) -> DiscriminativeRouter:
+        """Fit to the features of the sample and what the paths make of its documents."""
+        if sample.nll is None:
+            raise ConfigurationError(
+                "a router of kind 'discriminative' learns from what trained paths make of the "
+                "documents; train a run with kind = 'kmeans' under [router] first, and give it "
+                "with --from RUN"
+            )
+        paths = math.prod(levels)
+        if sample.nll.ndim != 2 or sample.nll.shape[1] != paths:
+            raise ConfigurationError(
+                f"the grid {' x '.join(map(str, levels))} has {paths} paths, the scores are of "
+                f"shape {sample.nll.shape}; score every path of this grid"
+            )
+        return fit_discriminative(
+            sample.required_features(),
+            sample.nll,
+            balanced=config.calibration == "balanced",
+            weights=sample.weights,
+            regularisation=config.regularisation,
+            least_share=config.least_share,
+            seed=seed,
+        )
 
     @property
     def path_count(self) -> int:
@@ -93,7 +121,8 @@ def fit_discriminative(
     paths with equal scores, as untrained ones have, a document counts for (`preferred_paths`).
 
     Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
-    scores do not fit each other or are not finite. Called by `fit_router`.
+    scores do not fit each other or are not finite. Called by
+    `DiscriminativeRouter.from_sample`.
     """
     if nll.ndim != 2 or len(nll) != len(features) or not np.isfinite(nll).all():
         raise ValueError(f"scores of shape {nll.shape} do not fit features {features.shape}")

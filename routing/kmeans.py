@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from dipaco.modules.errors import ConfigurationError
 
 from .balancing import balance_biases, nearest_centroids, squared_distances
-from .router import FeatureRouter, standardisation
+from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 # Lloyd's algorithm stops when an iteration gains less than this part of the sum of distances.
 _LEAST_GAIN = 1e-5
@@ -138,6 +139,20 @@ class KMeansRouter(FeatureRouter):
         if self._biases.shape != (self.path_count,) or self.path_count < 1:
             raise ValueError("biases and centroids differ in number")
         self._check_finite()
+
+    @classmethod
+    def from_sample(
+        cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
+    ) -> KMeansRouter:
+        """Fit to the features of the sample."""
+        return cls.fit(
+            sample.required_features(),
+            math.prod(levels),
+            seed=seed,
+            balanced=config.balanced,
+            weights=sample.weights,
+            restarts=config.restarts,
+        )
 
     @classmethod
     def fit(

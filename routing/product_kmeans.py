@@ -11,7 +11,7 @@ from dipaco.modules.errors import ConfigurationError
 
 from .balancing import balance_biases, squared_distances
 from .kmeans import cluster_means, fit_kmeans
-from .router import FeatureRouter, standardisation
+from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 
 class ProductKMeansRouter(FeatureRouter):
@@ -51,6 +51,20 @@ class ProductKMeansRouter(FeatureRouter):
         if self._biases.shape != (self.path_count,):
             raise ValueError("there is not one bias for each path")
         self._check_finite()
+
+    @classmethod
+    def from_sample(
+        cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
+    ) -> ProductKMeansRouter:
+        """Fit to the features of the sample."""
+        return cls.fit(
+            sample.required_features(),
+            levels,
+            seed=seed,
+            balanced=config.balanced,
+            weights=sample.weights,
+            restarts=config.restarts,
+        )
 
     @classmethod
     def fit(

@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from dipaco.modules.canonical_file import write_arrays
+from dipaco.modules.config import Config
 from dipaco.modules.errors import IntegrityError
+from pydantic import Field
 
 ROUTER_FORMAT = "dipaco-router/1"
 
@@ -49,11 +51,67 @@ class Prefixes:
         return Prefixes(*(None if known is None else known[start:stop] for known in self._known()))
 
 
+class FitConfig(Config):
+    """How a router is fitted: `[router]` of a RUN.toml but for its kind (`RouterConfig`)."""
+
+    balanced: bool = Field(
+        True, description="k-means of both kinds: make the shards about equally large."
+    )
+    calibration: Literal["balanced", "paper"] = Field(
+        "balanced",
+        description="discriminative: load the paths alike, or in proportion to how many documents "
+        "prefer them (section 7.2.1).",
+    )
+    least_share: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="discriminative: a path that fewer documents prefer than this part of an equal "
+        "share learns from those on which it is the least behind; with calibration paper it is "
+        "also what such a path gets.",
+    )
+    regularisation: float = Field(
+        1e-3, gt=0, description="discriminative: L2 penalty of the logistic regression."
+    )
+    train_paths: int = Field(
+        1,
+        ge=1,
+        description="Shards that a training document goes to: the best ones (section 2.4.4). "
+        "Held-out documents go to the best alone.",
+    )
+    training_documents: int = Field(
+        20_000, ge=1, description="Documents that the router is fitted on, at most."
+    )
+    prefix_tokens: int = Field(32, ge=1, description="Tokens that routing sees (section 2.4).")
+    restarts: int = Field(8, ge=1, le=1000, description="Starts of k-means; the best one is used.")
+
+
+@dataclass(frozen=True)
+class RouterSample:
+    """What a router is fitted on: N training documents.
+
+    `weights` [N] is how much each counts for the load of its path, usually its tokens. What the
+    kind of router does not look at may be left out: `features` float32 [N, H], `labels`, and `nll`
+    [N, paths], the summed negative log-likelihood of each document under each path.
+    """
+
+    weights: np.ndarray
+    features: np.ndarray | None = None
+    labels: Sequence[str | None] | None = None
+    nll: np.ndarray | None = None
+
+    def required_features(self) -> np.ndarray:
+        """Return the features. Raises ValueError if there are none."""
+        if self.features is None:
+            raise ValueError("a router of this kind is fitted on features")
+        return self.features
+
+
 class Router(ABC):
     """Sends documents to paths. Immutable, and the same on every machine.
 
-    A kind of router has a name, says what it needs to see, gives its arrays and settings for the
-    file, and is made from them.
+    A kind of router has a name, says what it needs to see, is fitted to a sample, gives its arrays
+    and settings for the file, and is made from them.
     """
 
     kind: ClassVar[str]
@@ -63,6 +121,18 @@ class Router(ABC):
     """Whether `Prefixes.labels` must be given."""
     fitted_on_scores: ClassVar[bool] = False
     """Whether fitting needs what trained paths make of the documents (`RouterSample.nll`)."""
+
+    @classmethod
+    @abstractmethod
+    def from_sample(
+        cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
+    ) -> Router:
+        """Fit a router for the grid with `levels` modules a level; the same arguments give the
+        same router.
+
+        Raises ConfigurationError if the sample cannot give such a router, and tells what would
+        help.
+        """
 
     @property
     @abstractmethod

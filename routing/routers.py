@@ -1,18 +1,32 @@
-"""The kinds of routers, and reading a router file. A further kind is added to `ROUTER_KINDS`."""
+"""The kinds of routers: choosing, fitting and reading one. A further kind is a file of its own,
+added to `ROUTER_KINDS`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dipaco.modules.canonical_file import read_arrays
 from dipaco.modules.errors import IntegrityError
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from .discriminative import DiscriminativeRouter
 from .kmeans import KMeansRouter
-from .label_router import LabelRouter
 from .product_kmeans import ProductKMeansRouter
-from .random_router import RandomRouter
-from .router import ROUTER_FORMAT, Prefixes, Router
+from .router import ROUTER_FORMAT, FitConfig, Prefixes, Router, RouterSample
+from .simple_routers import LabelRouter, RandomRouter
 
-__all__ = ["ROUTER_KINDS", "KMeansRouter", "Prefixes", "RandomRouter", "Router", "load_router"]
+__all__ = [
+    "ROUTER_KINDS",
+    "KMeansRouter",
+    "Prefixes",
+    "RandomRouter",
+    "Router",
+    "RouterConfig",
+    "RouterSample",
+    "fit_router",
+    "load_router",
+]
 
 ROUTER_KINDS: dict[str, type[Router]] = {
     kind.kind: kind
@@ -24,6 +38,40 @@ ROUTER_KINDS: dict[str, type[Router]] = {
         RandomRouter,
     )
 }
+
+
+class RouterConfig(FitConfig):
+    """`[router]`: how documents find their path."""
+
+    kind: str = Field("kmeans", description="Kind of router.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind not in ROUTER_KINDS:
+            raise ValueError(f"kind '{self.kind}' is unknown; known: {', '.join(ROUTER_KINDS)}")
+        if self.kind == LabelRouter.kind and self.train_paths > 1:
+            raise ValueError(
+                f"train_paths = {self.train_paths} does not go with kind = 'label': a label has "
+                f"one path and no second best; leave train_paths out"
+            )
+        fitted_on_scores = ROUTER_KINDS[self.kind].fitted_on_scores
+        if fitted_on_scores and "balanced" in self.model_fields_set and not self.balanced:
+            raise ValueError(
+                f"balanced = false is for k-means; with kind = '{self.kind}' write "
+                f"calibration = 'paper'"
+            )
+        return self
+
+
+def fit_router(
+    config: RouterConfig, sample: RouterSample, modules_per_level: Sequence[int], seed: int
+) -> Router:
+    """Fit a router of the kind in `config` for a grid; the same arguments give the same router.
+
+    Raises ConfigurationError if the sample cannot give such a router, and tells what would help.
+    Called by preparation and by benchmarks.
+    """
+    return ROUTER_KINDS[config.kind].from_sample(sample, config, tuple(modules_per_level), seed)
 
 
 def load_router(data: bytes) -> Router:

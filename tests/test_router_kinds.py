@@ -14,11 +14,16 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RoutingPlan
 from dipaco.routing.balancing import balance_biases
 from dipaco.routing.discriminative import fit_discriminative, label_targets, preferred_paths
-from dipaco.routing.fitting import RouterConfig, RouterSample, fit_router
-from dipaco.routing.label_router import LabelRouter
 from dipaco.routing.product_kmeans import ProductKMeansRouter
-from dipaco.routing.random_router import RandomRouter
-from dipaco.routing.routers import ROUTER_KINDS, Prefixes, load_router
+from dipaco.routing.routers import (
+    ROUTER_KINDS,
+    Prefixes,
+    RouterConfig,
+    RouterSample,
+    fit_router,
+    load_router,
+)
+from dipaco.routing.simple_routers import LabelRouter, RandomRouter
 from pydantic import ValidationError
 from support.make_plan import make_plan
 
