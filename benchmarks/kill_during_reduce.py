@@ -23,13 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from support.faults import (
+    boundaries,
     first_after,
     forks,
     last_commits,
+    next_boundary,
     partial_anchors,
     processes_of,
-    schedule_of,
-    wait_until,
 )
 from support.swarm import Event, Member, Swarm
 from support.tiny_run import make_tiny_run
@@ -55,15 +55,14 @@ class Kills:
             modules_per_level=(1, 3),
             inner_steps=2,
             duration_s=options.duration_s,
-            start_s=time.time() + 20.0,
+            start_s=time.time(),
             hidden_size=options.hidden_size,
             head_count=4,
             feed_forward_size=4 * options.hidden_size,
             rounds={"matchmaking_s": 1.0, "validation_sequences": 4},
         )
         self.options = options
-        self.plan = run.plan()
-        self.schedule = schedule_of(self.plan)
+        self.grid = run.grid(run.plan())
         self.swarm = Swarm(folder, run)
         self.random = random.Random(options.seed)
         self.lives: list[Member] = []
@@ -106,19 +105,20 @@ class Kills:
 
     def _kill(self, number: int) -> None:
         duration_s = self.options.duration_s
-        boundary = self.schedule.next_boundary("L0", time.time() + 0.3)
         victim = self.random.choice(self.alive())
         after_s = self.random.uniform(0.0, self.options.latest_s)
-        wait_until(boundary.time_s + after_s)
+        next_boundary(victim, SHARED, timeout_s=4 * duration_s + 30)
+        time.sleep(after_s)
         victim.kill()
         killed_s = time.time()
         survivors = self.alive()
-        events = [e for e in victim.read() if e.get("round") == boundary.round_index]
+        boundary = boundaries(victim, SHARED)[-1]
+        events = [e for e in victim.read() if e.get("round") == boundary["round"]]
         mine = {(e["event"], e.get("module")) for e in events}
         began, ended = ("outer_round", SHARED) in mine, ("commit", SHARED) in mine
-        self.lost += last_commits(victim, boundary.time_s)
+        self.lost += last_commits(victim, boundary["time_s"] - 0.1)
         # What it committed alone since the last replication dies with it.
-        alone = last_commits(victim, boundary.time_s - 2 * duration_s)
+        alone = last_commits(victim, boundary["time_s"] - 2 * duration_s)
         self.lost += [event for event in alone if len(event["group"]) == 1]
         path = int(victim.of("training")[-1]["path"])
         seen = {member: len(member.read()) for member in survivors}
@@ -127,10 +127,10 @@ class Kills:
             (found,) = self.swarm.wait(
                 [survivor],
                 "commit",
-                lambda e: e["module"] == SHARED and e["round"] >= boundary.round_index,
+                lambda e: e["module"] == SHARED and e["round"] >= boundary["round"],
                 timeout_s=4 * duration_s + 30,
             )
-            rounds.append(int(found["round"]) - boundary.round_index)
+            rounds.append(int(found["round"]) - boundary["round"])
         left = _left_over(victim)
         back = self.start(survivors[0], victim.name)
         self.swarm.wait([back], "training", timeout_s=120)
@@ -174,7 +174,7 @@ class Kills:
             "paths_not_served_again": sum(not kill["path_served_again"] for kill in self.kills),
             "claimed_again_median_s": statistics.median(claims) if claims else None,
             "round_s": self.options.duration_s,
-            "module_parameters": self.schedule.grid.layout(SHARED).size,
+            "module_parameters": self.grid.layout(SHARED).size,
         }
 
 

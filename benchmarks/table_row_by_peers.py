@@ -37,8 +37,8 @@ def main() -> int:
     parser.add_argument("--table", type=Path, required=True, help="--out of paper_table.py")
     parser.add_argument("--out", type=Path, required=True, help="work directory, kept")
     parser.add_argument("--cell", default="dipaco-2x4-private", help="which row")
-    parser.add_argument("--round-s", type=float, default=60.0, help="duration of a round (60)")
-    parser.add_argument("--join-s", type=float, default=240.0, help="until the first round (240)")
+    parser.add_argument("--round-s", type=float, default=60.0, help="limit of a round (60)")
+    parser.add_argument("--join-s", type=float, default=240.0, help="limit of joining (240)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cell = CELLS_BY_NAME.get(options.cell)
@@ -49,7 +49,7 @@ def main() -> int:
     expected = load_states(simulated)
     run = signed_to_begin(
         simulated, options.out / "run", options.table / "operator.pem",
-        time.time() + options.join_s, options.round_s,
+        time.time(), options.round_s,
     )  # fmt: skip
     with Swarm(options.out, run) as swarm:
         seconds, found = train(swarm, cell, size, options)
@@ -109,7 +109,8 @@ def train(
 ) -> tuple[float, Mapping[str, ModuleState]]:
     """Train all rounds with one peer per path; return the seconds and the states."""
     bootstrap = swarm.start_bootstrap()
-    peers = [swarm.start_peer(bootstrap, "--path", str(p)) for p in range(cell.path_count)]
+    rounds = ("--max-rounds", str(size.rounds))
+    peers = [swarm.start_peer(bootstrap, "--path", str(p), *rounds) for p in range(cell.path_count)]
     started = swarm.wait(peers, "training", timeout_s=options.join_s)
     late = [event["path"] for event in started if event["round"] > 0]
     if late:
@@ -133,8 +134,6 @@ def train(
             lambda e, module=module: (e["module"], e["version"]) == (module, size.rounds),
             timeout_s=options.round_s,
         )
-    for peer in peers:
-        peer.interrupt()
     for peer in peers:
         peer.popen.wait(60)
     with ReadOnlyClient((bootstrap.address(),)) as client:

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 
+from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
@@ -126,7 +127,7 @@ def _refresh_until_stopped(
         training = [claim for claim in view.claims.values() if claim.state == "training"]
         served = {claim.path for claim in training}
         display.say(
-            f"{time.strftime('%H:%M:%S')} round {node.schedule.round_at(node.clock.now())}: "
+            f"{time.strftime('%H:%M:%S')} round {present_round(node.plan, view)}: "
             f"{len(view.peers)} peers, {len(served)} of {node.grid.path_count} paths in training, "
             f"{len(node.held.all())} states held here"
         )

@@ -31,6 +31,44 @@ def possible_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     )
 
 
+def awaited_group(view: SwarmView, grid: Grid, module: str, round_index: int) -> frozenset[str]:
+    """Return the peers that come to a module's outer step in a counted round, sooner or later.
+
+    Who is in a later round already does not: it began there, or went on without a commit.
+    """
+    return frozenset(
+        peer
+        for peer in expected_group(view, grid, module)
+        if view.claims[peer].round <= round_index
+    )
+
+
+def round_of_others(view: SwarmView, grid: Grid, path: int, me: str) -> int:
+    """Return the latest counted round of those that train a module of `path`, 0 for nobody.
+
+    A peer goes on to that round when it begins one, so that those who share a module meet.
+    """
+    modules = grid.modules_of_path(path)
+    others = {peer for module in modules for peer in expected_group(view, grid, module)} - {me}
+    return max((view.claims[peer].round for peer in others), default=0)
+
+
+def trained_paths(view: SwarmView) -> frozenset[int]:
+    """Return the paths that have a peer that trains them."""
+    return frozenset(claim.path for claim in view.claims.values() if claim.state == "training")
+
+
+def is_overtaken(view: SwarmView, grid: Grid, module: str, tokens: int, me: str) -> bool:
+    """Tell whether at least half of the other trainers hold a state with more than `tokens`.
+
+    With fixed steps a peer then stops to wait for them: they went on without it. Any group that
+    may commit is so large, and a few who only say so keep nobody from waiting.
+    """
+    others = expected_group(view, grid, module) - {me}
+    ahead = {h.peer_id for h in view.holdings.get(module, ()) if h.tokens > tokens} & others
+    return bool(ahead) and 2 * len(ahead) >= len(others)
+
+
 def enough_for_commit(group_size: int, expected_size: int) -> bool:
     """Tell whether a group may commit: at least half of those with a fresh claim."""
     return 2 * group_size >= expected_size

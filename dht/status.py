@@ -12,7 +12,7 @@ from dipaco.modules.state import heaviest
 from .agreement import expected_group
 from .manifest import SignedManifest
 from .scoring_policy import ScoringBoard
-from .view import SwarmView, round_at
+from .view import SwarmView, present_round
 
 
 def status_of(
@@ -29,7 +29,7 @@ def status_of(
     newest run that succeeds this one.
     """
     plan = manifest.plan
-    round_index = round_at(plan, view.now_s)
+    round_index = present_round(plan, view)
     paths = [_path_status(view, grid, path) for path in range(grid.path_count)]
     modules = [_module_status(view, grid, module) for module in grid.modules()]
     problems = _problems(view, grid, round_index, plan.rounds.dwell_rounds, modules)

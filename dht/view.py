@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,10 @@ CLOCK_SLACK_S = 15.0
 # No volunteer's machine trains a path faster; a higher count is invented.
 GREATEST_TOKENS_PER_S = 5e6
 GREATEST_REPLICAS = 64
+# Also a round of few steps takes this long.
+SHORTEST_ROUND_S = 0.01
+# What the key of a group has room for.
+GREATEST_ROUND = 2**31
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,20 @@ class SwarmView:
 
 
 def round_at(plan: RunPlan, now_s: float) -> int:
-    """Return the round that `now_s` lies in; negative before the run starts."""
+    """Return the round that `now_s` lies in by the clock; negative before the run starts."""
     return plan.rounds.round_at(now_s - plan.start_s)
+
+
+def present_round(plan: RunPlan, view: SwarmView) -> int:
+    """Return the round that the run is in, for people and for patience.
+
+    With fixed steps that is the middle one of those that the trainers say: a few liars don't move
+    it. Negative before the run starts, or when nobody trains.
+    """
+    if not plan.rounds.inner_steps:
+        return round_at(plan, view.now_s)
+    rounds = [claim.round for claim in view.claims.values() if claim.state == "training"]
+    return statistics.median_high(rounds) if rounds and view.now_s >= plan.start_s else -1
 
 
 def build_view(
@@ -103,12 +120,15 @@ def build_view(
     Dropped: unknown paths and modules, rounds of the future, versions and token counts beyond
     what the elapsed time allows. Expired records do not get here.
     """
-    latest = round_at(plan, now_s) + ROUND_SLACK
+    counted = plan.rounds.inner_steps > 0
+    latest = greatest_rounds(plan, now_s) - 1 if counted else round_at(plan, now_s) + ROUND_SLACK
     progress = tuple(progress)
     believed = {
         claim.peer_id: claim
         for claim in claims
-        if claim.path < grid.path_count and claim.since_s <= now_s + CLOCK_SLACK_S
+        if claim.path < grid.path_count
+        and claim.since_s <= now_s + CLOCK_SLACK_S
+        and (claim.round <= latest or not counted)
     }
     known_modules = set(grid.modules())
     return SwarmView(
@@ -130,13 +150,33 @@ def build_view(
     )
 
 
-def greatest_contribution(plan: RunPlan, now_s: float) -> int:
-    """Return how many tokens one peer can have trained by `now_s` since its last commit."""
-    rounds = max(0, round_at(plan, now_s)) + 1 + ROUND_SLACK
+def greatest_rounds(plan: RunPlan, now_s: float) -> int:
+    """Return how many rounds of a run can have begun by `now_s`.
+
+    By the clock, those that have, and one more because clocks differ. With fixed steps rounds are
+    counted and only `GREATEST_TOKENS_PER_S` bounds them: so many tokens an invented count can
+    have in both modes.
+    """
+    elapsed_s = max(0.0, now_s - plan.start_s)
+    round_s = plan.rounds.duration_s
     if plan.rounds.inner_steps:
-        step_tokens = plan.inner.batch_sequences * plan.model.sequence_length
-        return rounds * plan.rounds.inner_steps * step_tokens
-    return int(rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S)
+        round_s = max(SHORTEST_ROUND_S, _tokens_of_steps(plan) / GREATEST_TOKENS_PER_S)
+    return min(math.floor(elapsed_s / round_s) + 1 + ROUND_SLACK, GREATEST_ROUND)
+
+
+def _tokens_of_steps(plan: RunPlan) -> int:
+    """Tokens that one peer trains in a round of fixed steps."""
+    return plan.rounds.inner_steps * plan.inner.batch_sequences * plan.model.sequence_length
+
+
+def greatest_contribution(plan: RunPlan, now_s: float, round_index: int) -> int:
+    """Return how many tokens one peer can have trained by `now_s` since its last commit.
+
+    With fixed steps it follows from `round_index`, which all members of a group share.
+    """
+    if plan.rounds.inner_steps:
+        return (round_index + 1 + ROUND_SLACK) * _tokens_of_steps(plan)
+    return int(greatest_rounds(plan, now_s) * plan.rounds.duration_s * GREATEST_TOKENS_PER_S)
 
 
 def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: float) -> bool:
@@ -145,16 +185,17 @@ def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: flo
     Asked of announcements, and again of what was fetched. Also in a successor run: its genesis
     states have version 0 and count nothing.
     """
-    rounds = max(0, round_at(plan, now_s)) + 1 + ROUND_SLACK
+    rounds = greatest_rounds(plan, now_s)
     if state.version == 0:
         return state.tokens == 0
     if state.version > rounds or state.last_round >= rounds:
         return False
     paths = len(grid.paths_of_module(state.module))
     if plan.rounds.inner_steps:
-        step_tokens = plan.inner.batch_sequences * plan.model.sequence_length
-        per_path = rounds * plan.rounds.inner_steps * step_tokens
-        return state.tokens <= per_path * paths * GREATEST_REPLICAS
+        # Every outer step is of a round of its own.
+        per_path = (state.last_round + 1 + ROUND_SLACK) * _tokens_of_steps(plan)
+        believed = per_path * paths * GREATEST_REPLICAS
+        return state.version <= state.last_round + 1 and state.tokens <= believed
     return state.tokens <= rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S * paths
 
 

@@ -158,7 +158,11 @@ class OuterConfig(Config):
 class RoundsConfig(Config):
     """The clock of a run (docs/protocol.md, "Rounds")."""
 
-    duration_s: float = Field(600.0, ge=2.0, description="Seconds between two outer boundaries.")
+    duration_s: float = Field(
+        600.0,
+        ge=2.0,
+        description="Seconds between two outer boundaries; with inner_steps the limit of a round.",
+    )
     inner_steps: int = Field(
         0,
         ge=0,

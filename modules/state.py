@@ -123,6 +123,11 @@ class ModuleState:
         """Tokens behind this state, over all paths."""
         return sum(progress.tokens for progress in self.progress.values())
 
+    @property
+    def last_round(self) -> int:
+        """The last round that any path contributed in; -1 for none."""
+        return last_round(self.progress)
+
     @cached_property
     def reference(self) -> StateReference:
         """What names this state and compares it with others. Hashes it, the first time."""

@@ -148,6 +148,10 @@ class Adoptions:
             if best is not None:
                 self.start(best, view.holders(best), self._uncommitted.get(module))
 
+    def is_fetching(self, module: str) -> bool:
+        """Tell whether a state of a module is on its way here, or about to be put under."""
+        return module in self._fetching
+
     def start(
         self, wanted: StateReference, holders: tuple[str, ...], snapshot: Snapshot | None
     ) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import FrameType
 
 import torch
+from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import choose_device, prepare_process, release_memory
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
@@ -87,9 +88,15 @@ def _greet(node: Node, display: Display) -> None:
     )
     display.say(
         f"{node.grid.path_count} paths of {counts['path'] / 1e6:.1f} M parameters, "
-        f"{counts['total'] / 1e6:.1f} M in all; a round is {plan.rounds.duration_s:.0f} s"
+        f"{counts['total'] / 1e6:.1f} M in all; {_round_text(plan.rounds)}"
     )
     display.say(f"this peer is {node.me}, its files are in {node.folder}")
+
+
+def _round_text(rounds: RoundsConfig) -> str:
+    if rounds.inner_steps:
+        return f"a round is {rounds.inner_steps} steps, at most {rounds.duration_s:.0f} s"
+    return f"a round is {rounds.duration_s:.0f} s"
 
 
 def _train(

@@ -156,9 +156,11 @@ class _LivePanel:
         )
 
     def _round_text(self, now: float) -> str:
-        schedule = self._node.schedule
+        schedule, status = self._node.schedule, self._status
         if now < schedule.start_s:
             return f"the run starts in {schedule.start_s - now:.0f} s"
+        if schedule.fixed_steps:
+            return f"{status.round_index}, of {schedule.fixed_steps} steps"
         levels = schedule.grid.levels_in_time_order()
         upcoming = min(schedule.next_boundary(level, now) for level in levels)
         return (

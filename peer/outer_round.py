@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from dipaco.dht.agreement import enough_for_commit
@@ -31,6 +32,11 @@ ATTEMPTS = 2
 PATIENCE_ROUNDS = 2
 # A group that closes sooner than this from now cannot form any more.
 SHORTEST_MATCHMAKING_S = 0.3
+# With fixed steps: the longest that a group waits for its members, whatever `duration_s` is. The
+# DHT keeps a declaration for an hour.
+LONGEST_WAIT_S = 3000.0
+# With fixed steps: after this an attempt in which no group formed begins anew.
+AGAIN_AFTER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Answers:
 
 
 OuterResult = Committed | CommittedElsewhere | CarriedOn
+_Attempt = tuple[AveragingOutcome | None, AveragingFailed | None]
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,10 @@ class OuterRound:
     """Whether this peer leaves: then nothing is tried again."""
     local_time: Callable[[float], float]
     """Swarm time to this machine's clock."""
+    awaited_group: Callable[[str], frozenset[str]] = lambda _: frozenset()
+    """With fixed steps: those of the expected group that have not left this round behind."""
+    is_overtaken: Callable[[ModuleState], bool] = lambda _: False
+    """With fixed steps: whether most others are known to hold a heavier state than this."""
 
     def run(self, snapshot: Snapshot, boundary: Boundary) -> OuterResult:
         """Run the attempts that fit into the commit window and return what should happen.
@@ -104,6 +115,9 @@ class OuterRound:
         Before a second attempt, and before a step alone, the others are asked what they hold: a
         group that committed without this peer has its state already, and a second version beside
         it would fork the module. So a failure here may still have been a commit there.
+
+        With fixed steps a group waits for its members (`_meet`), and a peer whose expected group
+        is only itself does not wait for those who are about to join: they ask before they step.
         """
         started = time.monotonic()
         module = snapshot.module
@@ -111,19 +125,25 @@ class OuterRound:
         gradient = snapshot.outer_gradient()
         expected = self.expected_group(module) | {self.me}
         possible = self.possible_group(module) | expected
-        if len(possible) == 1:
+        if len(expected if self._counted else possible) == 1:
             return self._step(snapshot, self._alone(gradient, mine), 0, 1, started)
         failure: AveragingFailed | None = None
         answers = Answers()
         for attempt in range(ATTEMPTS):
-            close_s = self.local_time(boundary.time_s + self._close_after_s(attempt))
-            if close_s - time.time() < SHORTEST_MATCHMAKING_S:
-                continue
             culprits = failure.culprits if failure is not None else ()
-            size = len(possible) if failure is None else 1 + len(answers.alive)
-            outcome, failure = self._attempt(
-                snapshot, gradient, mine, boundary, attempt, close_s, size, culprits
-            )
+            if self._counted:
+                alive = None if failure is None else answers.alive
+                outcome, failure = self._meet(
+                    snapshot, gradient, mine, boundary, attempt, alive, culprits
+                )
+            else:
+                close_s = self.local_time(boundary.time_s + self._close_after_s(attempt))
+                if close_s - time.time() < SHORTEST_MATCHMAKING_S:
+                    continue
+                size = len(possible) if failure is None else 1 + len(answers.alive)
+                outcome, failure = self._attempt(
+                    snapshot, gradient, mine, boundary, attempt, close_s, size, culprits
+                )
             expected = self.expected_group(module) | {self.me}
             if outcome is not None:
                 if not enough_for_commit(len(outcome.table), len(expected)):
@@ -141,6 +161,8 @@ class OuterRound:
                 return answers.committed
             if not answers.alive & expected:
                 break
+            if self._counted and failure is not None and not failure.peers_seen:
+                break  # The first attempt has waited for all of them.
         if failure is None:
             return CarriedOn("the commit window had passed", len(expected))
         if enough_for_commit(1, len(expected)) and self._may_step_alone(answers):
@@ -178,31 +200,108 @@ class OuterRound:
         close_s: float,
         expected_peers: int,
         culprits: Collection[str],
-    ) -> tuple[AveragingOutcome | None, AveragingFailed | None]:
-        """Average once; return the outcome or the failure."""
-        digest = snapshot.anchor.digest
+    ) -> _Attempt:
+        """Average once with the group that forms at the boundary."""
         rounds = self.plan.rounds
         end_s = self.local_time(
             boundary.time_s + (rounds.window_s / 2 if attempt == 0 else rounds.window_s)
         )
+        return self._average(
+            snapshot,
+            gradient,
+            mine,
+            boundary,
+            attempt,
+            scheduled_time=close_s,
+            timeout_s=max(end_s - time.time(), close_s - time.time() + 1.0),
+            expected_peers=max(2, expected_peers),
+            exclude=culprits,
+        )
+
+    def _meet(
+        self,
+        snapshot: Snapshot,
+        gradient: torch.Tensor,
+        mine: Contribution,
+        boundary: Boundary,
+        attempt: int,
+        alive: frozenset[str] | None,
+        culprits: Collection[str],
+    ) -> _Attempt:
+        """Average once with all that this round waits for, or with those who came by its limit.
+
+        The view says whom it waits for, again and again: a claim that has expired or goes on to a
+        later round is not waited for. Of the second attempt's group only those that are `alive`.
+        As long as no group formed, the same attempt begins anew: the others are in it too.
+        """
+        rounds = self.plan.rounds
+        close_s = self.local_time(boundary.meet_until_s)
+        if attempt > 0:
+            close_s = time.time() + max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
+        longest_wait_s = min(
+            LONGEST_WAIT_S, rounds.duration_s + rounds.window_s / 2 + rounds.matchmaking_s
+        )
+        close_s = min(close_s, time.time() + longest_wait_s)
+
+        def awaited() -> frozenset[str] | None:
+            others = self.awaited_group(snapshot.module) - {self.me, *culprits}
+            if alive is not None:
+                others &= alive
+            if not others or self.stopping() or self.is_overtaken(snapshot.anchor):
+                return None
+            return others | {self.me}
+
+        while True:
+            outcome, failure = self._average(
+                snapshot,
+                gradient,
+                mine,
+                boundary,
+                attempt,
+                scheduled_time=close_s,
+                timeout_s=longest_wait_s + rounds.window_s,
+                awaited=awaited,
+                longest_wait_s=longest_wait_s,
+                exclude=culprits,
+            )
+            if failure is None or failure.peers_seen or awaited() is None:
+                return outcome, failure
+            if close_s - time.time() < SHORTEST_MATCHMAKING_S:
+                return outcome, failure
+            time.sleep(AGAIN_AFTER_S)
+
+    def _average(
+        self,
+        snapshot: Snapshot,
+        gradient: torch.Tensor,
+        mine: Contribution,
+        boundary: Boundary,
+        attempt: int,
+        **meeting: Any,
+    ) -> _Attempt:
+        """Return the averager's outcome or failure; `meeting` says how its group forms."""
+        digest = snapshot.anchor.digest
         try:
             outcome = self.averager.average(
                 gradient,
                 group_bits=group_bits(self.module_index, snapshot.round_index, attempt, digest),
-                scheduled_time=close_s,
-                timeout_s=max(end_s - time.time(), close_s - time.time() + 1.0),
                 contribution=mine,
                 module=snapshot.module,
                 round_index=snapshot.round_index,
                 anchor_digest=digest,
-                greatest_tokens=greatest_contribution(self.plan, boundary.time_s),
-                expected_peers=max(2, expected_peers),
-                exclude=culprits,
+                greatest_tokens=greatest_contribution(
+                    self.plan, boundary.time_s, snapshot.round_index
+                ),
+                **meeting,
             )
         except AveragingFailed as failure:
             logger.debug("%s attempt %d: %s", snapshot.module, attempt, failure)
             return None, failure
         return outcome, None
+
+    @property
+    def _counted(self) -> bool:
+        return self.plan.rounds.inner_steps > 0
 
     def _alone(self, gradient: torch.Tensor, mine: Contribution) -> AveragingOutcome:
         """Be a group of one; the gradient passes through the codec like everybody's."""

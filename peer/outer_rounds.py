@@ -13,7 +13,12 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
-from dipaco.dht.agreement import expected_group, possible_group
+from dipaco.dht.agreement import (
+    awaited_group,
+    expected_group,
+    is_overtaken,
+    possible_group,
+)
 from dipaco.dht.policy import seniority
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.state import ModuleState
@@ -72,6 +77,8 @@ class OuterRounds:
         self._wake = wake
         self._running: dict[str, _Running] = {}
         self._in_vain: Counter[str] = Counter()
+        # With fixed steps: boundaries that wait for a state that others committed.
+        self._catching_up: dict[str, _Running] = {}
 
     @property
     def running(self) -> Collection[str]:
@@ -81,9 +88,11 @@ class OuterRounds:
     def begin_path(self) -> None:
         """Forget the last path: failed rounds of its modules don't count for this one's."""
         self._in_vain.clear()
+        self._catching_up.clear()
 
     def start_due(self, now_s: float, step_s: float) -> None:
         """Start the rounds whose boundaries have come; an inner step takes `step_s`."""
+        self._caught_up()
         for boundary in self._position.due(now_s, step_s):
             self._start(boundary)
 
@@ -104,6 +113,9 @@ class OuterRounds:
             return
         if late_s > self._node.plan.rounds.matchmaking_s:
             self._carry_on(module, boundary, f"came {late_s:.1f} s after the boundary")
+            return
+        if self._is_counted and self._trainer.anchor(module).last_round >= boundary.round_index:
+            self._carry_on(module, boundary, "the others had taken this step")
             return
         if self._trainer.unmerged_tokens(module) == 0:
             self._carry_on(module, boundary, "nothing was trained since the last commit")
@@ -147,7 +159,32 @@ class OuterRounds:
             stopping=self._stopping.is_set,
             seniority=lambda peer: seniority(publisher.view, node.me, peer),
             local_time=node.clock.to_local,
+            awaited_group=lambda name: awaited_group(
+                publisher.view, node.grid, name, self._position.round_index
+            ),
+            is_overtaken=lambda anchor: is_overtaken(
+                publisher.view, node.grid, anchor.module, anchor.tokens, node.me
+            ),
         )
+
+    @property
+    def _is_counted(self) -> bool:
+        return self._node.schedule.fixed_steps > 0
+
+    def waiting_for(self) -> tuple[str, float]:
+        """With fixed steps: what the next inner step waits for, and until when at most."""
+        if not self._running:
+            return f"the state that others committed of {', '.join(sorted(self._catching_up))}", 0.0
+        texts, until_s = [], 0.0
+        view, grid = self._publisher.view, self._node.grid
+        for level, running in sorted(self._running.items()):
+            module, round_index = running.snapshot.module, running.boundary.round_index
+            expected = len(awaited_group(view, grid, module, round_index) | {self._node.me})
+            together = self._pool.members_together(level)
+            have = f"have {together} of" if together else "another peer gathers"
+            texts.append(f"{level}: {have} {expected} peers")
+            until_s = max(until_s, running.boundary.meet_until_s)
+        return f"the outer step of {', '.join(texts)}", until_s
 
     def _module_of_level(self, level: str) -> str:
         return next(m for m in self._trainer.modules if self._node.grid.level_of(m) == level)
@@ -174,9 +211,13 @@ class OuterRounds:
             self._hold(result.state)
             self._committed_event(boundary, result)
         elif isinstance(result, CommittedElsewhere):
-            self._carry_on(module, boundary, result.reason)
-            self._adoptions.start(result.state, result.holders, snapshot)
             self._in_vain[module] = 0
+            self._adoptions.start(result.state, result.holders, snapshot)
+            if self._is_counted and self._adoptions.is_fetching(module):
+                self._catching_up[boundary.level] = running
+                self._carried_on_event(module, boundary, result.reason)
+                return
+            self._carry_on(module, boundary, result.reason)
         else:
             self._carry_on(module, boundary, result.reason, result.expected)
             self._adoptions.remember(snapshot)
@@ -187,6 +228,29 @@ class OuterRounds:
         self, module: str, boundary: Boundary, reason: str, expected_peers: int = 0
     ) -> None:
         self._position.closed(boundary)
+        self._carried_on_event(module, boundary, reason, expected_peers)
+
+    def _caught_up(self) -> None:
+        """Close the boundaries whose steps came from others; have the others come again.
+
+        Others that went on without this peer wait for it at their next boundary, and it cannot
+        meet them before it stands on their state.
+        """
+        for level, ended in list(self._catching_up.items()):
+            snapshot, boundary = ended.snapshot, ended.boundary
+            if self._adoptions.is_fetching(snapshot.module):
+                continue
+            del self._catching_up[level]
+            anchor = self._trainer.anchor(snapshot.module)
+            stays = anchor.digest == snapshot.anchor.digest
+            if stays or anchor.last_round >= boundary.round_index:
+                self._position.closed(boundary)
+            else:
+                self._position.again(boundary)
+
+    def _carried_on_event(
+        self, module: str, boundary: Boundary, reason: str, expected_peers: int = 0
+    ) -> None:
         self._events.emit(
             "carry_on",
             module=module,

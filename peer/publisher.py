@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,8 @@ CLOCK_PERIODS = 10
 REMEMBERED_PEERS = 256
 CALLED_AT_ONCE = 4
 STOP_TIMEOUT_S = 3.0
+# The oldest view that is good enough while a peer waits for others.
+LOOK_OFTEN_S = 2.0
 
 
 def refresh_period_s(duration_s: float) -> float:
@@ -90,6 +93,8 @@ class PeerStatus:
     bytes_up: int = 0
     bytes_down: int = 0
     progress: dict[int, ProgressEntry] = field(default_factory=dict)
+    round_index: int = 0
+    """With fixed steps: the round that this peer is in."""
     waiting_for: str = ""
     validation_loss: float = float("nan")
     last_commit: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -151,6 +156,7 @@ class Publisher:
         self._background = background
         self.period_s = refresh_period_s(plan.rounds.duration_s)
         self._changed = threading.Event()
+        self._read_at = time.monotonic()
         self._stopping = threading.Event()
         self._refreshed = threading.Condition()
         self._refresh_count = 0
@@ -185,6 +191,11 @@ class Publisher:
     def announce(self) -> None:
         """Publish soon: something changed."""
         self._changed.set()
+
+    def look_often(self) -> None:
+        """Read the swarm again if the view is not quite new: something in it is waited for."""
+        if time.monotonic() - self._read_at > LOOK_OFTEN_S:
+            self._changed.set()
 
     def refresh(self, timeout_s: float = 30.0) -> SwarmView:
         """Publish and read now, and return a view that is newer than this call.
@@ -240,6 +251,7 @@ class Publisher:
                 self._refreshing = False
                 self._refresh_count += 1
                 self._refreshed.notify_all()
+            self._read_at = time.monotonic()
             self._look_around()
             self._changed.wait(self.period_s)
         if self._withdrawing:
@@ -311,6 +323,8 @@ class Publisher:
         status, life_s = self._status, self._life_s()
         claim = status.claim
         now_round = max(0, self._schedule.round_at(self._clock.now()))
+        if self._schedule.fixed_steps:
+            now_round = status.round_index
         if claim.path is not None and (claim.state == "joining" or claim.state == "training"):
             record = ClaimRecord(
                 peer_id=self._me,

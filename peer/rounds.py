@@ -1,14 +1,16 @@
 """Where a peer stands in the rounds: which boundaries are due, and whether it may take a step.
 
-Bookkeeping only: no clock is read here, no thread, no network. In the clock mode a peer always
-may step, and a boundary is due when its time has come. In the fixed-steps mode a boundary also
-closes the gate: the peer waits until the outer round of that level has ended.
+Bookkeeping only: no clock is read here, no thread, no network. By the clock (`ClockPosition`) a
+peer always may step, and a boundary is due when its time has come. With fixed steps
+(`CountedPosition`) rounds are counted: a boundary is due when the steps before it are done, the
+next steps wait until the outer round of that level has ended, and the clock only sets limits.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,8 +24,11 @@ class Boundary:
     """The end of one round of one level."""
 
     time_s: float
+    """By the clock: when it comes. With fixed steps: when it came here."""
     round_index: int
     level: str
+    meet_until_s: float = 0.0
+    """With fixed steps: when the group that meets at it closes, whoever is missing."""
 
 
 class RoundSchedule:
@@ -36,7 +41,7 @@ class RoundSchedule:
 
     @property
     def duration_s(self) -> float:
-        """Seconds of a round."""
+        """Seconds of a round; with fixed steps its limit."""
         return self.rounds.duration_s
 
     @property
@@ -45,20 +50,16 @@ class RoundSchedule:
         return self.rounds.inner_steps
 
     def round_at(self, now_s: float) -> int:
-        """Return the round that `now_s` lies in; negative before the run starts."""
+        """Return the round that `now_s` lies in by the clock; negative before the run starts."""
         return self.rounds.round_at(now_s - self.start_s)
 
-    def round_start_s(self, round_index: int) -> float:
-        """Return when a round begins."""
-        return self.start_s + round_index * self.duration_s
-
     def boundary(self, round_index: int, level: str) -> Boundary:
-        """Return the end of `round_index` for `level`."""
+        """Return the end of `round_index` for `level` by the clock."""
         offset = self.grid.level_offset(level)
         return Boundary(self.start_s + (round_index + offset) * self.duration_s, round_index, level)
 
     def next_boundary(self, level: str, now_s: float) -> Boundary:
-        """Return the first boundary of `level` that is later than `now_s`."""
+        """Return the first boundary of `level` by the clock that is later than `now_s`."""
         offset = self.grid.level_offset(level)
         passed = math.floor((now_s - self.start_s) / self.duration_s - offset)
         boundary = self.boundary(passed + 1, level)
@@ -73,7 +74,7 @@ class RoundSchedule:
         return boundary if boundary.round_index >= 0 else self.boundary(0, level)
 
     def following(self, boundary: Boundary) -> Boundary:
-        """Return the same level's next boundary."""
+        """Return the same level's next boundary by the clock."""
         return self.boundary(boundary.round_index + 1, boundary.level)
 
     def steps_before(self, level: str) -> int:
@@ -81,13 +82,12 @@ class RoundSchedule:
         return self.grid.steps_before(level, self.fixed_steps)
 
 
-class RoundPosition:
-    """The round that a peer is in, and each level's next boundary. Used on the session's thread.
+class RoundPosition(ABC):
+    """The round that a peer is in, and which levels are closed. Used on the session's thread.
 
-    A level's next boundary and the levels closed in this round are kept apart, because a boundary
-    comes (`due`) before its outer round ends (`closed`), may be missed altogether, and a level
-    with an offset can be a round ahead. A round ends when every level is closed, so each level
-    has had its turn, or has missed it, before the peer scores, saves and thinks of moving.
+    A boundary comes (`due`) before its outer round ends (`closed`), and may be missed altogether,
+    so the two are kept apart. A round ends when every level is closed: each has had its turn, or
+    has missed it, before the peer scores, saves and thinks of moving.
     """
 
     def __init__(self, schedule: RoundSchedule) -> None:
@@ -95,71 +95,36 @@ class RoundPosition:
         self._levels = schedule.grid.levels_in_time_order()
         self.round_index = 0
         self.steps_in_round = 0
-        self._next: dict[str, Boundary] = {}
+        self.opens_s = schedule.start_s
+        """When the first step may be taken at the latest."""
         self._closed: set[str] = set()
 
-    def enter(self, now_s: float) -> None:
-        """Begin to take part at `now_s`: at the first boundary that is not too near."""
-        schedule = self._schedule
-        self.steps_in_round = 0
-        self._closed = set()
-        if not schedule.fixed_steps:
-            self._next = {level: schedule.next_boundary(level, now_s) for level in self._levels}
-            self.round_index = min(boundary.round_index for boundary in self._next.values())
-            self._close_passed()
-            return
-        round_index = max(0, schedule.round_at(now_s))
-        self._set_round(round_index)
-        self._closed = self._out_of_reach(now_s)
-        if len(self._closed) == len(self._levels):
-            self._closed = set()
-            self._set_round(round_index + 1)
+    @abstractmethod
+    def enter(self, now_s: float, round_index: int) -> None:
+        """Start to take part at `now_s`; with fixed steps in `round_index`."""
 
-    def _out_of_reach(self, now_s: float) -> set[str]:
-        """Fixed-steps mode: levels whose boundary is too near to do the steps before it.
-
-        A peer that is late takes part in the rest of the round. If it left out the whole round,
-        two peers that wait for each other might never meet: one in the odd rounds, the other in
-        the even ones.
-        """
-        closed = set()
-        begin_s = self._schedule.round_start_s(self.round_index)
-        for level in self._levels:
-            boundary = self._next[level]
-            if now_s > begin_s + 0.5 * (boundary.time_s - begin_s):
-                closed.add(level)
-                self._next[level] = self._schedule.following(boundary)
-            begin_s = max(begin_s, boundary.time_s)
-        return closed
-
-    def _set_round(self, round_index: int) -> None:
-        self.round_index = round_index
-        self._next = {level: self._schedule.boundary(round_index, level) for level in self._levels}
-
-    def _close_passed(self) -> None:
-        self._closed |= {
-            level
-            for level, boundary in self._next.items()
-            if boundary.round_index > self.round_index
-        }
-
+    @abstractmethod
     def due(self, now_s: float, step_s: float) -> list[Boundary]:
-        """Return the boundaries that have come, each once, earliest first.
+        """Return the boundaries that have come, each once, earliest first."""
 
-        By the clock, a boundary nearer than half an inner step (`step_s`) counts as come: waiting
-        for the step would miss it by more.
+    @abstractmethod
+    def next_round(self, now_s: float, round_index: int) -> None:
+        """Go on to the next round; with fixed steps to `round_index` if that is later."""
+
+    @abstractmethod
+    def may_step(self, now_s: float) -> bool:
+        """Tell whether an inner step may be taken now."""
+
+    @abstractmethod
+    def slack_s(self, now_s: float, step_s: float) -> float:
+        """Return how long other work may keep the next inner step waiting.
+
+        `step_s` is what an inner step takes.
         """
-        lead_s = 0.0 if self._schedule.fixed_steps else 0.5 * step_s
-        found = []
-        for level in self._levels:
-            boundary = self._next[level]
-            if now_s + lead_s < boundary.time_s:
-                continue
-            found.append(boundary)
-            self._next[level] = max(
-                self._schedule.following(boundary), self._schedule.next_boundary(level, now_s)
-            )
-        return sorted(found)
+
+    @abstractmethod
+    def missing_steps(self, level: str) -> int:
+        """Fixed-steps mode: inner steps not done though the boundary of `level` has come."""
 
     def closed(self, boundary: Boundary) -> None:
         """Note that the outer round at `boundary` ended, with a commit or without."""
@@ -170,77 +135,183 @@ class RoundPosition:
         """Tell whether all levels of the round are closed and none of `running` is left."""
         return not running and len(self._closed) == len(self._levels)
 
-    def next_round(self, now_s: float) -> None:
-        """Go on to the next round, or to the present one when rounds were missed."""
-        schedule = self._schedule
-        following = self.round_index + 1
-        self.steps_in_round = 0
-        if not schedule.fixed_steps:
-            self.round_index = max(
-                following, min(boundary.round_index for boundary in self._next.values())
-            )
-            self._closed = set()
-            self._close_passed()
-            return
-        if now_s > schedule.boundary(following, self._levels[0]).time_s:
-            self.enter(now_s)
-            return
-        self._closed = set()
-        self._set_round(following)
+    def again(self, boundary: Boundary) -> None:  # noqa: B027  by the clock the next one is near
+        """With fixed steps: let a boundary come again; others had a newer anchor."""
+
+    def open(self, now_s: float) -> None:  # noqa: B027  the clock alone opens its rounds
+        """With fixed steps: every path has a trainer, so the first round may begin."""
 
     def stepped(self) -> None:
         """Count one inner step."""
         self.steps_in_round += 1
 
+
+def round_position(schedule: RoundSchedule) -> RoundPosition:
+    """Return a position for the mode of the run."""
+    return CountedPosition(schedule) if schedule.fixed_steps else ClockPosition(schedule)
+
+
+class ClockPosition(RoundPosition):
+    """Rounds that follow the clock: a peer never waits, and takes the boundaries as they come."""
+
+    def __init__(self, schedule: RoundSchedule) -> None:
+        super().__init__(schedule)
+        self._next: dict[str, Boundary] = {}
+
+    def enter(self, now_s: float, round_index: int = 0) -> None:
+        """Start at the next boundary of every level."""
+        self.steps_in_round = 0
+        self._next = {level: self._schedule.next_boundary(level, now_s) for level in self._levels}
+        self.round_index = min(boundary.round_index for boundary in self._next.values())
+        self._close_passed()
+
+    def _close_passed(self) -> None:
+        self._closed = {
+            level
+            for level, boundary in self._next.items()
+            if boundary.round_index > self.round_index
+        }
+
+    def due(self, now_s: float, step_s: float) -> list[Boundary]:
+        """Return the boundaries that have come, each once, earliest first.
+
+        One nearer than half an inner step (`step_s`) counts as come: waiting for the step would
+        miss it by more.
+        """
+        found = []
+        for level in self._levels:
+            boundary = self._next[level]
+            if now_s + 0.5 * step_s < boundary.time_s:
+                continue
+            found.append(boundary)
+            self._next[level] = max(
+                self._schedule.following(boundary), self._schedule.next_boundary(level, now_s)
+            )
+        return sorted(found)
+
+    def next_round(self, now_s: float, round_index: int = 0) -> None:
+        """Go on to the next round, or to the present one when rounds were missed."""
+        self.steps_in_round = 0
+        present = min(boundary.round_index for boundary in self._next.values())
+        self.round_index = max(self.round_index + 1, present)
+        self._close_passed()
+
+    def may_step(self, now_s: float) -> bool:
+        """Tell whether the run has started."""
+        return now_s >= self.opens_s
+
+    def slack_s(self, now_s: float, step_s: float) -> float:
+        """Return the time until the next boundary."""
+        return min(self._next.values()).time_s - now_s
+
+    def missing_steps(self, level: str) -> int:
+        """By the clock no step is ever missing."""
+        return 0
+
+
+class CountedPosition(RoundPosition):
+    """Rounds of a fixed number of steps: a round ends when everybody is done.
+
+    `duration_s` is the limit. A boundary comes when the steps before it are done, and at the
+    latest when the level's share of `duration_s` has passed since the round was entered; half a
+    commit window later its group closes, whoever is missing. Nobody waits for the clock.
+
+    A run whose first round nobody has ended begins when every path has a trainer, or one
+    `duration_s` after its start: a swarm equals the simulator from the first step on.
+    """
+
+    def __init__(self, schedule: RoundSchedule) -> None:
+        super().__init__(schedule)
+        self._came: set[str] = set()
+        self._forfeited_steps = 0
+        self._entered_s = 0.0
+
+    def enter(self, now_s: float, round_index: int) -> None:
+        """Start with `round_index`: the one after the newest that this peer's anchors count."""
+        schedule = self._schedule
+        limit_s = schedule.duration_s if round_index == 0 else 0.0
+        self.opens_s = schedule.start_s + limit_s
+        self._set_round(now_s, round_index)
+
+    def _set_round(self, now_s: float, round_index: int) -> None:
+        self.round_index = round_index
+        self.steps_in_round = self._forfeited_steps = 0
+        self._entered_s = now_s
+        self._closed, self._came = set(), set()
+
+    def open(self, now_s: float) -> None:
+        """Every path has a trainer: the first round begins, unless the run has not started."""
+        self.opens_s = min(self.opens_s, max(now_s, self._schedule.start_s))
+
+    def latest_s(self, level: str) -> float:
+        """Return when the boundary of `level` comes at the latest in this round."""
+        begin_s = max(self._entered_s, self.opens_s)
+        return begin_s + self._schedule.grid.level_offset(level) * self._schedule.duration_s
+
     def _quota(self) -> int:
-        """Fixed-steps mode: steps of this round that may be done before the next gate."""
+        """Return the steps of this round that may be done before the next gate."""
         for level in self._levels:
             if level not in self._closed:
                 return self._schedule.steps_before(level)
         return self._schedule.fixed_steps
 
+    def _steps(self) -> int:
+        return self.steps_in_round + self._forfeited_steps
+
+    def due(self, now_s: float, step_s: float) -> list[Boundary]:
+        """Return the boundaries whose steps are done or whose limit has passed."""
+        if now_s < self.opens_s:
+            return []
+        found: list[Boundary] = []
+        quota = self._quota()
+        for level in self._levels:
+            before = self._schedule.steps_before(level)
+            if level in self._came or before > quota:
+                continue
+            if self._steps() < before and now_s < self.latest_s(level):
+                continue
+            rounds = self._schedule.rounds
+            meet_until_s = max(
+                self.latest_s(level) + 0.5 * rounds.window_s, now_s + rounds.matchmaking_s
+            )
+            found.append(Boundary(now_s, self.round_index, level, meet_until_s))
+            self._came.add(level)
+        return found
+
+    def again(self, boundary: Boundary) -> None:
+        """Let a boundary come again; others had a newer anchor, and it is here by now."""
+        if boundary.round_index == self.round_index:
+            self._came.discard(boundary.level)
+
+    def closed(self, boundary: Boundary) -> None:
+        """Take note of the end; steps that the limit did not leave time for are given up."""
+        if boundary.round_index == self.round_index:
+            self._forfeited_steps += self.missing_steps(boundary.level)
+        super().closed(boundary)
+
+    def round_ended(self, running: Collection[str]) -> bool:
+        """Tell whether all levels are closed and the steps behind the last one are done."""
+        return super().round_ended(running) and self._steps() >= self._schedule.fixed_steps
+
+    def next_round(self, now_s: float, round_index: int) -> None:
+        """Go on to the next round, or to a later one in which the others are."""
+        self._set_round(now_s, max(self.round_index + 1, round_index))
+
     def may_step(self, now_s: float) -> bool:
-        """Tell whether an inner step may be taken now."""
-        if now_s < self._schedule.start_s:
-            return False
-        if not self._schedule.fixed_steps:
-            return True
-        if now_s < self._schedule.round_start_s(self.round_index):
-            return False
-        return self.steps_in_round < self._quota()
+        """Tell whether the run has begun and the next gate is not reached."""
+        return now_s >= self.opens_s and self._steps() < self._quota()
 
     def slack_s(self, now_s: float, step_s: float) -> float:
-        """Return how long other work may keep the next inner step waiting.
-
-        That is until the next boundary, and in the fixed-steps mode without the time that the
-        steps before it still take, at `step_s` each.
-        """
-        boundary = min(self._next.values())
-        steps = 0
-        if self._schedule.fixed_steps:
-            steps = self._schedule.steps_before(boundary.level) - self.steps_in_round
-            if boundary.round_index > self.round_index:
-                steps += self._schedule.fixed_steps
-        return boundary.time_s - now_s - max(0, steps) * step_s
+        """Return the time until the limit of the next boundary, less that of the steps before."""
+        for level in self._levels:
+            if level not in self._closed:
+                steps = self._schedule.steps_before(level) - self._steps()
+                return self.latest_s(level) - now_s - max(0, steps) * step_s
+        return 0.0
 
     def missing_steps(self, level: str) -> int:
-        """Fixed-steps mode: inner steps not done though the boundary of `level` has come."""
-        if not self._schedule.fixed_steps:
-            return 0
-        return max(0, self._schedule.steps_before(level) - self.steps_in_round)
-
-    def waiting_for(self, now_s: float, running: Collection[str]) -> tuple[float, str]:
-        """Return until when there is nothing to train, and what is waited for."""
-        schedule = self._schedule
-        if now_s < schedule.start_s:
-            return schedule.start_s, "the run to start"
-        if running:
-            return now_s + schedule.duration_s, f"the outer step of {', '.join(sorted(running))}"
-        begin_s = schedule.round_start_s(self.round_index)
-        if now_s < begin_s:
-            return begin_s, f"round {self.round_index} to begin"
-        boundary = min(self._next.values())
-        return boundary.time_s, f"the boundary of {boundary.level}"
+        """Return the steps before the boundary of `level` that its limit left no time for."""
+        return max(0, self._schedule.steps_before(level) - self._steps())
 
 
 WINDOW_S = 30.0

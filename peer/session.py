@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from dipaco.dht.agreement import round_of_others, trained_paths
 from dipaco.dht.policy import Decision, lead_rank, should_move
+from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState
 
@@ -28,7 +30,7 @@ from .outer_rounds import OuterRounds
 from .path_files import PathFiles, starting_state
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
-from .rounds import RateMeter, RoundPosition
+from .rounds import RateMeter, round_position
 from .scoring import Scoring
 from .settings import PeerSettings
 from .successor import SuccessorWatch
@@ -39,6 +41,8 @@ logger = logging.getLogger("dipaco.peer.session")
 LEAVE_BUDGET_S = 4.0
 BEGIN_LIMIT_S = 300.0
 BEGIN_RETRY_S = 3.0
+# A wait for other peers that ends sooner is not worth a line.
+SHORT_WAIT_S = 1.0
 
 
 class Session:
@@ -83,8 +87,10 @@ class Session:
         self._saving: Future[None] = self._executor.submit(lambda: None)
         self._wake = threading.Event()
         background.on_failure(self._wake.set)
-        self._position = RoundPosition(node.schedule)
+        self._position = round_position(node.schedule)
         self._meter = RateMeter()
+        self._waiting_for = ""
+        self._waits_since_s = 0.0
         self._rounds_on_path = 0
         self._rounds_done = 0
         self._last_loss = float("nan")
@@ -97,7 +103,7 @@ class Session:
             events,
             me=node.me,
             ask=node.exchange.holdings,
-            round_now=lambda: node.schedule.round_at(node.clock.now()),
+            round_now=lambda: present_round(node.plan, publisher.view),
             executor=self._executor,
             wake=self._wake,
             hold=self._hold_anchor,
@@ -182,7 +188,7 @@ class Session:
             node.held.hold(state, save=False)
         self._rounds_on_path = 0
         self._set_waiting("")
-        self._position.enter(node.clock.now())
+        self._enter_round()
         self._claimer.say("training")
         self.events.emit(
             "training",
@@ -192,6 +198,19 @@ class Session:
             modules={module: state.version for module, state in states.items()},
             resumed_optimizer=optimizer_state is not None,
         )
+
+    def _enter_round(self) -> None:
+        """Take part from now on; with fixed steps also a peer that moves never goes back."""
+        round_index = max(self._position.round_index, self._present_round())
+        self._position.enter(self.node.clock.now(), round_index)
+        self.status.round_index = self._position.round_index
+
+    def _present_round(self) -> int:
+        """Return the counted round after the newest in the anchors, or a later one of others."""
+        assert self._trainer.path is not None
+        newest = max(anchor.last_round for anchor in self._trainer.anchors().values())
+        view, grid, path = self._publisher.view, self.node.grid, self._trainer.path
+        return max(newest + 1, round_of_others(view, grid, path, self.node.me))
 
     # -- one turn of the main loop
 
@@ -208,6 +227,8 @@ class Session:
         self._progress.poll()
         self._adoptions.finish(self._outer_rounds.running)
         now = self.node.clock.now()
+        if now < self._position.opens_s and self._is_every_path_trained():
+            self._position.open(now)
         self._outer_rounds.start_due(now, self._meter.step_s)
         self._adoptions.catch_up(now, self._outer_rounds.running)
         if self._position.round_ended(self._outer_rounds.running):
@@ -219,10 +240,11 @@ class Session:
         if self._position.may_step(now):
             self._inner_step()
         elif not scored:
-            self._wait_for_boundary(now)
+            self._wait_to_step(now)
 
     def _inner_step(self) -> None:
         self._set_waiting("")
+        self._waits_since_s = 0.0
         if self._position.steps_in_round == 0:
             # Once a round, when claims have settled: replicas of a path draw different batches.
             rank = lead_rank(self._publisher.view, self.node.me, self._trainer.path or 0)
@@ -242,17 +264,38 @@ class Session:
             seconds=round(step_s, 4),
         )
 
-    def _wait_for_boundary(self, now: float) -> None:
-        """Wait for the run to start, or, in the fixed-steps mode, for a boundary or its commit."""
-        until_s, what = self._position.waiting_for(now, self._outer_rounds.running)
-        self._set_waiting(what)
-        self._wake.wait(min(max(until_s - now, 0.01), 0.25))
+    def _is_every_path_trained(self) -> bool:
+        return len(trained_paths(self._publisher.view)) == self.node.grid.path_count
 
-    def _set_waiting(self, what: str) -> None:
-        if what != self.status.waiting_for:
-            self.status.waiting_for = what
+    def _wait_to_step(self, now: float) -> None:
+        """Wait for the run to start, or, with fixed steps, for other peers."""
+        grid, view = self.node.grid, self._publisher.view
+        start_s = self.node.schedule.start_s
+        if now < start_s:
+            self._set_waiting("the run to start")
+            self._wake.wait(min(start_s - now, 0.25))
+            return
+        self._publisher.look_often()
+        self._waits_since_s = self._waits_since_s or now
+        if now - self._waits_since_s < SHORT_WAIT_S:
+            self._wake.wait(SHORT_WAIT_S)
+            return
+        if now < self._position.opens_s:
+            trained = len(trained_paths(view))
+            what = f"a trainer for every path: have {trained} of {grid.path_count}"
+            until_s = self._position.opens_s
+        else:
+            what, until_s = self._outer_rounds.waiting_for()
+        self._set_waiting(what, max(0.0, until_s - now))
+        self._wake.wait(0.25)
+
+    def _set_waiting(self, what: str, limit_s: float = 0.0) -> None:
+        limit = f", at most {limit_s:.0f} s more" if limit_s else ""
+        if what != self._waiting_for:
+            self._waiting_for = what
             if what:
-                self.events.emit("waiting", what=what)
+                self.events.emit("waiting", what=what + limit)
+        self.status.waiting_for = what + limit
 
     def _hold_anchor(self, state: ModuleState) -> None:
         """Serve a new anchor at once; write it to disk in the background when a save is due."""
@@ -282,7 +325,11 @@ class Session:
             loss=round(self._last_loss, 6),
             digests={m: s.digest for m, s in self._trainer.anchors().items()},
         )
-        self._position.next_round(self.node.clock.now())
+        self._position.next_round(self.node.clock.now(), self._present_round())
+        if self.node.schedule.fixed_steps:
+            # Who waits for this peer in the round that has ended need not.
+            self.status.round_index = self._position.round_index
+            self._publisher.announce()
         if self.settings.max_rounds and self._rounds_done >= self.settings.max_rounds:
             self.stopping.set()
             return
@@ -344,7 +391,7 @@ class Session:
         self._rounds_on_path = 0
         self._claimer.take_back(path)
         self._set_waiting("")
-        self._position.enter(self.node.clock.now())
+        self._enter_round()
 
     # -- leaving
 

@@ -54,7 +54,7 @@ def test_a_wrong_clock_is_told_before_all_else(nodes: Nodes) -> None:
     with pytest.raises(ClockError, match=r"3600\.\d s behind that of .*timedatectl"):
         diagnose(nodes.addresses)
     set_ahead(server, 0.0)
-    with pytest.raises(ProtocolVersionError, match="protocol 2"):
+    with pytest.raises(ProtocolVersionError, match=f"protocol {PROTOCOL_VERSION + 1}"):
         diagnose(nodes.addresses)
 
 

@@ -320,17 +320,17 @@ def test_a_full_disk(tmp_path: Path, scene: Scene) -> None:
 def test_another_version_of_the_protocol(tmp_path: Path) -> None:
     """Somebody runs the next version; we can neither serve its run nor join it."""
     run = make_tiny_run(tmp_path / "run", name="future", start_s=time.time())
-    sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": 2}))
+    sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": 3}))
     program = (
-        "import sys, dipaco.modules.plan as plan; plan.PROTOCOL_VERSION = 2; "
+        "import sys, dipaco.modules.plan as plan; plan.PROTOCOL_VERSION = 3; "
         "from dipaco.bootstrap.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     serve = ["serve", str(run.path), "--host-maddrs", LOOPBACK]
-    Command("dipaco-bootstrap", *serve).fails(11, "'future' speaks protocol 2", "install")
+    Command("dipaco-bootstrap", *serve).fails(11, "'future' speaks protocol 3", "install")
     with Swarm(tmp_path, run) as swarm:
         node = swarm._add("future", [sys.executable, "-c", program, *serve])
         command = Command(*peer(node.address(), tmp_path / "cache"))
-        command.fails(11, "'future' speaks protocol 2", "install")
+        command.fails(11, "'future' speaks protocol 3", "install")
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
 
 

@@ -42,7 +42,7 @@ def test_hello_tells_who_and_when(nodes: Nodes) -> None:
 def test_another_protocol_version_is_said_in_one_line(nodes: Nodes) -> None:
     server = nodes.serving(Held(), software="dipaco/9.9", protocol_version=PROTOCOL_VERSION + 1)
     client = nodes.asking()
-    with pytest.raises(ProtocolVersionError, match=r"dipaco/9.9 with protocol 2, this is .* 1;"):
+    with pytest.raises(ProtocolVersionError, match=r"dipaco/9.9 with protocol 3, this is .* 2;"):
         client.hello(server.peer_id)
 
 

@@ -114,9 +114,9 @@ def test_an_oversized_manifest_is_not_even_parsed() -> None:
 
 
 def test_another_protocol_is_named_before_its_unknown_fields(key_path: Path) -> None:
-    values = {**make_plan().model_dump(mode="json"), "protocol_version": 2, "novelty": True}
+    values = {**make_plan().model_dump(mode="json"), "protocol_version": 3, "novelty": True}
     envelope = resigned(key_path, values)
-    with pytest.raises(ProtocolVersionError, match="speaks protocol 2.*speaks 1"):
+    with pytest.raises(ProtocolVersionError, match="speaks protocol 3.*speaks 2"):
         verify_manifest(envelope)
     assert len(envelope_run_id(envelope)) == 16
 

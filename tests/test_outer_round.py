@@ -43,7 +43,17 @@ class FakeAverager:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     folder: Path = tmp_path_factory.mktemp("outer")
-    return make_tiny_run(folder / "run", duration_s=60.0, start_s=time.time() - 300).plan()
+    run = make_tiny_run(
+        folder / "run", inner_steps=0, duration_s=60.0, start_s=time.time() - 300
+    )  # fmt: skip
+    return run.plan()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
+    """The plan of a run of fixed steps."""
+    folder: Path = tmp_path_factory.mktemp("counted")
+    return make_tiny_run(folder / "run", inner_steps=4, duration_s=60.0, start_s=0.0).plan()
 
 
 def _snapshot(plan: RunPlan) -> Snapshot:
@@ -70,6 +80,9 @@ def _run(
     ask: Callable[[frozenset[str]], Answers] = lambda peers: Answers(),
     oldest_first: str = "ABCD",
     rounds_in_vain: int = 0,
+    awaited: Callable[[], set[str]] | None = None,
+    is_overtaken: bool = False,
+    meets_for_s: float = 30.0,
 ) -> Any:
     outer = OuterRound(
         plan=plan,
@@ -84,8 +97,11 @@ def _run(
         rounds_in_vain=rounds_in_vain,
         stopping=lambda: False,
         local_time=lambda swarm_s: swarm_s,
+        awaited_group=lambda module: frozenset(awaited() if awaited else expected),
+        is_overtaken=lambda anchor: is_overtaken,
     )
-    return outer.run(snapshot, Boundary(time.time(), ROUND, "L0"))
+    now_s = time.time()
+    return outer.run(snapshot, Boundary(now_s, ROUND, "L0", now_s + meets_for_s))
 
 
 def _alive(*peers: str) -> Callable[[frozenset[str]], Answers]:
@@ -176,3 +192,85 @@ def test_nobody_waits_for_ever_for_an_older_peer_that_hangs(plan: RunPlan) -> No
         rounds_in_vain=2,
     )
     assert isinstance(result, Committed)
+
+
+def test_fixed_steps_a_group_waits_for_all_that_train_the_module(counted: RunPlan) -> None:
+    snapshot = _snapshot(counted)
+    averager = FakeAverager(_outcome(snapshot, "A", "B"))
+    result = _run(counted, averager, snapshot, expected={"A", "B"})
+    assert isinstance(result, Committed)
+    (call,) = averager.calls
+    assert call["awaited"]() == {"A", "B"}
+    assert call["scheduled_time"] - time.time() == pytest.approx(30.0, abs=10.0)
+    assert call["longest_wait_s"] >= 60.0
+
+
+def test_fixed_steps_without_a_group_the_same_attempt_begins_anew(counted: RunPlan) -> None:
+    """The others may be there already: another key would part the peer from them."""
+    snapshot = _snapshot(counted)
+    averager = FakeAverager(AveragingFailed("the leader left"), _outcome(snapshot, "A", "B"))
+    result = _run(counted, averager, snapshot, expected={"A", "B"})
+    assert isinstance(result, Committed)
+    assert result.attempt == 0
+    assert averager.calls[0]["group_bits"] == averager.calls[1]["group_bits"]
+
+
+def test_fixed_steps_survivors_of_a_broken_group_meet_under_another_key(counted: RunPlan) -> None:
+    snapshot = _snapshot(counted)
+    averager = FakeAverager(
+        AveragingFailed("C is gone", ("A", "B", "C"), ("C",)), _outcome(snapshot, "A", "B")
+    )
+    result = _run(counted, averager, snapshot, expected=set("ABC"), ask=_alive("A"))
+    assert isinstance(result, Committed)
+    assert result.attempt == 1
+    assert averager.calls[1]["awaited"]() == {"A", "B"}
+    assert averager.calls[0]["group_bits"] != averager.calls[1]["group_bits"]
+
+
+def test_fixed_steps_a_claim_that_expires_is_waited_for_no_more(counted: RunPlan) -> None:
+    """A is killed while B waits for it: B steps alone, whatever is left of the limit."""
+    snapshot = _snapshot(counted)
+    claims = {"A", "B"}
+
+    class Waiting(FakeAverager):
+        def average(self, flat: torch.Tensor, **call: Any) -> AveragingOutcome:
+            assert call["awaited"]() == {"A", "B"}
+            claims.remove("A")
+            assert call["awaited"]() is None
+            return super().average(flat, **call)
+
+    averager = Waiting(AveragingFailed("no other peer came to the group"))
+    result = _run(counted, averager, snapshot, expected={"A", "B"}, awaited=lambda: claims)
+    assert isinstance(result, Committed)
+    assert len(result.table) == 1
+    assert len(averager.calls) == 1
+
+
+def test_fixed_steps_who_is_overtaken_takes_the_others_state(counted: RunPlan) -> None:
+    snapshot = _snapshot(counted)
+    newer = _snapshot(counted).anchor.reference
+    elsewhere = CommittedElsewhere(newer, ("A",), "the group committed without this peer")
+    averager = FakeAverager(AveragingFailed("no other peer came to the group"))
+    result = _run(
+        counted,
+        averager,
+        snapshot,
+        expected={"A", "B"},
+        ask=lambda peers: Answers(frozenset("A"), elsewhere),
+        is_overtaken=True,
+    )
+    assert result is elsewhere
+    assert averager.calls[0]["awaited"]() is None
+
+
+def test_fixed_steps_after_the_limit_the_rules_are_those_of_the_clock(counted: RunPlan) -> None:
+    """The others live and did not come: a third of the module's peers commits nothing."""
+    result = _run(
+        counted,
+        FakeAverager(AveragingFailed("no other peer came to the group")),
+        _snapshot(counted),
+        expected=set("ABC"),
+        ask=_alive("A", "C"),
+        meets_for_s=0.0,
+    )
+    assert isinstance(result, CarriedOn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.rounds import RoundPosition, RoundSchedule
+from dipaco.peer.rounds import RoundPosition, RoundSchedule, round_position
 
 START_S, DURATION_S = 1000.0, 12.0
 
@@ -21,61 +21,19 @@ def _position(inner_steps: int) -> RoundPosition:
     )
     grid = Grid(model, GridConfig(modules_per_level=(2, 2), private_blocks=(3,)))
     rounds = RoundsConfig(duration_s=DURATION_S, inner_steps=inner_steps, matchmaking_s=0.5)
-    return RoundPosition(RoundSchedule(rounds, grid, START_S))
-
-
-def test_fixed_steps_entering_at_the_start_of_a_round() -> None:
-    position = _position(inner_steps=6)
-    position.enter(START_S + 1.0)
-    assert position.round_index == 0
-    assert [b.level for b in position.due(START_S + 4.0, 0.0)] == ["L0"]
-
-
-def test_fixed_steps_a_late_peer_takes_part_in_the_rest_of_the_round() -> None:
-    position = _position(inner_steps=6)
-    position.enter(START_S + DURATION_S + 3.0)
-    assert position.round_index == 1
-    due = [position.due(START_S + DURATION_S + at, 0.0) for at in (4.1, 8.1, 12.1)]
-    assert [[(b.round_index, b.level) for b in found] for found in due] == [
-        [],
-        [(1, "L1")],
-        [(1, "P")],
-    ]
-
-
-def test_fixed_steps_too_late_for_anything_waits_for_the_next_round() -> None:
-    position = _position(inner_steps=6)
-    position.enter(START_S + 11.0)
-    assert position.round_index == 1
-    assert position.due(START_S + 12.5, 0.0) == []
-    assert not position.may_step(START_S + 11.5)
-    assert position.may_step(START_S + 12.5)
-
-
-def test_fixed_steps_a_failed_last_boundary_does_not_cost_the_next_round() -> None:
-    """Two peers that wait for each other must not end in alternate rounds."""
-    position = _position(inner_steps=6)
-    position.enter(START_S)
-    for at in (4.0, 8.0, 12.0):
-        for boundary in position.due(START_S + at, 0.0):
-            position.closed(boundary)
-    assert position.round_ended(())
-    # The last level was given up 5 s into round 1, after the boundary of L0.
-    position.next_round(START_S + DURATION_S + 5.0)
-    assert position.round_index == 1
-    assert [b.level for b in position.due(START_S + DURATION_S + 8.0, 0.0)] == ["L1"]
+    return round_position(RoundSchedule(rounds, grid, START_S))
 
 
 def test_by_the_clock_the_next_boundary_is_due() -> None:
     position = _position(inner_steps=0)
-    position.enter(START_S + 5.0)
+    position.enter(START_S + 5.0, 0)
     assert position.may_step(START_S + 5.0)
     assert [b.level for b in position.due(START_S + 8.0, 0.0)] == ["L1"]
 
 
 def test_other_work_may_take_the_time_until_the_next_boundary() -> None:
     position = _position(inner_steps=0)
-    position.enter(START_S + 5.0)
+    position.enter(START_S + 5.0, 0)
     assert position.slack_s(START_S + 5.0, step_s=1.0) == 3.0
     assert position.slack_s(START_S + 9.0, step_s=1.0) < 0
 
@@ -83,13 +41,11 @@ def test_other_work_may_take_the_time_until_the_next_boundary() -> None:
 def test_fixed_steps_other_work_leaves_time_for_the_steps() -> None:
     """6 steps a round: 2 before the boundary of L0, 4 before that of L1, all before the last."""
     position = _position(inner_steps=6)
-    position.enter(START_S)
+    position.enter(START_S, 1)
     assert position.slack_s(START_S, step_s=1.0) == 4.0 - 2.0
     for _ in range(2):
         position.stepped()
     assert position.slack_s(START_S + 2.0, step_s=1.0) == 2.0
-    for at in (4.0, 8.0, 12.0):
-        for boundary in position.due(START_S + at, 0.0):
-            position.closed(boundary)
-    # Nothing is left of round 0 but 4 steps, and 2 of round 1 come before its first boundary.
-    assert position.slack_s(START_S + 12.0, step_s=0.5) == 4.0 - 6 * 0.5
+    (boundary,) = position.due(START_S + 2.0, 0.0)
+    position.closed(boundary)
+    assert position.slack_s(START_S + 2.0, step_s=0.5) == 6.0 - 2 * 0.5

@@ -1,21 +1,18 @@
-"""Boundaries by the clock and the gates of the fixed-steps mode."""
+"""Boundaries by the clock; those of counted rounds are in `test_counted_rounds.py`."""
 
 from __future__ import annotations
 
-import math
-
-import pytest
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.rounds import RoundPosition, RoundSchedule
+from dipaco.peer.rounds import ClockPosition, RoundSchedule
 from hypothesis import given
 from hypothesis import strategies as st
 
 MODEL = ModelConfig(vocabulary_size=64, block_count=4, hidden_size=16, head_count=2)
 
 
-def make_schedule(inner_steps: int = 0, private: tuple[int, ...] = ()) -> RoundSchedule:
-    rounds = RoundsConfig(duration_s=10.0, inner_steps=inner_steps, matchmaking_s=1.0)
+def make_schedule(private: tuple[int, ...] = ()) -> RoundSchedule:
+    rounds = RoundsConfig(duration_s=10.0, matchmaking_s=1.0)
     grid = Grid(MODEL, GridConfig(modules_per_level=(2, 2), private_blocks=private))
     return RoundSchedule(rounds, grid, start_s=1000.0)
 
@@ -39,8 +36,8 @@ def test_next_boundary_is_the_first_after_now(now: float, level: str) -> None:
 
 
 def test_clock_mode_never_waits_and_takes_every_boundary_once() -> None:
-    position = RoundPosition(make_schedule())
-    position.enter(1001.0)
+    position = ClockPosition(make_schedule())
+    position.enter(1001.0, 0)
     seen = []
     now = 1001.0
     while now < 1045.0:
@@ -49,55 +46,23 @@ def test_clock_mode_never_waits_and_takes_every_boundary_once() -> None:
             seen.append((boundary.round_index, boundary.level))
             position.closed(boundary)
         if position.round_ended({}):
-            position.next_round(now)
+            position.next_round(now, 0)
         now += 0.1
     expected = [(r, level) for r in range(4) for level in ("L0", "L1")]
     assert seen == [*expected, (4, "L0")] or seen == expected
 
 
 def test_a_late_step_counts_the_boundary_that_it_would_miss() -> None:
-    position = RoundPosition(make_schedule())
-    position.enter(1001.0)
+    position = ClockPosition(make_schedule())
+    position.enter(1001.0, 0)
     assert not position.due(1004.0, step_s=1.0)
     assert [b.level for b in position.due(1004.6, step_s=1.0)] == ["L0"]
     assert not position.due(1004.9, step_s=1.0)
 
 
 def test_sleeping_through_rounds_leaves_one_boundary_a_level() -> None:
-    position = RoundPosition(make_schedule())
-    position.enter(1001.0)
+    position = ClockPosition(make_schedule())
+    position.enter(1001.0, 0)
     due = position.due(1057.0, step_s=0.1)
     assert {b.level for b in due} == {"L0", "L1"}
     assert not position.due(1057.1, step_s=0.1)
-
-
-def test_fixed_mode_gates_at_every_level() -> None:
-    position = RoundPosition(make_schedule(inner_steps=7))
-    position.enter(1000.5)
-    assert position.round_index == 0
-    steps = 0
-    while position.may_step(1002.0):
-        position.stepped()
-        steps += 1
-    assert steps == math.floor(7 * 0.5)
-    assert position.missing_steps("L0") == 0
-    (boundary,) = position.due(1005.0, 0.1)
-    assert not position.may_step(1005.0)
-    position.closed(boundary)
-    while position.may_step(1006.0):
-        position.stepped()
-        steps += 1
-    assert steps == 7
-    (boundary,) = position.due(1010.0, 0.1)
-    position.closed(boundary)
-    assert position.round_ended({})
-    position.next_round(1010.5)
-    assert position.round_index == 1
-    assert position.may_step(1010.6)
-
-
-@pytest.mark.parametrize(("now", "expected"), [(990.0, 0), (1002.0, 0), (1004.0, 0), (1019.0, 2)])
-def test_fixed_mode_enters_a_round_with_a_boundary_in_reach(now: float, expected: int) -> None:
-    position = RoundPosition(make_schedule(inner_steps=4))
-    position.enter(now)
-    assert position.round_index == expected

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from dipaco.dht.agreement import (
+    awaited_group,
+    is_overtaken,
+    round_of_others,
+    trained_paths,
+)
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.dht.view import SwarmView, build_view, plausible_state, round_at
+from dipaco.dht.view import SwarmView, build_view, plausible_state, present_round, round_at
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -106,12 +114,50 @@ def test_states_that_the_time_does_not_allow_are_not_believed(
     assert view.holdings == {"L0.E0": (record,) if plausible else ()}
 
 
-def test_with_fixed_steps_the_bound_on_tokens_is_the_steps(grid: Grid) -> None:
+def test_with_fixed_steps_the_round_bounds_versions_and_tokens(grid: Grid) -> None:
     plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
-    now_s = plan.start_s + 5 * plan.rounds.duration_s
-    honest = 5 * 2 * plan.inner.batch_sequences * plan.model.sequence_length * 2
-    assert plausible_state(holding(tokens=honest).reference, plan, grid, now_s)
-    assert not plausible_state(holding(tokens=honest * 1000).reference, plan, grid, now_s)
+    steps_tokens = 2 * plan.inner.batch_sequences * plan.model.sequence_length
+
+    def believed(now_s: float = plan.start_s + 10.0, **fields: object) -> bool:
+        return plausible_state(holding(**fields).reference, plan, grid, now_s)
+
+    # 51 rounds in a tenth of duration_s: nobody waits for the clock.
+    honest = 51 * steps_tokens * 2
+    assert believed(version=51, round=50, tokens=honest)
+    assert not believed(version=51, round=50, tokens=honest * 1000)
+    assert not believed(version=52, round=50, tokens=honest)
+    assert not believed(version=1, round=5000, tokens=honest)
+    assert believed(plan.start_s + 100.0, version=1, round=5000, tokens=honest)
+
+
+def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
+    plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
+    now_s = plan.start_s + 5.0
+
+    def view(*rounds: int) -> SwarmView:
+        claims = [claim(peer, 0, round=r) for peer, r in zip(PEERS, rounds, strict=False)]
+        return build_view(
+            now_s=now_s, plan=plan, grid=grid, claims=claims, peers=(), holdings={}, progress=()
+        )
+
+    assert present_round(plan, view()) == -1
+    assert present_round(plan, view(7, 8, 8)) == 8
+    # One that cannot have come is no claim, and a possible one does not move the middle.
+    assert set(view(7, 8, 10**6).claims) == set(PEERS[:2])
+    assert present_round(plan, view(7, 8, 300)) == 8
+    later = view(7, 8, 300)
+    assert awaited_group(later, grid, "L0.E0", 7) == {PEERS[0]}
+    assert awaited_group(later, grid, "L0.E0", 8) == {PEERS[0], PEERS[1]}
+    assert round_of_others(later, grid, 1, PEERS[2]) == 8
+    assert round_of_others(later, grid, 3, PEERS[2]) == 0
+    assert trained_paths(later) == {0}
+    # Half of the others have to say that they went on.
+    heavier = [holding(peer_id=PEERS[1], tokens=10)]
+    known = replace(later, holdings={"L0.E0": tuple(heavier)})
+    assert is_overtaken(known, grid, "L0.E0", 9, PEERS[0])
+    assert not is_overtaken(known, grid, "L0.E0", 10, PEERS[0])
+    alone = replace(known, holdings={"L0.E0": tuple(holding(peer_id=p) for p in PEERS[:1])})
+    assert not is_overtaken(alone, grid, "L0.E0", 0, PEERS[0])
 
 
 def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:

@@ -12,11 +12,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import multiprocessing
 import os
-import signal
 import threading
 import time
-from collections.abc import AsyncIterable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
 
 import torch
@@ -35,41 +36,9 @@ from hivemind.utils.timed_storage import get_dht_time
 from .allreduce import LINGER_S, ExactAllReduceRunner
 from .codec import PartCodec, is_finite
 from .group import AgreedGroup, BadRowError, GatherRow, GroupRules, agree
+from .own_process import become_quiet, interrupts_held_back
 from .parts import AveragingFailed, AveragingOutcome, AveragingRequest, as_failure
-
-
-def become_quiet() -> None:
-    """Called first in the process: ignore SIGINT, end on SIGTERM, libraries log for debug only."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    demote_foreign_loggers()
-
-
-class _DebugHandler(logging.Handler):
-    """Passes another library's records on as debug lines of ours."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logger.debug("%s: %s", record.name, record.getMessage(), exc_info=record.exc_info)
-
-
-def demote_foreign_loggers() -> None:
-    """Failures reach the host as exceptions; their tracebacks are for debugging."""
-    for name in ("hivemind", "asyncio"):
-        foreign = logging.getLogger(name)
-        foreign.handlers = [_DebugHandler()]
-        foreign.propagate = False
-
-
-@contextlib.contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Hold back Ctrl+C and termination while forking, until the child has its own handlers."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
+from .waiting import meet_awaited
 
 __all__ = ["AveragingFailed", "AveragingOutcome", "ExactAverager"]
 
@@ -136,6 +105,7 @@ class ExactAverager(DecentralizedAverager):
         self._pending: MPFuture | None = None
         self._request: AveragingRequest | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._together = multiprocessing.Value("i", 0)
         super().__init__(
             (self._scratch,),
             dht,
@@ -167,14 +137,20 @@ class ExactAverager(DecentralizedAverager):
         anchor_digest: str,
         greatest_tokens: int = 2**50,
         expected_peers: int | None = None,
+        awaited: Callable[[], frozenset[str] | None] | None = None,
+        longest_wait_s: float = 0.0,
         exclude: Collection[str] = (),
     ) -> AveragingOutcome:
         """Average `flat` with the group that forms under `group_bits` until `scheduled_time`.
 
         Called on any one thread at a time; blocks for `timeout_s` at most. `flat` is never changed.
         `scheduled_time` is on this machine's clock and the same instant for all members; with
-        `expected_peers` the group closes as soon as so many are together. `contribution` is this
-        peer's row (its `peer` is the libp2p peer id), `greatest_tokens` what no row may exceed;
+        `expected_peers` the group closes as soon as so many are together.
+        With `awaited` (fixed steps) members come at any time and `scheduled_time` is this peer's
+        own limit: the group closes when all that it returns are there, or at the limit of who came
+        first, at most `longest_wait_s` (the same for all members) after it came. It is
+        asked twice a second until a group is found; None gives up. `contribution` is this peer's
+        row (its `peer` is the libp2p peer id), `greatest_tokens` what no row may exceed;
         peers in `exclude` are not admitted when this peer leads.
 
         Raises AveragingFailed, which is ordinary life: no other peer came, or one of them failed.
@@ -195,11 +171,20 @@ class ExactAverager(DecentralizedAverager):
             end_s=end_s,
             expected_peers=expected_peers,
         )
+        if awaited is not None:
+            request = replace(
+                request,
+                scheduled_time=now + longest_wait_s,
+                # Later than what any other member declares, or Hivemind would not look for it.
+                deadline=now + 2 * longest_wait_s,
+                awaited=awaited() or frozenset(),
+                close_s=scheduled_time,
+            )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("an averager serves one call at a time")
         try:
             future = self._send(request, flat)
-            rows, matchmaking_s, reduce_s, notices = self._wait(future, end_s + _GRACE_S)
+            rows, matchmaking_s, reduce_s, notices = self._wait(future, end_s + _GRACE_S, awaited)
             average = self._scratch.clone()
         except AveragingFailed as failure:
             self._log(module, round_index, failure.notices)
@@ -211,6 +196,11 @@ class ExactAverager(DecentralizedAverager):
         self._log(module, round_index, notices)
         table = canonical_table(Contribution(*row) for row in rows)
         return AveragingOutcome(average, table, matchmaking_s, reduce_s)
+
+    @property
+    def members_together(self) -> int:
+        """Members that a group with `awaited` has here, as it forms; 0 when another peer leads."""
+        return self._together.value
 
     def run_in_background(self, await_ready: bool = True, timeout: float = 60.0) -> None:
         """Start the process, from any thread, without touching the host's SIGINT handler.
@@ -323,9 +313,16 @@ class ExactAverager(DecentralizedAverager):
         self._pending = future
         return future
 
-    def _wait(self, future: MPFuture, until_s: float) -> Any:
+    def _wait(
+        self,
+        future: MPFuture,
+        until_s: float,
+        awaited: Callable[[], frozenset[str] | None] | None,
+    ) -> Any:
         """Wait for the process's answer, and notice when it dies."""
         while True:
+            if awaited is not None:
+                self._outer_pipe.send(("_await", [awaited()], {}))
             try:
                 return future.result(timeout=0.5)
             except concurrent.futures.TimeoutError:
@@ -387,7 +384,11 @@ class ExactAverager(DecentralizedAverager):
         self._pending_groups_registered.clear()
         started = time.monotonic()
         try:
-            group_info = await matchmaking.look_for_group(request)
+            group_info = await (
+                matchmaking.look_for_group(request)
+                if request.awaited is None
+                else meet_awaited(matchmaking, request, self._tell_together)
+            )
         except BaseException:
             self._pending_groups_registered.set()
             raise
@@ -442,6 +443,14 @@ class ExactAverager(DecentralizedAverager):
             await asyncio.wait_for(_exhaust(runner), max(0.0, end_s - get_dht_time()))
         except (TimeoutError, asyncio.TimeoutError):
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
+
+    def _tell_together(self, members: int) -> None:
+        self._together.value = members
+
+    async def _await(self, peers: frozenset[str] | None) -> None:
+        """Hear for whom the group that is looked for waits; None: for nobody any more."""
+        if self._request is not None:
+            self._request.awaited = peers
 
     async def _give_up(self) -> None:
         for task in tuple(self._tasks):

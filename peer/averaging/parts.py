@@ -252,7 +252,7 @@ class AveragingOutcome:
     reduce_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class AveragingRequest:
     """One call of `average`, as the averager's process gets it. Doubles as Hivemind's step."""
 
@@ -264,6 +264,11 @@ class AveragingRequest:
     end_s: float
     """When the all-reduce gives up (DHT time)."""
     expected_peers: int | None
+    """The group closes when so many are together; None: at the scheduled time."""
+    awaited: frozenset[str] | None = None
+    """With fixed steps: the group closes when these are in it; None to look no further."""
+    close_s: float = 0.0
+    """With fixed steps: when this peer closes its group, whoever is missing (DHT time)."""
     notices: list[str] = field(default_factory=list)
 
     @property

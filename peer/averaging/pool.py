@@ -58,6 +58,10 @@ class AveragingPool:
             averager = self._averagers[level] = self._make(level)
         return averager
 
+    def members_together(self, level: str) -> int:
+        """Return how many members the group has that forms at `level`; 0: another peer knows."""
+        return self._averagers[level].members_together
+
     def shutdown(self) -> None:
         """Stop all averagers at once; bounded."""
         with ThreadPoolExecutor(max_workers=len(self._averagers)) as threads:

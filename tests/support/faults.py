@@ -7,25 +7,23 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
-from dipaco.peer.rounds import RoundSchedule
-
 from support.swarm import Event, Member
 
 STATE_EVENTS = ("commit", "adopt")
 
 
-def schedule_of(plan: RunPlan) -> RoundSchedule:
-    """Return the boundaries of a run, to aim at."""
-    return RoundSchedule(
-        plan.rounds, Grid(plan.model, plan.grid, plan.rounds.level_offsets), plan.start_s
-    )
+def next_boundary(member: Member, module: str, timeout_s: float = 60.0) -> None:
+    """Wait until a member comes to its next boundary of `module`, to aim at."""
+    seen = len(boundaries(member, module))
+    deadline = time.monotonic() + timeout_s
+    while len(boundaries(member, module)) == seen:
+        assert time.monotonic() < deadline, f"no boundary of {module} at {member.name}"
+        time.sleep(0.02)
 
 
-def wait_until(when_s: float) -> None:
-    """Sleep until a wall-clock time."""
-    time.sleep(max(0.0, when_s - time.time()))
+def boundaries(member: Member, module: str) -> list[Event]:
+    """Return the boundaries of `module` that a member has come to."""
+    return [event for event in member.of("outer_round") if event["module"] == module]
 
 
 def processes_of(member: Member) -> list[str]:
