@@ -16,8 +16,9 @@ import pytest
 import torch
 from dipaco.dht.records import ClaimRecord
 from dipaco.dht.view import SwarmView
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.outer import Contribution, canonical_table
+from dipaco.modules.outer import AveragingRule, Contribution, canonical_table
 from dipaco.modules.state import ModuleState, StateReference
 from dipaco.peer import outer_round
 from dipaco.peer import session as session_file
@@ -65,6 +66,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 class Averager:
     """Averages with one other peer that trained as much, or fails as the test says."""
+
+    rule = AveragingRule(CODECS["none"])
 
     def __init__(self) -> None:
         self.failures: list[AveragingFailed] = []
@@ -323,7 +326,7 @@ def test_what_ends_the_publisher_ends_the_session(rig: Callable[..., Rig]) -> No
     peer.others(*everywhere_but(1))
 
     def break_the_directory(_: dict[str, Any]) -> None:
-        peer.directory.failure = KeyError("x")
+        peer.directory.error = KeyError("x")
         with pytest.raises(BackgroundError):
             peer.publisher.refresh()
 
