@@ -362,8 +362,16 @@ class Session:
     def _move_if_better(self) -> None:
         if self.settings.path is not None or self._outer_rounds.running:
             return
+        try:
+            # Counted rounds may be shorter than the time between two refreshes, and a view of many
+            # rounds ago says of a path that it waits when another peer has taken it since.
+            counted = self.node.schedule.fixed_steps > 0
+            view = self._publisher.refresh() if counted else self._publisher.view
+        except NetworkError as error:
+            logger.warning("thinks about moving another time: %s", error)
+            return
         decision = should_move(
-            self._publisher.view,
+            view,
             self.node.grid,
             self.node.me,
             rounds_on_path=self._rounds_on_path,

@@ -80,6 +80,13 @@ class Accidents:
                 assert not lost, f"{member.name} does not commit\n{self.swarm.outputs()}"
                 time.sleep(0.05)
 
+    def wait_for_copy(self, module: str, timeout_s: float = 3 * DURATION_S) -> None:
+        """Wait until somebody keeps a copy of a private module."""
+        deadline = time.monotonic() + timeout_s
+        while not any(e["module"] == module for m in self.swarm.members for e in m.of("kept")):
+            assert time.monotonic() < deadline, f"no copy of {module}\n{self.swarm.outputs()}"
+            time.sleep(0.05)
+
     def kill_at_boundary(self, victim: Member) -> int:
         """SIGKILL around the next boundary of the shared module; return its round."""
         next_boundary(victim, SHARED)
@@ -140,6 +147,7 @@ def _only_trainer_killed(world: Accidents) -> None:
     path = world.path_of(victim)
     private = f"P{path}"
     seen = {m: len(m.read()) for m in world.lives}
+    world.wait_for_copy(f"P{path}")
     round_index = world.kill_at_boundary(victim)
     killed_s = time.time()
     survivors = world.training()
@@ -163,7 +171,7 @@ def _only_trainer_killed(world: Accidents) -> None:
     commits = [e for e in victim.of("commit") if e["module"] == private]
     version = begins["modules"][private]
     copies = [e for m in world.swarm.members for e in m.of("kept") if e["module"] == private]
-    assert version >= max((e["version"] for e in copies if e["time_s"] < killed_s), default=1)
+    assert version >= max(e["version"] for e in copies if e["time_s"] < killed_s)
     lost = [e["time_s"] for e in commits if e["version"] > version]
     assert not lost or killed_s - min(lost) < DURATION_S
     world.start(survivors[0], victim.name)
