@@ -22,7 +22,6 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from .guarded_dht import GuardedDHT, start_task
 from .identity import Identity
-from .logs import Complaints
 from .manifest import SignedManifest, verify_manifest
 from .records import (
     KINDS,
@@ -40,6 +39,7 @@ from .records import (
     record_key,
     record_subkey,
 )
+from .repetition import Complaints
 from .score_request import SignedScoreRequest, verify_score_request
 from .view import SwarmView, build_view
 

@@ -22,9 +22,9 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import get_dht_time
 
 from .identity import Identity
-from .logs import Complaints
 from .manifest import envelope_run_id
 from .records import MAX_SUBKEY_BYTES, Address, RecordError, parse_record, parse_subkey
+from .repetition import Complaints
 from .score_request import ScoreRequestError, verify_score_request
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from dipaco.dht.agreement import expected_group, winning_state
+from dipaco.dht.repetition import RecentFailures
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -23,7 +24,6 @@ from dipaco.modules.state import ModuleState, StateReference, heaviest
 from .events import EventLog
 from .interfaces import StateFetcher, Swarm
 from .outer_round import Answers, CommittedElsewhere
-from .retry import RecentFailures
 from .trainer import PathTrainer, Snapshot
 
 logger = logging.getLogger("dipaco.peer.adoption")

@@ -22,11 +22,10 @@ from hivemind.utils.limits import increase_file_limit
 
 from .averaging.pool import AveragingPool
 from .background import Background
-from .best_copies import BestParametersCopies
 from .display import Display
 from .events import EventLog
 from .exchange.reachability import classify
-from .keeper import Keeper
+from .keeper import BestParametersCopies, Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
 from .publisher import PeerStatus, Publisher
 from .session import Session

@@ -13,6 +13,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
+from dipaco.dht.repetition import RecentFailures
 from dipaco.modules.best_parameters import (
     BestParameters,
     BestReference,
@@ -25,7 +26,6 @@ from dipaco.modules.evaluate import LossSum
 from .events import EventLog
 from .node import Node
 from .publisher import Publisher
-from .retry import RecentFailures
 from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.early_stopping")

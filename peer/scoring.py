@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import MAX_SCORE_ENTRIES, ScoreEntry, ScoresRecord
+from dipaco.dht.repetition import RecentFailures
 from dipaco.dht.score_request import SignedScoreRequest
 from dipaco.dht.scoring_policy import ScoringBoard, build_board, keeps_scoring, path_to_score
 from dipaco.modules.blobs import is_sha256
@@ -29,7 +30,6 @@ from dipaco.routing.document_scores import RouterDocuments
 from .events import EventLog
 from .node import Node
 from .publisher import Publisher
-from .retry import RecentFailures
 from .score_job import DocumentsError, ScoreJob, fetch_documents, fetch_states, reason_of
 from .trainer import PathTrainer
 

@@ -15,8 +15,8 @@ from dipaco.modules.evaluate import LossSum
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.peer import best_copies
-from dipaco.peer.best_copies import BestParametersCopies
+from dipaco.peer import keeper
+from dipaco.peer.keeper import BestParametersCopies
 from dipaco.peer.publisher import Claim, PeerStatus
 from support.make_plan import make_plan
 
@@ -180,7 +180,7 @@ def test_an_earlier_life_is_named_again(process: Process, states: dict[str, Modu
 def test_what_others_keep_is_dropped(
     tmp_path: Path, states: dict[str, ModuleState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(best_copies, "DROP_EVERY_S", 0.0)
+    monkeypatch.setattr(keeper, "DROP_EVERY_S", 0.0)
     process = Process(tmp_path, copies=1)
     best = best_of(process, states, 3)
     process.bests.hold(best)

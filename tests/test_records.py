@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from dipaco.dht.identity import Identity, load_or_create_identity
-from dipaco.dht.logs import Complaints
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.dht.record_validator import RecordValidator, record_validators
 from dipaco.dht.records import (
@@ -35,6 +34,7 @@ from dipaco.dht.records import (
     record_key,
     record_subkey,
 )
+from dipaco.dht.repetition import Complaints
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import PeerID

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from dipaco.dht.logs import Complaints
+from dipaco.dht.repetition import Complaints
 from dipaco.modules.state import StateReference
 from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
