@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +30,10 @@ from dipaco.modules.errors import (
     NetworkError,
     StorageError,
 )
-from dipaco.modules.state import ModuleState
 from dipaco.routing.corpus import Document
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulator_cli
+from support.fake_client import FakeClient
 from support.tiny_run import make_tiny_run, tiny_documents
 
 CPU = torch.device("cpu")
@@ -280,34 +279,6 @@ def test_rerouting_leaves_out_paths_without_a_state(
     assert set(report.reroute.single_paths) == {0, 1, 3}
     assert report.reroute.routed.tokens == report.overall.routed.tokens
     assert report == evaluate(source, held_out(), device=CPU, rerouting=rerouting)
-
-
-class FakeClient:
-    """What `SwarmSource` needs of `ReadOnlyClient`, from a directory."""
-
-    def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
-        self._served = RunFolder(served)
-        self._unserved = unserved
-        self.plan = self._served.plan()
-        self.folder = cache
-        self.fetched: list[str] = []
-        self.closed = False
-
-    def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
-        return self._served.blobs.require(sha256)
-
-    def heaviest_state(self, module: str) -> ModuleState | None:
-        self.fetched.append(module)
-        if module in self._unserved:
-            raise NetworkError("none serves it")
-        layout = self._served.grid(self.plan).layout(module)
-        return self._served.states.load_latest(module, layout)
-
-    def view(self) -> SimpleNamespace:
-        return SimpleNamespace(bests={}, progress={})
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def test_a_swarm_gives_the_same_as_a_directory(

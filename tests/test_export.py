@@ -17,8 +17,8 @@ from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, as
 from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.simulator import cli as simulator_cli
+from support.fake_client import FakeClient
 from support.tiny_run import make_tiny_run, tiny_documents
-from test_evaluate import FakeClient
 from transformers import AutoModelForCausalLM
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from support.prepared_run import CPU, quiet_display, write_run
 from support.tiny_run import make_tiny_run, tiny_documents
-from test_prepare import CPU, _display, _write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOML = """
@@ -36,7 +36,7 @@ prefix_tokens = 8
 
 
 def prepared(folder: Path, toml: str = TOML, out: str = "out") -> tuple[RunFolder, RunPlan]:
-    plan = prepare(_write_run(folder, toml), folder / out, device=CPU, display=_display())
+    plan = prepare(write_run(folder, toml), folder / out, device=CPU, display=quiet_display())
     return RunFolder(folder / out), plan
 
 
@@ -104,7 +104,7 @@ def test_the_model_of_a_run_toml_must_agree(exported: tuple[Path, Path], tmp_pat
     linked(exported[1], tmp_path)
 
     def model(text: str) -> Any:
-        return load_run_config(_write_run(tmp_path, f"{TOML}[model]\n{text}\n")).model
+        return load_run_config(write_run(tmp_path, f"{TOML}[model]\n{text}\n")).model
 
     assert model("").sequence_length == 32
     assert model("hidden_size = 16\nkv_head_count = 1\nfeed_forward_size = 32").hidden_size == 16
@@ -127,7 +127,7 @@ def test_a_base_is_a_folder_or_a_table(tmp_path: Path) -> None:
     }.items():
         toml = TOML.replace('base = "checkpoint"', text)
         with pytest.raises((ConfigurationError, StorageError), match=words):
-            load_run_config(_write_run(tmp_path, toml))
+            load_run_config(write_run(tmp_path, toml))
 
 
 # -- checkpoints of others
@@ -220,9 +220,9 @@ def test_a_model_file_is_used_as_it_is(
     (checkpoint / "tokenizer.model").unlink()
     (checkpoint / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"has a tokenizer.json, but no tokenizer.model"):
-        load_run_config(_write_run(tmp_path, TOML))
+        load_run_config(write_run(tmp_path, TOML))
     toml = f'{TOML}[tokenizer]\nmodel_file = "own/tokenizer.model"\n'
-    config = load_run_config(_write_run(tmp_path, toml))
+    config = load_run_config(write_run(tmp_path, toml))
     assert config.model.vocabulary_size == 323
     imported = ImportedBase(checkpoint, own_tokenizer=False)
     assert imported.tokenizer is None
@@ -253,7 +253,7 @@ def test_what_cannot_be_imported_is_refused_by_name(
     file = foreign[0] / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ConfigurationError, match=words):
-        load_run_config(_write_run(tmp_path, TOML))
+        load_run_config(write_run(tmp_path, TOML))
 
 
 def test_a_config_must_say_how_large_the_model_is(
@@ -264,10 +264,10 @@ def test_a_config_must_say_how_large_the_model_is(
     del values["intermediate_size"]
     file.write_text(json.dumps(values))
     with pytest.raises(ConfigurationError, match="lacks intermediate_size"):
-        load_run_config(_write_run(tmp_path, TOML))
+        load_run_config(write_run(tmp_path, TOML))
     file.write_text("[]")
     with pytest.raises(ConfigurationError, match="is not a JSON object"):
-        load_run_config(_write_run(tmp_path, TOML))
+        load_run_config(write_run(tmp_path, TOML))
 
 
 Tensors = dict[str, torch.Tensor]

@@ -177,3 +177,14 @@ def test_every_folder_is_typed_and_packaged() -> None:
     for folder in FOLDERS:
         assert (ROOT / folder / "py.typed").is_file(), folder
         assert f'"dipaco.{folder}" = "{folder}"' in text
+
+
+def test_what_tests_share_is_in_support() -> None:
+    found = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                found += [(file.name, node.module or "")]
+            elif isinstance(node, ast.Import):
+                found += [(file.name, alias.name) for alias in node.names]
+    assert [pair for pair in found if pair[1].startswith("test_")] == []

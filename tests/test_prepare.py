@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,65 +33,20 @@ from dipaco.routing.token_files import (
     scoring_windows,
 )
 from rich.console import Console
-
-CPU = torch.device("cpu")
-
-RUN_TOML = """
-name = "test"
-seed = 3
-[data]
-train = "train.jsonl"
-label_field = "domain"
-held_out_fraction = 0.1
-[tokenizer]
-training_characters = 100_000
-[model]
-vocabulary_size = 320
-block_count = 2
-hidden_size = 16
-head_count = 2
-sequence_length = 32
-[grid]
-modules_per_level = [2, 2]
-[base]
-steps = 12
-learning_rate = 3e-3
-warmup_steps = 2
-batch_sequences = 4
-[router]
-prefix_tokens = 8
-"""
-
-
-def _write_run(folder: Path, toml: str = RUN_TOML) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = random.Random(0)
-    domains = {"numbers": "12 34 56 78 90 11", "words": "the ship and sea a wind", "code": "if x:"}
-    rows = []
-    for number in range(240):
-        domain = list(domains)[number % 3]
-        words = generator.choices(domains[domain].split(" "), k=generator.randint(5, 50))
-        rows.append(json.dumps({"text": " ".join(words) + f"\n{number}", "domain": domain}))
-    corpus = folder / "train.jsonl"
-    if not corpus.exists():
-        corpus.write_text("\n".join(rows) + "\n")
-    (folder / "RUN.toml").write_text(toml)
-    return folder / "RUN.toml"
-
-
-def _display() -> Display:
-    return Display(Console(file=io.StringIO(), width=120))
+from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
 
 
 def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
-    return prepare(toml, out, device=CPU, display=options.pop("display", _display()), **options)
+    return prepare(
+        toml, out, device=CPU, display=options.pop("display", quiet_display()), **options
+    )
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder, str]:
     folder = tmp_path_factory.mktemp("prepared")
-    display = _display()
-    _prepare(_write_run(folder), folder / "out", display=display)
+    display = quiet_display()
+    _prepare(write_run(folder), folder / "out", display=display)
     assert isinstance(display.console.file, io.StringIO)
     return folder, RunFolder(folder / "out"), display.console.file.getvalue()
 
@@ -237,7 +191,7 @@ def test_what_is_done_is_not_done_again(
     later = _prepare(folder / "RUN.toml", run.path, start_in_s=100)
     assert later.start_s >= before.start_s + 99
     assert later.blobs == before.blobs
-    _write_run(folder, RUN_TOML + "[inner]\nlearning_rate = 1e-3\n[rounds]\nduration_s = 99\n")
+    write_run(folder, RUN_TOML + "[inner]\nlearning_rate = 1e-3\n[rounds]\nduration_s = 99\n")
     changed = _prepare(folder / "RUN.toml", run.path)
     assert changed.rounds.duration_s == 99
     assert changed.blobs == before.blobs
@@ -259,7 +213,7 @@ def test_other_routers(
     toml = RUN_TOML + keys
     if agreement:  # three labels make three paths
         toml = toml.replace("[2, 2]", "[1, 3]")
-    plan = _prepare(_write_run(folder, toml), folder / "out")
+    plan = _prepare(write_run(folder, toml), folder / "out")
     run = RunFolder(folder / "out")
     assert plan.routing.kind == run.router(plan).kind
     report = RoutingReport.model_validate_json((run.path / "routing.json").read_bytes())
@@ -285,7 +239,7 @@ def test_other_routers(
 
 
 def test_a_discriminative_router_needs_a_trained_run(tmp_path: Path) -> None:
-    toml = _write_run(tmp_path, RUN_TOML + 'kind = "discriminative"')
+    toml = write_run(tmp_path, RUN_TOML + 'kind = "discriminative"')
     with pytest.raises(ConfigurationError, match="--from RUN"):
         _prepare(toml, tmp_path / "out")
     assert not list((tmp_path / "out").rglob("*.model"))  # refused before any work
@@ -384,7 +338,7 @@ def test_empty_shards_are_named() -> None:
     ],
 )
 def test_mistakes_in_a_run_toml(tmp_path: Path, change: str, message: str) -> None:
-    toml = _write_run(tmp_path, RUN_TOML + change)
+    toml = write_run(tmp_path, RUN_TOML + change)
     with pytest.raises(ConfigurationError, match=message):
         load_run_config(toml)
 
@@ -399,10 +353,10 @@ def test_impossible_combinations(tmp_path: Path) -> None:
         ('train = "train.jsonl"', "", "give either train"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
-            load_run_config(_write_run(tmp_path, RUN_TOML.replace(old, new)))
+            load_run_config(write_run(tmp_path, RUN_TOML.replace(old, new)))
     unlabelled = RUN_TOML.replace('label_field = "domain"', "") + 'kind = "label"'
     with pytest.raises(ConfigurationError, match="label_field = "):
-        load_run_config(_write_run(tmp_path, unlabelled))
+        load_run_config(write_run(tmp_path, unlabelled))
     (tmp_path / "RUN.toml").write_text('name = "x"')
     with pytest.raises(ConfigurationError, match=r"\[data\] is missing"):
         load_run_config(tmp_path / "RUN.toml")
@@ -411,7 +365,7 @@ def test_impossible_combinations(tmp_path: Path) -> None:
 
 
 def test_files_are_relative_to_the_toml(tmp_path: Path) -> None:
-    config = load_run_config(_write_run(tmp_path))
+    config = load_run_config(write_run(tmp_path))
     assert config.data.train == (str(tmp_path / "train.jsonl"),)
 
 

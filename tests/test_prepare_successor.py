@@ -25,7 +25,7 @@ from dipaco.routing.document_scores import DocumentScores
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from rich.console import Console
-from test_prepare import RUN_TOML, _write_run
+from support.prepared_run import RUN_TOML, write_run
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("chain")
     runs = {name: folder / name for name in ("dense", "kmeans", "scored", "grown")}
     inner = "[inner]\nbatch_sequences = 4\n"
-    dense = _write_run(folder, RUN_TOML.replace("[2, 2]", "[1]") + inner)
+    dense = write_run(folder, RUN_TOML.replace("[2, 2]", "[1]") + inner)
     prepare(dense, runs["dense"], device=CPU, display=Display(Console(file=io.StringIO())))
     train(runs["dense"], rounds=2)
     private = "private_blocks = []\nprivate_embedding = true"
@@ -305,7 +305,7 @@ def test_scores_need_a_trained_path_for_each_new_one(
     first = RUN_TOML.replace(ROUTER, ROUTER + "kind = 'discriminative'\n")
     with pytest.raises(ConfigurationError, match="give it with --from"):
         prepare(
-            _write_run(tmp_path, first), tmp_path / "first", device=CPU,
+            write_run(tmp_path, first), tmp_path / "first", device=CPU,
             display=Display(Console(file=io.StringIO())),
         )  # fmt: skip
 

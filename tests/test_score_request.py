@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import (
-    SignedManifest,
     current_runs,
     newest_run,
     operator_fingerprint,
-    sign_manifest,
-    verify_manifest,
 )
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.dht.records import (
@@ -45,11 +41,9 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 from support.dht_pair import TestNode, node_pair
-from support.make_plan import make_plan
+from support.operators import KEY, STRANGER, manifest
 
 RUN_ID = "0123456789abcdef"
-KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
-STRANGER = Ed25519PrivateKey.from_private_bytes(b"s" * 32)
 LIFE_S = 60.0
 
 
@@ -241,13 +235,6 @@ def test_requests_and_answers_go_through_the_swarm(pair: tuple[TestNode, TestNod
 
 
 # -- successors
-
-
-def manifest(
-    seed: int, start_s: float, successor_of: str | None = None, key: Ed25519PrivateKey = KEY
-) -> SignedManifest:
-    plan = make_plan(seed=seed, start_s=start_s, successor_of=successor_of)
-    return verify_manifest(sign_manifest(plan, key))
 
 
 def test_the_newest_run_of_a_chain_is_the_one_to_work_on() -> None:

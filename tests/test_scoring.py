@@ -26,8 +26,8 @@ from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments, score_router_documents
 from dipaco.routing.run_folder import RunFolder
+from support.operators import KEY
 from support.tiny_run import make_tiny_run, tiny_documents
-from test_score_request import KEY
 
 ME = "Qm" + "1" * 43 + "A"
 OTHER = "Qm" + "1" * 43 + "B"

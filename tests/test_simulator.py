@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -30,6 +29,7 @@ from dipaco.simulator.path_worker import Workbench
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.report import RoundReport
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from support.simulation import simulate
 from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -331,11 +331,6 @@ def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(
 
 
 # Command line, saving and resuming
-
-
-def simulate(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict]:
-    assert cli.main([*map(str, arguments), "--json", "--threads", "1"]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_resuming_changes_no_bit(

@@ -21,8 +21,8 @@ from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.report import RoundReport
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from support.simulation import simulate
 from support.tiny_run import make_tiny_run
-from test_simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

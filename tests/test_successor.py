@@ -13,7 +13,7 @@ from dipaco.modules.errors import NetworkError
 from dipaco.peer import successor
 from dipaco.peer.background import Background
 from dipaco.peer.successor import SuccessorWatch
-from test_score_request import STRANGER, manifest
+from support.operators import STRANGER, manifest
 
 FIRST = manifest(1, 100.0)
 SECOND = manifest(2, 200.0, FIRST.plan.run_id)

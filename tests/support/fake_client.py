@@ -1,0 +1,40 @@
+"""A live swarm as the inference tools see it, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from dipaco.modules.errors import (
+    NetworkError,
+)
+from dipaco.modules.state import ModuleState
+from dipaco.routing.run_folder import RunFolder
+
+
+class FakeClient:
+    """What `SwarmSource` needs of `ReadOnlyClient`, from a directory."""
+
+    def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
+        self._served = RunFolder(served)
+        self._unserved = unserved
+        self.plan = self._served.plan()
+        self.folder = cache
+        self.fetched: list[str] = []
+        self.closed = False
+
+    def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
+        return self._served.blobs.require(sha256)
+
+    def heaviest_state(self, module: str) -> ModuleState | None:
+        self.fetched.append(module)
+        if module in self._unserved:
+            raise NetworkError("none serves it")
+        layout = self._served.grid(self.plan).layout(module)
+        return self._served.states.load_latest(module, layout)
+
+    def view(self) -> SimpleNamespace:
+        return SimpleNamespace(bests={}, progress={})
+
+    def close(self) -> None:
+        self.closed = True
