@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from dipaco.modules.errors import StorageError
 from dipaco.modules.state import ModuleState, PathProgress, read_state
-from dipaco.peer.exchange.held_states import HeldStates
+from dipaco.peer.exchange import held_states
+from dipaco.peer.exchange.held_states import RECENT_S, HeldStates
 from support.tiny_run import make_tiny_run
 
 
@@ -60,3 +61,23 @@ def test_a_full_disk_keeps_the_state_in_memory(
     monkeypatch.setattr(held._store, "save", full)
     held.hold(state, save=True)
     assert isinstance(held.lookup(state.digest), bytes)
+
+
+def test_what_was_announced_a_moment_ago_is_still_served(
+    genesis: tuple[Path, ModuleState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds of fixed steps can be shorter than reading an announcement and asking for it."""
+    held, now = holder(genesis[0]), [0.0]
+    held._monotonic = lambda: now[0]
+    states = [advanced(genesis[1], version) for version in range(20, 26)]
+    for state in states:
+        held.hold(state, save=state.version % 2 == 0)
+    assert all(held.lookup(state.digest) is not None for state in states)
+    now[0] = RECENT_S + 1.0
+    held.hold(advanced(genesis[1], 30), save=False)
+    # The store keeps the last two that were saved; of those in memory alone nothing is left.
+    assert [held.lookup(state.digest) for state in states[1::2]] == [None] * 3
+    monkeypatch.setattr(held_states, "RECENT_BYTES", states[0].byte_size)
+    for version in (31, 32):
+        held.hold(advanced(genesis[1], version), save=False)
+    assert held.lookup(advanced(genesis[1], 31).digest) is None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from dipaco.modules.best_parameters import BestParametersStore
@@ -20,6 +22,11 @@ from dipaco.modules.store import StateStore
 
 logger = logging.getLogger("dipaco.peer.exchange.held_states")
 
+# Who read an announcement asks for that state, and rounds can be shorter than the reading: a state
+# is served for so long after it came, in so much memory, whatever has taken its place.
+RECENT_S = 30.0
+RECENT_BYTES = 256 * 2**20
+
 
 class HeldStates:
     """Newest state of every module held here. Thread-safe; also the exchange's content source."""
@@ -30,6 +37,7 @@ class HeldStates:
         store: StateStore,
         blobs: BlobStore,
         bests: BestParametersStore | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._grid = grid
         self._store = store
@@ -38,6 +46,9 @@ class HeldStates:
         self._lock = threading.Lock()
         self._newest: dict[str, StateReference] = {}
         self._in_memory: dict[str, ModuleState] = {}
+        self._monotonic = monotonic
+        self._recent: dict[str, tuple[float, ModuleState]] = {}
+        """What came lately by its digest, the oldest first."""
         self._earlier: HeldStates | None = None
 
     def use_earlier(self, earlier: HeldStates | None) -> None:
@@ -68,6 +79,17 @@ class HeldStates:
             except StorageError as error:
                 logger.warning("state of %s kept in memory only: %s", state.module, error)
         self._register(state, in_memory=not on_disk)
+        self._remember(state)
+
+    def _remember(self, state: ModuleState) -> None:
+        with self._lock:
+            self._recent.setdefault(state.digest, (self._monotonic(), state))
+            used_bytes = sum(state.byte_size for _, state in self._recent.values())
+            for digest, (came_s, old) in list(self._recent.items()):
+                if used_bytes <= RECENT_BYTES and self._monotonic() - came_s <= RECENT_S:
+                    break
+                used_bytes -= old.byte_size
+                del self._recent[digest]
 
     def save_all(self) -> None:
         """Write what is only in memory; called on leaving."""
@@ -116,7 +138,7 @@ class HeldStates:
         with self._lock:
             state = self._in_memory.get(sha256)
         if state is not None:
-            return b"".join(bytes(chunk) for chunk in state_chunks(state))
+            return _content(state)
         path = self._store.find(sha256)
         if path is None and self._bests is not None:
             path = self._bests.find(sha256)
@@ -124,4 +146,12 @@ class HeldStates:
             return path
         if self._blobs.has(sha256):
             return self._blobs.path(sha256)
+        with self._lock:
+            recent = self._recent.get(sha256)
+        if recent is not None:
+            return _content(recent[1])
         return self._earlier.lookup(sha256) if self._earlier is not None else None
+
+
+def _content(state: ModuleState) -> bytes:
+    return b"".join(bytes(chunk) for chunk in state_chunks(state))
