@@ -156,6 +156,8 @@ def test_peers_score_and_move_to_the_successor(tmp_path: Path) -> None:
 
             # A peer that comes back remembers its scores, and follows too.
             back = swarm.start_peer(peers[1], name="peer0")
+            # Who joins when the successor is already known begins there and moves nowhere.
+            swarm.wait([back], "training", timeout_s=60)
             bootstrap.kill()
             new = make_successor(run, tmp_path / "new", start_s=time.time())
             swarm.run = new
