@@ -1,0 +1,173 @@
+"""Certificates: who made which state out of which, signed by those who did (design 4.4).
+
+A commit leaves a certificate. Together they are the family tree of a module's states, and the
+answer to what no count and no claim can tell: whether one's own work is in a state, what a state
+descends from, who really trains. Pure: signatures are made and checked elsewhere, and a book holds
+only what has been checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dipaco.modules.files import canonical_json
+from dipaco.modules.outer import Contribution
+
+# Versions of one module whose certificates are kept, forks included.
+KEPT_PER_MODULE = 128
+# The longest chain that is followed and sent.
+LONGEST_CHAIN = 64
+
+
+@dataclass(frozen=True)
+class CommitStatement:
+    """What all members of a group say of their commit, each by itself and all the same."""
+
+    run_id: str
+    module: str
+    version: int
+    parent: str
+    """Digest of the state that the step was taken from."""
+    digest: str
+    """Digest of the state that came out."""
+    round_index: int
+    table: tuple[Contribution, ...]
+    """The canonical rows of the group: who contributed how many tokens on which path."""
+
+    def to_bytes(self) -> bytes:
+        """Return what is signed: canonical JSON, the same on every machine."""
+        return canonical_json(
+            {
+                "format": "dipaco-commit/1",
+                "run": self.run_id,
+                "module": self.module,
+                "version": self.version,
+                "parent": self.parent,
+                "digest": self.digest,
+                "round": self.round_index,
+                "table": [[row.path, row.peer, row.tokens] for row in self.table],
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A statement and who has signed it. Signatures of others than the group's members count
+    for nothing."""
+
+    statement: CommitStatement
+    signatures: Mapping[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def signers(self) -> frozenset[str]:
+        """Members of the group whose signature is here."""
+        return frozenset(row.peer for row in self.statement.table) & self.signatures.keys()
+
+    def merged(self, other: Certificate) -> Certificate:
+        """Return this certificate with the signatures of another one of the same statement."""
+        if other.statement != self.statement:
+            raise ValueError("certificates of two statements")
+        return Certificate(self.statement, {**other.signatures, **self.signatures})
+
+
+class CertificateBook:
+    """What a peer knows of the descent of the states of a run, bounded for each module."""
+
+    def __init__(self) -> None:
+        self._by_module: dict[str, dict[str, Certificate]] = {}
+
+    def add(self, certificate: Certificate) -> bool:
+        """Take a checked certificate; returns whether it said anything new.
+
+        A digest has one statement: of two groups that came to the same bits the first is kept.
+        """
+        statement = certificate.statement
+        known = self._by_module.setdefault(statement.module, {})
+        before = known.get(statement.digest)
+        if before is None:
+            known[statement.digest] = certificate
+            self._forget_oldest(known)
+            return statement.digest in known
+        if before.statement != statement or certificate.signers <= before.signers:
+            return False
+        known[statement.digest] = before.merged(certificate)
+        return True
+
+    def _forget_oldest(self, known: dict[str, Certificate]) -> None:
+        while len(known) > KEPT_PER_MODULE:
+            oldest = min(
+                known.values(), key=lambda c: (c.statement.round_index, c.statement.digest)
+            )
+            del known[oldest.statement.digest]
+
+    def get(self, module: str, digest: str) -> Certificate | None:
+        """Return the certificate of a state; None for a genesis state or an unknown one."""
+        return self._by_module.get(module, {}).get(digest)
+
+    def all(self) -> tuple[Certificate, ...]:
+        """Return every certificate, those of one module after those of another."""
+        return tuple(
+            itertools.chain.from_iterable(
+                known.values() for _, known in sorted(self._by_module.items())
+            )
+        )
+
+    def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
+        """Return the certificates of a state and of those before it, the newest first."""
+        return tuple(itertools.islice(self._walk(module, digest), LONGEST_CHAIN))
+
+    def _walk(self, module: str, digest: str) -> Iterator[Certificate]:
+        known = self._by_module.get(module, {})
+        seen: set[str] = set()
+        while (certificate := known.get(digest)) is not None and digest not in seen:
+            seen.add(digest)
+            yield certificate
+            digest = certificate.statement.parent
+
+    def ancestors(self, module: str, digest: str) -> tuple[str, ...]:
+        """Return the digest itself and those of the states before it, as far as is known."""
+        chain = self.chain(module, digest)
+        return (digest, *(certificate.statement.parent for certificate in chain))
+
+    def common_ancestor(self, module: str, one: str, other: str) -> str | None:
+        """Return the newest state that both descend from, either itself included; None if it
+        is older than what is known."""
+        others = set(self.ancestors(module, other))
+        return next((d for d in self.ancestors(module, one) if d in others), None)
+
+    def contributors_since(
+        self, module: str, digest: str, ancestor: str | None
+    ) -> frozenset[str]:
+        """Return who signed the chain of a state behind `ancestor`; None goes back all the way."""
+        signers: set[str] = set()
+        for certificate in self.chain(module, digest):
+            if certificate.statement.digest == ancestor:
+                break
+            signers |= certificate.signers
+        return frozenset(signers)
+
+    def contains(self, module: str, digest: str, peer: str, round_index: int) -> bool:
+        """Tell whether what `peer` contributed in a round is in a state, by name."""
+        for certificate in self.chain(module, digest):
+            if certificate.statement.round_index == round_index:
+                return any(row.peer == peer for row in certificate.statement.table)
+        return False
+
+    def recent_contributors(
+        self, module: str, digest: str, since_round: int
+    ) -> frozenset[str]:
+        """Return who signed the chain of a state in `since_round` and later."""
+        return frozenset(
+            signer
+            for certificate in self.chain(module, digest)
+            if certificate.statement.round_index >= since_round
+            for signer in certificate.signers
+        )
+
+    def add_all(self, certificates: Iterable[Certificate]) -> bool:
+        """Take several; returns whether any said anything new."""
+        new = [self.add(certificate) for certificate in certificates]
+        return any(new)
