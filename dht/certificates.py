@@ -138,9 +138,7 @@ class CertificateBook:
         others = set(self.ancestors(module, other))
         return next((d for d in self.ancestors(module, one) if d in others), None)
 
-    def contributors_since(
-        self, module: str, digest: str, ancestor: str | None
-    ) -> frozenset[str]:
+    def contributors_since(self, module: str, digest: str, ancestor: str | None) -> frozenset[str]:
         """Return who signed the chain of a state behind `ancestor`; None goes back all the way."""
         signers: set[str] = set()
         for certificate in self.chain(module, digest):
@@ -156,9 +154,7 @@ class CertificateBook:
                 return any(row.peer == peer for row in certificate.statement.table)
         return False
 
-    def recent_contributors(
-        self, module: str, digest: str, since_round: int
-    ) -> frozenset[str]:
+    def recent_contributors(self, module: str, digest: str, since_round: int) -> frozenset[str]:
         """Return who signed the chain of a state in `since_round` and later."""
         return frozenset(
             signer

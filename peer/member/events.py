@@ -1,0 +1,245 @@
+"""What can happen to a member: everything that it ever learns, as values.
+
+The shell (`dipaco.peer.session`, or a swarm in the simulator) reports these, one after the other,
+each with the swarm time at which it happened. A member knows nothing else: not a clock, not the
+network, not a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dipaco.dht.certificates import Certificate
+from dipaco.dht.view import SwarmView
+from dipaco.modules.outer import Contribution
+from dipaco.modules.state import PathProgress, StateReference
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """The swarm was read. Answers `Look`, and comes by itself once a refresh period."""
+
+    view: SwarmView
+    kind: Literal["viewed"] = "viewed"
+
+
+@dataclass(frozen=True)
+class LookFailed:
+    """The DHT did not answer a `Look` within its limit."""
+
+    reason: str
+    kind: Literal["look_failed"] = "look_failed"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The shell is between two inner steps and asks what to do; at least four times a second.
+
+    The answer has exactly one of `TakeStep`, `Wait` and `Left` in it.
+    """
+
+    step_s: float = 0.0
+    """What an inner step takes, waiting not included; 0 before the first."""
+    kind: Literal["turn"] = "turn"
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """An inner step was taken."""
+
+    tokens: int
+    kind: Literal["stepped"] = "stepped"
+
+
+@dataclass(frozen=True)
+class PathReady:
+    """Answers `FetchPath`: the shard of the path is here."""
+
+    path: int
+    kind: Literal["path_ready"] = "path_ready"
+
+
+@dataclass(frozen=True)
+class PathFailed:
+    """Answers `FetchPath`: nobody could give the shard of the path."""
+
+    path: int
+    reason: str
+    kind: Literal["path_failed"] = "path_failed"
+
+
+@dataclass(frozen=True)
+class StateFetched:
+    """Answers `FetchState`: the state is here, with what is known of its descent."""
+
+    reference: StateReference
+    progress: Mapping[int, PathProgress]
+    """What each path has contributed to it since the run began."""
+    certificates: tuple[Certificate, ...]
+    """Its chain, the newest first, checked; empty for a genesis state."""
+    kind: Literal["state_fetched"] = "state_fetched"
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    """Answers `FetchState`: nobody could give the state, or it was not what was announced."""
+
+    module: str
+    digest: str
+    reason: str
+    kind: Literal["fetch_failed"] = "fetch_failed"
+
+
+@dataclass(frozen=True)
+class ChainFetched:
+    """Answers `FetchChain`, and comes by itself when co-members of a group have signed.
+
+    Without certificates the holders had none that could be checked.
+    """
+
+    reference: StateReference
+    certificates: tuple[Certificate, ...]
+    kind: Literal["chain_fetched"] = "chain_fetched"
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """Answers `TakeSnapshot`, before the next inner step."""
+
+    module: str
+    round_index: int
+    tokens: int
+    """Tokens trained since the anchor: what a contribution of this snapshot weighs."""
+    is_finite: bool
+    kind: Literal["snapshot_taken"] = "snapshot_taken"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Answers `Average`: the group holds one average of its contributions."""
+
+    module: str
+    attempt: int
+    table: tuple[Contribution, ...]
+    """The canonical rows of the group."""
+    kind: Literal["averaged"] = "averaged"
+
+
+@dataclass(frozen=True)
+class AverageFailed:
+    """Answers `Average`: nothing was averaged here; it may have been elsewhere."""
+
+    module: str
+    attempt: int
+    reason: str
+    culprits: tuple[str, ...] = ()
+    """Members that made the reduce fail."""
+    members: tuple[str, ...] = ()
+    """The group that had formed; empty when none had."""
+    kind: Literal["average_failed"] = "average_failed"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Answers `Ask`: who answered, and what they hold of the module."""
+
+    module: str
+    holdings: Mapping[str, StateReference | None]
+    """What each peer that answered holds; None for nothing."""
+    kind: Literal["answered"] = "answered"
+
+
+@dataclass(frozen=True)
+class OuterStepped:
+    """Answers `TakeOuterStep`: this is the state that comes out; nothing is changed yet."""
+
+    module: str
+    reference: StateReference
+    certificate: Certificate
+    """The statement of this commit, signed by this peer and whoever of the group has so far."""
+    kind: Literal["outer_stepped"] = "outer_stepped"
+
+
+@dataclass(frozen=True)
+class OuterStepFailed:
+    """Answers `TakeOuterStep`: the average is not one that a state can be made of."""
+
+    module: str
+    reason: str
+    kind: Literal["outer_step_failed"] = "outer_step_failed"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Answers `CheckState`: the held-out loss with the anchors and with the state in place of one.
+
+    None where there is nothing to score with.
+    """
+
+    module: str
+    digest: str
+    loss_before: float | None
+    loss_after: float | None
+    kind: Literal["checked"] = "checked"
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Another peer offers a state that this peer should keep a copy of."""
+
+    peer: str
+    reference: StateReference
+    kind: Literal["offered"] = "offered"
+
+
+@dataclass(frozen=True)
+class OfferAnswered:
+    """Answers `Offer`: whether the peer has taken the state, and by now holds it."""
+
+    module: str
+    digest: str
+    peer: str
+    is_kept: bool
+    kind: Literal["offer_answered"] = "offer_answered"
+
+
+@dataclass(frozen=True)
+class SuccessorReady:
+    """The run has a successor, and all that everybody needs of it is here."""
+
+    run_id: str
+    kind: Literal["successor_ready"] = "successor_ready"
+
+
+@dataclass(frozen=True)
+class LeaveWanted:
+    """Somebody pressed Ctrl+C, or the machine is needed."""
+
+    reason: str = ""
+    kind: Literal["leave_wanted"] = "leave_wanted"
+
+
+Event = (
+    Viewed
+    | LookFailed
+    | Turn
+    | Stepped
+    | PathReady
+    | PathFailed
+    | StateFetched
+    | FetchFailed
+    | ChainFetched
+    | SnapshotTaken
+    | Averaged
+    | AverageFailed
+    | Answered
+    | OuterStepped
+    | OuterStepFailed
+    | Checked
+    | Offered
+    | OfferAnswered
+    | SuccessorReady
+    | LeaveWanted
+)
