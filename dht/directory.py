@@ -67,7 +67,7 @@ class Directory:
         self._dht = dht
         self._identity = identity
         self._run_id = run_id
-        self._owner_marker = b"[owner:" + identity.key.get_public_key().to_bytes() + b"]"
+        self._public_key = identity.public_key
         self._lock = threading.RLock()
         self._expirations: dict[RecordName, float] = {}
         self._collected: dict[RecordName, _Entry] | None = None
@@ -178,7 +178,7 @@ class Directory:
 
     def _name(self, kind: str, item: str | None) -> RecordName:
         key = record_key(kind, self.run_id, item)
-        return key, record_subkey(kind, self.run_id, item, self._owner_marker)
+        return key, record_subkey(kind, self.run_id, item, self._public_key)
 
     def _store(self, name: RecordName, value: Any, life_s: float) -> bool:
         """Store with an expiration strictly later than the last one, or it would be refused."""

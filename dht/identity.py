@@ -1,14 +1,11 @@
-"""Who a peer is: one RSA key, libp2p's identity and the signer of its records at once.
+"""Who a peer is: one Ed25519 key, libp2p's identity and the signer of all that the peer says.
 
-Hivemind's record-signing key is otherwise made anew in every process and has nothing to do with
-the peer id. Here it is the identity's, so anybody can check that a record's owner marker and the
-peer id in the record belong together.
+A peer id contains its public key, so anybody can check a signature who knows the peer id alone.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 import time
@@ -16,19 +13,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import multihash
+import base58
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from dipaco.modules.errors import AddressError, StorageError
-from hivemind.p2p import P2P, PeerID
-from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 logger = logging.getLogger("dipaco.dht.identity")
 
 # Leaving takes up to ten seconds.
 PREDECESSOR_LEAVES_S = 15.0
 _LOOK_S = 0.1
+PUBLIC_KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+# libp2p's protobuf of a key: its type, its length and the key. Of a private one the 32 bytes of
+# the seed and the 32 of the public key.
+_ED25519_PRIVATE = b"\x08\x01\x12\x40"
+_ED25519_PUBLIC = b"\x08\x01\x12\x20"
+_RSA_PRIVATE = b"\x08\x00\x12"
+# The id of a short key is the key itself, as a multihash of the kind "identity", 36 bytes long.
+PEER_ID_PREFIX = b"\x00\x24" + _ED25519_PUBLIC
+PEER_ID_BYTES = len(PEER_ID_PREFIX) + PUBLIC_KEY_BYTES
+PEER_ID_CHARACTERS = 52
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,13 @@ class Identity:
 
     peer_id: str
     path: Path
-    key: RSAPrivateKey
+    key: Ed25519PrivateKey
     lock: int
+
+    @property
+    def public_key(self) -> bytes:
+        """The 32 bytes that stand in the peer id."""
+        return raw_public_key(self.key)
 
     def release(self) -> None:
         """Let another process use the identity. Call it once."""
@@ -52,7 +63,7 @@ def load_or_create_identity(
 ) -> Identity:
     """Return the identity in `path`, made on first use and never overwritten (mode 400).
 
-    The key also becomes Hivemind's process-wide signing key, so call this before any fork.
+    An RSA key, as earlier versions made them, is kept beside it and a new one made; `say` tells.
     Raises `AddressError` when another process uses it and does not leave within `patience_s`,
     `StorageError` when it cannot be read.
     """
@@ -66,14 +77,11 @@ def load_or_create_identity(
         patience_s,
     )
     try:
-        private, peer_id = _read(path)
+        key = _read(path, say)
     except BaseException:
         os.close(lock)
         raise
-    key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key._private_key = private
-    RSAPrivateKey._process_wide_key = key
-    return Identity(peer_id, path, key, lock)
+    return Identity(peer_id_of_public_key(raw_public_key(key)), path, key, lock)
 
 
 def take_lock(
@@ -139,46 +147,87 @@ def let_go(lock: int) -> None:
     os.close(lock)
 
 
-def _read(path: Path) -> tuple[rsa.RSAPrivateKey, str]:
-    """Return the key in `path` and its peer id. Called with the lock held."""
+def _read(path: Path, say: Callable[[str], None]) -> Ed25519PrivateKey:
+    """Return the key in `path`. Called with the lock held."""
     try:
+        if path.exists() and path.read_bytes().startswith(_RSA_PRIVATE):
+            _set_aside(path, say)
         if not path.exists():
-            # Renamed when complete: a crash must not leave half an identity.
-            unfinished = path.with_name(path.name + ".new")
-            unfinished.unlink(missing_ok=True)
-            P2P.generate_identity(str(unfinished))
-            os.replace(unfinished, path)
+            _create(path)
         data = path.read_bytes()
     except OSError as error:
         raise StorageError(f"identity {path}: {error.strerror}") from None
-    try:
-        private = serialization.load_der_private_key(
-            crypto_pb2.PrivateKey.FromString(data).data, password=None
-        )
-        if not isinstance(private, rsa.RSAPrivateKey):
-            raise TypeError("not an RSA key")
-        return private, str(PeerID.from_identity(data).to_base58())
-    except Exception:
+    seed, public = data[4:36], data[36:]
+    if data.startswith(_ED25519_PRIVATE) and len(seed) == 32:
+        key = Ed25519PrivateKey.from_private_bytes(seed)
+        if raw_public_key(key) == public:
+            return key
+    raise StorageError(
+        f"{path} is not a libp2p Ed25519 key; move it away to have a new identity made"
+    )
+
+
+def _set_aside(path: Path, say: Callable[[str], None]) -> None:
+    """Rename an earlier version's key, so that a new one can be made in its place."""
+    kept = path.with_name(path.name + ".rsa")
+    if kept.exists():
         raise StorageError(
-            f"{path} is not a libp2p RSA key; move it away to have a new identity made"
-        ) from None
+            f"{path} is an RSA key of an earlier version, and {kept.name} exists; move the first "
+            "away to have a new identity made"
+        )
+    os.rename(path, kept)
+    say(
+        f"{path} was an RSA key of an earlier version; it is kept as {kept.name}, and this peer "
+        "has a new id, so its address is another one"
+    )
 
 
-def peer_id_of_public_key(openssh_key: bytes) -> str:
-    """Return the peer id that belongs to an owner marker's key ("ssh-rsa AAAA...").
+def _create(path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    seed = key.private_bytes(
+        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
+    )
+    # Renamed when complete: a crash must not leave half an identity.
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(_ED25519_PRIVATE + seed + raw_public_key(key))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
 
-    Raises ValueError when it is no RSA key, or one that is not spelled as `to_bytes` spells it.
-    libp2p's rule: the SHA-256 multihash of the key as protobuf.
+
+def raw_public_key(key: Ed25519PrivateKey) -> bytes:
+    """Return the 32 bytes of a key's public half."""
+    return key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+
+
+def peer_id_of_public_key(public_key: bytes) -> str:
+    """Return the peer id of an Ed25519 key of 32 bytes. Raises ValueError for another length."""
+    if len(public_key) != PUBLIC_KEY_BYTES:
+        raise ValueError(f"an Ed25519 public key has {PUBLIC_KEY_BYTES} bytes")
+    return base58.b58encode(PEER_ID_PREFIX + public_key).decode()
+
+
+def public_key_of_peer_id(peer_id: str) -> bytes:
+    """Return the 32 bytes of the key that a peer id contains.
+
+    Raises ValueError when it is not the id of an Ed25519 key, in the one spelling of that id.
     """
-    key = RSAPublicKey.from_bytes(openssh_key)
-    if key.to_bytes() != openssh_key:
-        raise ValueError("the key is not in its canonical form")
-    public = key._public_key
-    encoded = crypto_pb2.PublicKey(
-        key_type=crypto_pb2.RSA,
-        data=public.public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        ),
-    ).SerializeToString()
-    digest = hashlib.sha256(encoded).digest()
-    return str(PeerID(multihash.encode(digest, "sha2-256")).to_base58())
+    if len(peer_id) != PEER_ID_CHARACTERS:
+        raise ValueError("not the peer id of an Ed25519 key")
+    data = base58.b58decode(peer_id)
+    public_key = data[len(PEER_ID_PREFIX) :]
+    if not data.startswith(PEER_ID_PREFIX) or peer_id_of_public_key(public_key) != peer_id:
+        raise ValueError("not the peer id of an Ed25519 key")
+    return public_key
+
+
+def is_signed(message: bytes, signature: bytes, public_key: bytes) -> bool:
+    """Tell whether the owner of a public key of 32 bytes signed `message`. Never raises."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

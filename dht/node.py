@@ -27,7 +27,7 @@ from .record_validator import record_validators
 logger = logging.getLogger("dipaco.dht.node")
 
 STARTUP_TIMEOUT_S = 60.0
-EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/QmPeerId"
+EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
 EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
 

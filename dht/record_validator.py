@@ -7,21 +7,28 @@ Hivemind's matchmaking finds the members of an averaging group.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import struct
 from collections import OrderedDict
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.modules.errors import ManifestError
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import get_dht_time
 
-from .identity import Identity
+from .identity import (
+    PEER_ID_BYTES,
+    PEER_ID_PREFIX,
+    SIGNATURE_BYTES,
+    Identity,
+    is_signed,
+    raw_public_key,
+)
 from .manifest import envelope_run_id
 from .records import MAX_SUBKEY_BYTES, Address, RecordError, parse_record, parse_subkey
 from .repetition import Complaints
@@ -36,23 +43,23 @@ COMPLAINT_PERIOD_S = 60.0
 MAX_COMPLAINTS = 20
 # Records accepted lately, of which a node remembers a hash instead of checking them again.
 MAX_REMEMBERED = 16_384
-MAX_SIGNATURE_BYTES = 1024
-# Matchmaking: the subkey is a peer id (a SHA-256 multihash), the value says "looking for a group".
-MULTIHASH_PREFIX = b"\x12\x20"
-MULTIHASH_BYTES = 34
+# What a signature is over begins with this: the same key signs other things too.
+SIGNED_PREFIX = b"dipaco-record/1\n"
+# Matchmaking: the subkey is the bytes of a peer id, the value says "looking for a group".
 MAX_DECLARATION_LIFE_S = 3600.0
 
 
-class RecordValidator(RSASignatureValidator):
-    """Hivemind's signature check and ours in one, so that a refusal is one line and never raises.
+class RecordValidator(RecordValidatorBase):
+    """Signs this peer's records, and checks everybody's, so that a refusal is one line.
 
     The DHT process calls it. What one honest node stores another must not refuse to read. So all
     bounds are fixed, the only one that depends on time has a tolerance, and a record must be
     spelled as a node that passes it on spells it (its signature covers the spelling).
     """
 
-    def __init__(self, private_key: RSAPrivateKey | None = None) -> None:
-        super().__init__(private_key)
+    def __init__(self, private_key: Ed25519PrivateKey | None = None) -> None:
+        self._private_key = private_key
+        self._public_key = raw_public_key(private_key) if private_key else None
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
@@ -76,15 +83,19 @@ class RecordValidator(RSASignatureValidator):
             return False
         return True
 
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Return the value of this peer's record with its signature; of others, the value."""
+        if self._private_key is None or _owner_key(record) != self._public_key:
+            return record.value
+        return record.value + self._private_key.sign(signed_bytes(record))
+
     def strip_value(self, record: DHTRecord) -> bytes:
         """Return the value without its signature; what is not signed has nothing to strip."""
-        if not self._PUBLIC_KEY_RE.search(record.subkey or b""):
-            return record.value
-        return bytes(super().strip_value(record))
+        return record.value if _owner_key(record) is None else record.value[:-SIGNATURE_BYTES]
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Absorb another signature validator: this one signs and checks already."""
-        return bool(super().merge_with(other))
+        """Absorb another of its kind: one signs and checks already."""
+        return isinstance(other, RecordValidator)
 
     def _check(self, address: Address, record: DHTRecord) -> None:
         kind = address.kind
@@ -99,7 +110,7 @@ class RecordValidator(RSASignatureValidator):
                 f"a {kind.name} record would live for {life_s:.0f} s, at most "
                 f"{kind.max_life_s:.0f} s are allowed"
             )
-        if len(record.value) > kind.max_bytes + MAX_SIGNATURE_BYTES:
+        if len(record.value) > kind.max_bytes + SIGNATURE_BYTES:
             raise RecordError(_too_large(address, len(record.value)))
         fingerprint = _fingerprint(record)
         if fingerprint in self._accepted:
@@ -119,7 +130,9 @@ class RecordValidator(RSASignatureValidator):
             check = _check_manifest if kind.name == "manifests" else _check_request
             check(address, MSGPackSerializer.loads(content))
             return
-        if not super().validate(record):
+        stripped = dataclasses.replace(record, value=content)
+        signature = record.value[-SIGNATURE_BYTES:]
+        if not is_signed(signed_bytes(stripped), signature, address.public_key or b""):
             raise RecordError(f"a {kind.name} record has no valid signature of its owner")
         value = MSGPackSerializer.loads(content)
         if value is not None:  # None: withdrawn.
@@ -128,6 +141,21 @@ class RecordValidator(RSASignatureValidator):
     def _complain(self, owner: str, reason: str) -> None:
         """Log a refusal, as a warning at most once a minute for each peer."""
         logger.log(self._complaints.level(owner), "refused a record of %s: %s", owner, reason)
+
+
+def signed_bytes(record: DHTRecord) -> bytes:
+    """Return what the signature of a record is over; its value is still without one."""
+    parts = [record.key, record.subkey, record.value, record.expiration_time]
+    return SIGNED_PREFIX + MSGPackSerializer.dumps(parts)
+
+
+def _owner_key(record: DHTRecord) -> bytes | None:
+    """Return the public key of the owner that a record's subkey names, if it names one."""
+    try:
+        return parse_subkey(_load_subkey(record.subkey)).public_key
+    except Exception:
+        # Whatever msgpack raises for what is not msgpack.
+        return None
 
 
 def _load_subkey(subkey: bytes | None) -> Any:
@@ -158,8 +186,8 @@ def _too_large(address: Address, size_bytes: int) -> str:
 def _is_declaration(subkey: Any) -> bool:
     return (
         isinstance(subkey, bytes)
-        and len(subkey) == MULTIHASH_BYTES
-        and subkey.startswith(MULTIHASH_PREFIX)
+        and len(subkey) == PEER_ID_BYTES
+        and subkey.startswith(PEER_ID_PREFIX)
     )
 
 

@@ -2,8 +2,8 @@
 
 Records are small msgpack maps, checked field by field by every node that stores them
 (`record_validator`) and by every reader. Signed kinds carry the owner's public key in their
-subkey, in Hivemind's format, so only the owner can change them, and the peer id inside must be
-the owner's. Manifests and score requests certify themselves, so any peer may store them again.
+subkey, so only the owner can change them, and the peer id inside must be the owner's. Manifests
+and score requests certify themselves, so any peer may store them again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.evaluate import LossSum
+from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import StateReference
 from pydantic import (
     AfterValidator,
@@ -28,16 +29,17 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from .identity import peer_id_of_public_key
+from .identity import PUBLIC_KEY_BYTES, peer_id_of_public_key
 from .manifest import MAX_MANIFEST_BYTES
 from .score_request import MAX_SCORE_REQUEST_BYTES
 
-NAMESPACE = "dipaco/1"
-MANIFESTS_KEY = f"{NAMESPACE}/manifests"
+NAMESPACE = f"dipaco/{PROTOCOL_VERSION}"
+# In every protocol: a newcomer is to learn which one a run speaks.
+MANIFESTS_KEY = "dipaco/1/manifests"
 MAX_COUNT = 2**53
 MAX_ENTRIES = 64
 MAX_SCORE_ENTRIES = 256
-MAX_SUBKEY_BYTES = 1024
+MAX_SUBKEY_BYTES = 160
 DAY_S = 86_400.0
 
 
@@ -60,7 +62,7 @@ PeerId = Annotated[str, _check(r"[1-9A-HJ-NP-Za-km-z]{32,64}")]
 ModuleName = Annotated[str, _check(r"L[0-9]{1,4}\.E[0-9]{1,5}|P[0-9]{1,8}")]
 Sha256 = Annotated[str, _check(r"[0-9a-f]{64}")]
 RequestId = Annotated[str, _check(r"[0-9a-f]{16}")]
-# Printable and without brackets: Hivemind looks for "[signature:" in a record's bytes.
+# Printable, and without brackets, which many a display takes for its own markup.
 Text = Annotated[str, _check(r"[ -Z\\^-~]{0,96}")]
 # The longest: an IPv6 relay's address with both peer ids.
 AddressText = Annotated[str, _check(r"/[ -Z\\^-~]{0,191}")]
@@ -282,21 +284,30 @@ KINDS = {
 # The field that says what a record is about, where its kind has several of an owner.
 _ITEMS = ("module", "sha256", "request")
 _SUBKEY = re.compile(
-    rb"dipaco/1/(?P<run>[0-9a-f]{16})/(?P<kind>claims|peers|holdings|progress|blobs|scores)"
-    rb"(?:/(?P<item>[A-Za-z0-9.]{1,64}))?\[owner:(?P<owner>ssh-rsa [A-Za-z0-9+/=]{200,800})\]"
+    rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/(?P<kind>claims|peers|holdings|progress|blobs|scores)"
+    rf"(?:/(?P<item>[A-Za-z0-9.]{{1,64}}))?@(?P<owner>.{{{PUBLIC_KEY_BYTES}}})".encode(),
+    re.DOTALL,
 )
-_MANIFEST_SUBKEY = re.compile(rb"dipaco/1/manifests/(?P<run>[0-9a-f]{16})")
-_REQUEST_SUBKEY = re.compile(rb"dipaco/1/(?P<run>[0-9a-f]{16})/requests/(?P<request>[0-9a-f]{16})")
+_MANIFEST_SUBKEY = re.compile(rf"{MANIFESTS_KEY}/(?P<run>[0-9a-f]{{16}})".encode())
+_REQUEST_SUBKEY = re.compile(
+    rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/requests/(?P<request>[0-9a-f]{{16}})".encode()
+)
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a subkey says: kind, run, item (a module, hash or request) and the owner's peer id."""
+    """What a subkey says: kind, run, item (a module, hash or request) and owner."""
 
     kind: Kind
     run_id: str
     item: str | None
-    peer_id: str | None
+    public_key: bytes | None
+    """The owner's, 32 bytes; of the kinds that are not signed there is none."""
+
+    @functools.cached_property
+    def peer_id(self) -> str | None:
+        """The owner's peer id."""
+        return peer_id_of_public_key(self.public_key) if self.public_key else None
 
     @property
     def key(self) -> str:
@@ -313,13 +324,13 @@ def record_key(kind: str, run_id: str, item: str | None = None) -> str:
     return f"{NAMESPACE}/{run_id}/{kind}" + (f"/{item}" if item else "")
 
 
-def record_subkey(kind: str, run_id: str, item: str | None, owner_marker: bytes) -> bytes:
-    """Return the subkey of a record; `owner_marker` is Hivemind's "[owner:...]", or empty."""
+def record_subkey(kind: str, run_id: str, item: str | None, public_key: bytes) -> bytes:
+    """Return the subkey of a record; `public_key` is the owner's, or empty if it has none."""
     if kind == "manifests":
-        return f"{NAMESPACE}/manifests/{run_id}".encode()
+        return f"{MANIFESTS_KEY}/{run_id}".encode()
     if kind == "requests":
         return f"{NAMESPACE}/{run_id}/requests/{item}".encode()
-    return record_key(kind, run_id, item).encode() + owner_marker
+    return record_key(kind, run_id, item).encode() + b"@" + public_key
 
 
 def parse_subkey(subkey: Any) -> Address:
@@ -331,7 +342,7 @@ def parse_subkey(subkey: Any) -> Address:
 
 @functools.lru_cache(maxsize=8192)
 def _parse_subkey(subkey: bytes) -> Address:
-    """Every node sees each peer's few subkeys again and again; parsing a key is slow."""
+    """Every node sees each peer's few subkeys again and again."""
     manifest = _MANIFEST_SUBKEY.fullmatch(subkey)
     if manifest:
         return Address(KINDS["manifests"], manifest["run"].decode(), None, None)
@@ -342,13 +353,8 @@ def _parse_subkey(subkey: bytes) -> Address:
     match = _SUBKEY.fullmatch(subkey)
     if not match:
         raise RecordError("its subkey is not of this protocol")
-    try:
-        # One key has one spelling, or a peer could stand in the DHT many times.
-        owner = peer_id_of_public_key(match["owner"])
-    except Exception:
-        raise RecordError("the owner in its subkey is not an RSA key") from None
     item = match["item"].decode() if match["item"] else None
-    return Address(KINDS[match["kind"].decode()], match["run"].decode(), item, owner)
+    return Address(KINDS[match["kind"].decode()], match["run"].decode(), item, match["owner"])
 
 
 def parse_record(address: Address, value: Any) -> Record:

@@ -1,6 +1,6 @@
 """`dipaco-status`: what a swarm is doing, read from its DHT.
 
-dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm... --watch
+dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --watch
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .config import (
 from .files import canonical_json
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 def _check_sha256(value: str) -> str:

@@ -1,6 +1,6 @@
 """`dipaco-peer`: join a swarm and train.
 
-dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/Qm...
+dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMAND = Command(
     PeerSettings,
     run,
     description="Join a swarm with one address and train a path of its model on this machine.",
-    epilog="Example: dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/QmPeer. "
+    epilog="Example: dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer. "
     "Ctrl+C leaves cleanly; a second Ctrl+C exits at once. Exit codes: docs/exit-codes.md.",
 )
 main = COMMAND.main

@@ -142,8 +142,8 @@ def test_forged_and_misplaced_records_enter_no_node(pair: tuple[TestNode, TestNo
     mine, reader = directory_of(first, 6), directory_of(second, 6)
     mine.publish_claim(claim(first, 1), LIFE_S)
     key = record_key("claims", run_id)
-    owner = b"[owner:" + first.identity.key.get_public_key().to_bytes() + b"]"
-    forger = b"[owner:" + second.identity.key.get_public_key().to_bytes() + b"]"
+    owner = first.identity.public_key
+    forger = second.identity.public_key
 
     def store(where: str, subkey: Any, value: Any, life_s: float = 100.0) -> bool:
         return bool(second.dht.store(where, value, time.time() + life_s, subkey=subkey))

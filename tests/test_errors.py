@@ -43,7 +43,7 @@ from pathlib import Path
 
 import pytest
 from dipaco.modules.files import canonical_json
-from dipaco.modules.plan import ShardIndex
+from dipaco.modules.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.routing.run_folder import RunFolder
 from support.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
 from support.tiny_run import make_tiny_run, sign_tiny_run
@@ -320,17 +320,18 @@ def test_a_full_disk(tmp_path: Path, scene: Scene) -> None:
 def test_another_version_of_the_protocol(tmp_path: Path) -> None:
     """Somebody runs the next version; we can neither serve its run nor join it."""
     run = make_tiny_run(tmp_path / "run", name="future", start_s=time.time())
-    sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": 3}))
+    sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": PROTOCOL_VERSION + 1}))
     program = (
-        "import sys, dipaco.modules.plan as plan; plan.PROTOCOL_VERSION = 3; "
+        "import sys, dipaco.modules.plan as plan; plan.PROTOCOL_VERSION += 1; "
         "from dipaco.bootstrap.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     serve = ["serve", str(run.path), "--host-maddrs", LOOPBACK]
-    Command("dipaco-bootstrap", *serve).fails(11, "'future' speaks protocol 3", "install")
+    said = f"'future' speaks protocol {PROTOCOL_VERSION + 1}"
+    Command("dipaco-bootstrap", *serve).fails(11, said, "install")
     with Swarm(tmp_path, run) as swarm:
         node = swarm._add("future", [sys.executable, "-c", program, *serve])
         command = Command(*peer(node.address(), tmp_path / "cache"))
-        command.fails(11, "'future' speaks protocol 3", "install")
+        command.fails(11, said, "install")
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
 
 

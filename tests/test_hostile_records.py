@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import math
 import struct
@@ -14,8 +13,19 @@ from typing import Any
 
 import pytest
 from dipaco.dht import guarded_dht
-from dipaco.dht.identity import Identity, load_or_create_identity, peer_id_of_public_key
-from dipaco.dht.record_validator import MAX_COMPLAINTS, MAX_REMEMBERED, RecordValidator
+from dipaco.dht.identity import (
+    PEER_ID_PREFIX,
+    SIGNATURE_BYTES,
+    Identity,
+    load_or_create_identity,
+    public_key_of_peer_id,
+)
+from dipaco.dht.record_validator import (
+    MAX_COMPLAINTS,
+    MAX_REMEMBERED,
+    RecordValidator,
+    signed_bytes,
+)
 from dipaco.dht.records import (
     ClaimRecord,
     PeerRecord,
@@ -55,23 +65,20 @@ def claim_of(identity: Identity, path: int = 1) -> dict[str, Any]:
 
 
 def subkey_of(identity: Identity, public_key: bytes | None = None) -> bytes:
-    marker = b"[owner:" + (public_key or identity.key.get_public_key().to_bytes()) + b"]"
-    return record_subkey("claims", RUN_ID, None, marker)
+    return record_subkey("claims", RUN_ID, None, public_key or identity.public_key)
 
 
 def signed(
     identity: Identity, value: Any, *, tag: bytes | None = None, expiration_s: Any = None
 ) -> DHTRecord:
     """Return a record whose signature is right, however it is spelled."""
-    validator = RecordValidator(identity.key)
     record = DHTRecord(
         KEY_BYTES,
         MSGPackSerializer.dumps(subkey_of(identity)) if tag is None else tag,
         MSGPackSerializer.dumps(value),
         time.time() + 60 if expiration_s is None else expiration_s,
     )
-    signature = identity.key.sign(validator._serialize_record(record))
-    return dataclasses.replace(record, value=record.value + b"[signature:" + signature + b"]")
+    return dataclasses.replace(record, value=record.value + identity.key.sign(signed_bytes(record)))
 
 
 def test_a_subkey_has_one_spelling(identities: list[Identity]) -> None:
@@ -88,17 +95,15 @@ def test_a_subkey_has_one_spelling(identities: list[Identity]) -> None:
 def test_a_public_key_has_one_spelling(identities: list[Identity]) -> None:
     """Or one peer could stand in the DHT many times, under subkeys that differ."""
     me, other = identities
-    blob = base64.b64decode(me.key.get_public_key().to_bytes().split()[1])
-    kind, rest = blob[:11], blob[11:]
-    (size,) = struct.unpack(">I", rest[:4])
-    exponent, modulus = rest[4 : 4 + size], rest[4 + size :]
-    padded = kind + struct.pack(">I", size + 1) + b"\x00" + exponent + modulus
-    respelled = b"ssh-rsa " + base64.b64encode(padded)
-    with pytest.raises(ValueError, match=r".*"):
-        peer_id_of_public_key(respelled)
-    with pytest.raises(RecordError, match="not an RSA key"):
-        parse_subkey(subkey_of(me, respelled))
-    tag = MSGPackSerializer.dumps(subkey_of(me, respelled))
+    own = public_key_of_peer_id(me.peer_id)
+    assert parse_subkey(subkey_of(me, own)).peer_id == me.peer_id
+    # The same point of the curve with the sign of x turned is another key, which this one is not.
+    turned = own[:-1] + bytes([own[-1] ^ 0x80])
+    for respelled in (own + b"\x00", b"\x00" + own, own[:-1], me.peer_id.encode()):
+        with pytest.raises(RecordError, match="not of this protocol"):
+            parse_subkey(subkey_of(me, respelled))
+    assert parse_subkey(subkey_of(me, turned)).peer_id != me.peer_id
+    tag = MSGPackSerializer.dumps(subkey_of(me, turned))
     assert not RecordValidator(other.key).validate(signed(me, claim_of(me), tag=tag))
 
 
@@ -115,7 +120,7 @@ def test_an_expiration_is_a_float(identities: list[Identity], expiration: Any) -
 def test_two_signatures_or_a_bare_number_are_refused(identities: list[Identity]) -> None:
     me, other = identities
     good = signed(me, claim_of(me))
-    mark = good.value[good.value.index(b"[signature:") :]
+    mark = good.value[-SIGNATURE_BYTES:]
     validator = RecordValidator(other.key)
     assert not validator.validate(dataclasses.replace(good, value=good.value + mark))
     assert not validator.validate(dataclasses.replace(good, value="text"))  # type: ignore[arg-type]
@@ -196,8 +201,7 @@ def test_addresses_of_ipv6_relays_fit_and_device_names_are_cleaned(
         bytes_down=0,
     )
     assert record.device == "GPU? ?0??"
-    owner = b"[owner:" + me.key.get_public_key().to_bytes() + b"]"
-    subkey = record_subkey("peers", RUN_ID, None, owner)
+    subkey = record_subkey("peers", RUN_ID, None, me.public_key)
     value = MSGPackSerializer.dumps(record.model_dump())
     made = DHTRecord(
         DHTID.generate(source=record_key("peers", RUN_ID)).to_bytes(),
@@ -286,7 +290,7 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path: Path) -> None:
         late = time.time() + 500
         liar.store(KEY, claim_of(node.identity, 3), late, subkey=own)
         liar.store(KEY, "rubbish", late, subkey="free")
-        liar.store(KEY, True, late, subkey=b"\x12\x20" + b"x" * 32)
+        liar.store(KEY, True, late, subkey=PEER_ID_PREFIX + b"x" * 32)
         stored = liar.get(KEY, latest=False)
         assert stored is not None
         assert "free" in stored.value

@@ -11,15 +11,27 @@ from pathlib import Path
 
 import pytest
 from dipaco.dht.identity import (
+    is_signed,
     let_go,
     load_or_create_identity,
     peer_id_of_public_key,
+    public_key_of_peer_id,
     take_lock,
 )
 from dipaco.modules.errors import AddressError, StorageError
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.p2p import PeerID
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.p2p import P2P, PeerID
+from hypothesis import given
+from hypothesis import strategies as st
+
+BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+# From the specification of peer ids by libp2p, where the keys stand as protobuf in hexadecimal.
+LIBP2P_PRIVATE = bytes.fromhex(
+    "080112407e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d1ed1e8fae2c4a144b8be8f"
+    "d4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
+)
+LIBP2P_PUBLIC = bytes.fromhex(
+    "080112201ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
+)
 
 
 def test_the_key_is_made_once_and_is_libp2ps(tmp_path: Path) -> None:
@@ -27,26 +39,93 @@ def test_the_key_is_made_once_and_is_libp2ps(tmp_path: Path) -> None:
     identity = load_or_create_identity(path)
     data = path.read_bytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o400
-    assert identity.peer_id == PeerID.from_identity(data).to_base58()
+    assert identity.peer_id.startswith("12D3KooW")
     identity.release()
     again = load_or_create_identity(path)
     assert (again.peer_id, path.read_bytes()) == (identity.peer_id, data)
     again.release()
 
 
-def test_anybody_can_tell_the_peer_id_of_a_records_owner(tmp_path: Path) -> None:
-    identity = load_or_create_identity(tmp_path / "identity.key")
-    assert peer_id_of_public_key(identity.key.get_public_key().to_bytes()) == identity.peer_id
-    marker = RSASignatureValidator().local_public_key
-    assert marker == b"[owner:" + identity.key.get_public_key().to_bytes() + b"]"
-    assert RSAPrivateKey.process_wide() is identity.key
+def test_keys_and_ids_are_those_of_libp2ps_specification(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    path.write_bytes(LIBP2P_PRIVATE)
+    identity = load_or_create_identity(path)
+    assert identity.public_key == LIBP2P_PUBLIC[4:]
+    assert PeerID.from_base58(identity.peer_id).to_bytes() == b"\x00\x24" + LIBP2P_PUBLIC
     identity.release()
 
 
-@pytest.mark.parametrize("key", [b"", b"ssh-rsa AAAA", b"ssh-ed25519 AAAA", b"\xff"])
-def test_what_is_no_rsa_key_has_no_peer_id(key: bytes) -> None:
-    with pytest.raises(ValueError, match=r".*"):
+def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from hivemind.utils.crypto import RSAPrivateKey\n"
+        "from support.dht_pair import start_node\n"
+        "node = start_node(Path(sys.argv[1]))\n"
+        "assert str(node.dht.peer_id) == node.peer_id, (node.dht.peer_id, node.peer_id)\n"
+        "assert RSAPrivateKey._process_wide_key is None\n"
+        "node.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_a_peer_id_contains_its_key(public_key: bytes) -> None:
+    peer_id = peer_id_of_public_key(public_key)
+    assert public_key_of_peer_id(peer_id) == public_key
+    assert PeerID.from_base58(peer_id).to_base58() == peer_id
+
+
+@pytest.mark.parametrize("key", [b"", b"x" * 31, b"x" * 33])
+def test_what_is_no_key_has_no_peer_id(key: bytes) -> None:
+    with pytest.raises(ValueError, match="32 bytes"):
         peer_id_of_public_key(key)
+
+
+@given(st.text(max_size=60) | st.text(BASE58, min_size=52, max_size=52))
+def test_no_other_text_is_a_peer_id(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        public_key_of_peer_id(text)
+
+
+def test_a_signature_is_of_one_message_and_one_key(tmp_path: Path) -> None:
+    identity = load_or_create_identity(tmp_path / "identity.key")
+    signature = identity.key.sign(b"message")
+    assert is_signed(b"message", signature, identity.public_key)
+    assert not is_signed(b"another", signature, identity.public_key)
+    assert not is_signed(b"message", signature, LIBP2P_PUBLIC[4:])
+    for nonsense in (b"", b"x" * 64, signature + b"x", signature[:-1]):
+        assert not is_signed(b"message", nonsense, identity.public_key)
+    for nonsense in (b"", b"x" * 31, b"\xff" * 32):
+        assert not is_signed(b"message", signature, nonsense)
+    identity.release()
+
+
+def test_an_rsa_key_of_an_earlier_version_is_kept_beside_a_new_one(tmp_path: Path) -> None:
+    path, kept = tmp_path / "identity.key", tmp_path / "identity.key.rsa"
+    P2P.generate_identity(str(path))
+    earlier = path.read_bytes()
+    said: list[str] = []
+    identity = load_or_create_identity(path, said.append)
+    assert identity.peer_id.startswith("12D3KooW")
+    identity.release()
+    assert kept.read_bytes() == earlier
+    assert said == [
+        f"{path} was an RSA key of an earlier version; it is kept as identity.key.rsa, and this "
+        "peer has a new id, so its address is another one"
+    ]
+    again = load_or_create_identity(path, said.append)
+    again.release()
+    assert again.peer_id == identity.peer_id
+    assert len(said) == 1
+    path.unlink()
+    P2P.generate_identity(str(path))
+    with pytest.raises(StorageError, match="identity.key.rsa exists; move the first away"):
+        load_or_create_identity(path)
+    assert kept.read_bytes() == earlier
 
 
 def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
@@ -69,11 +148,13 @@ def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_key_is_named_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
-    path.write_bytes(b"something else")
-    for _ in range(2):  # The lock must have been let go.
-        with pytest.raises(StorageError, match="identity.key is not a libp2p RSA key"):
-            load_or_create_identity(path)
-    assert path.read_bytes() == b"something else"
+    # The last one's halves do not belong together: p2pd would sign what nobody can check.
+    for data in (b"something else", LIBP2P_PRIVATE[:-1], LIBP2P_PRIVATE[:-1] + b"x"):
+        path.write_bytes(data)
+        for _ in range(2):  # The lock must have been let go.
+            with pytest.raises(StorageError, match="identity.key is not a libp2p Ed25519 key"):
+                load_or_create_identity(path)
+        assert path.read_bytes() == data
 
 
 def test_an_empty_key_file_left_by_a_crash_is_named(tmp_path: Path) -> None:

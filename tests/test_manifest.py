@@ -20,6 +20,7 @@ from dipaco.dht.manifest import (
 )
 from dipaco.modules.errors import ManifestError, ProtocolVersionError, StorageError
 from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import PROTOCOL_VERSION
 from support.make_plan import make_plan
 
 
@@ -114,9 +115,11 @@ def test_an_oversized_manifest_is_not_even_parsed() -> None:
 
 
 def test_another_protocol_is_named_before_its_unknown_fields(key_path: Path) -> None:
-    values = {**make_plan().model_dump(mode="json"), "protocol_version": 3, "novelty": True}
+    other = PROTOCOL_VERSION + 1
+    values = {**make_plan().model_dump(mode="json"), "protocol_version": other, "novelty": True}
     envelope = resigned(key_path, values)
-    with pytest.raises(ProtocolVersionError, match="speaks protocol 3.*speaks 2"):
+    said = f"speaks protocol {other}.*speaks {PROTOCOL_VERSION}"
+    with pytest.raises(ProtocolVersionError, match=said):
         verify_manifest(envelope)
     assert len(envelope_run_id(envelope)) == 16
 

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.dht.identity import Identity, load_or_create_identity
+from dipaco.dht.identity import SIGNATURE_BYTES, Identity, load_or_create_identity
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.dht.record_validator import RecordValidator, record_validators
+from dipaco.dht.record_validator import (
+    SIGNED_PREFIX,
+    RecordValidator,
+    record_validators,
+    signed_bytes,
+)
 from dipaco.dht.records import (
     KINDS,
     MANIFESTS_KEY,
@@ -66,10 +71,6 @@ def other(identities: list[Identity]) -> Identity:
     return identities[1]
 
 
-def marker_of(identity: Identity) -> bytes:
-    return b"[owner:" + identity.key.get_public_key().to_bytes() + b"]"
-
-
 def claim_of(identity: Identity, **changes: Any) -> dict[str, Any]:
     values = {
         "peer_id": identity.peer_id,
@@ -89,10 +90,10 @@ def signed(
     item: str | None = None,
     life_s: float = 60.0,
     key: str | None = None,
-    marker: bytes | None = None,
+    owner: bytes | None = None,
 ) -> DHTRecord:
     """Return a record as Hivemind makes it, signed by `identity`."""
-    subkey = record_subkey(kind, RUN_ID, item, marker or marker_of(identity))
+    subkey = record_subkey(kind, RUN_ID, item, owner or identity.public_key)
     record = DHTRecord(
         key=DHTID.generate(source=key or record_key(kind, RUN_ID, item)).to_bytes(),
         subkey=MSGPackSerializer.dumps(subkey),
@@ -210,13 +211,13 @@ def test_the_greatest_record_of_every_kind_fits_and_comes_back(me: Identity) -> 
     ],
 )
 def test_a_wrong_field_is_named(me: Identity, changes: dict[str, Any]) -> None:
-    address = Address(KINDS["claims"], RUN_ID, None, me.peer_id)
+    address = Address(KINDS["claims"], RUN_ID, None, me.public_key)
     with pytest.raises(RecordError, match=next(iter(changes))):
         parse_record(address, claim_of(me, **changes))
 
 
 def test_unknown_fields_are_ignored_and_missing_ones_are_not(me: Identity) -> None:
-    address = Address(KINDS["claims"], RUN_ID, None, me.peer_id)
+    address = Address(KINDS["claims"], RUN_ID, None, me.public_key)
     assert parse_record(address, claim_of(me, novelty=[1])).peer_id == me.peer_id
     values = claim_of(me)
     del values["round"]
@@ -225,11 +226,11 @@ def test_unknown_fields_are_ignored_and_missing_ones_are_not(me: Identity) -> No
 
 
 def test_a_record_speaks_for_its_signer_and_its_key_alone(me: Identity, other: Identity) -> None:
-    address = Address(KINDS["claims"], RUN_ID, None, other.peer_id)
+    address = Address(KINDS["claims"], RUN_ID, None, other.public_key)
     with pytest.raises(RecordError, match=f"names {me.peer_id}"):
         parse_record(address, claim_of(me))
     kind, _, record = examples(me)[1]
-    address = Address(KINDS[kind], RUN_ID, "L0.E0", me.peer_id)
+    address = Address(KINDS[kind], RUN_ID, "L0.E0", me.public_key)
     with pytest.raises(RecordError, match=r"not L0\.E0"):
         parse_record(address, record.model_dump())
 
@@ -248,7 +249,7 @@ def test_a_record_speaks_for_its_signer_and_its_key_alone(me: Identity, other: I
 )
 def test_nothing_but_a_record_error_comes_of_garbage(me: Identity, value: Any, kind: str) -> None:
     with pytest.raises(RecordError):
-        parse_record(Address(KINDS[kind], RUN_ID, None, me.peer_id), value)
+        parse_record(Address(KINDS[kind], RUN_ID, None, me.public_key), value)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=50) | st.none() | st.integers())
@@ -291,7 +292,7 @@ def test_nobody_can_sign_for_another(
     good = signed(me, claim_of(me))
     unsigned = dataclasses.replace(good, value=MSGPackSerializer.dumps(claim_of(me)))
     assert me.peer_id in refused(validator, unsigned, caplog)
-    forged = signed(other, claim_of(me), marker=marker_of(me))
+    forged = signed(other, claim_of(me), owner=me.public_key)
     assert "signature" in refused(validator, forged, caplog)
     altered = dataclasses.replace(good, value=good.value.replace(b"training", b"leaving!"))
     assert "signature" in refused(validator, altered, caplog)
@@ -304,7 +305,7 @@ def test_nobody_can_sign_for_another(
 def test_a_record_stands_only_under_its_own_key(
     validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    elsewhere = signed(me, claim_of(me), key="dipaco/1/ffffffffffffffff/claims")
+    elsewhere = signed(me, claim_of(me), key=record_key("claims", "f" * 16))
     assert "a key that is not its own" in refused(validator, elsewhere, caplog)
 
 
@@ -329,7 +330,20 @@ def test_oversized_and_malformed_records_are_refused(
 
 
 @pytest.mark.parametrize(
-    "subkey", [None, "", "text", b"", b"x" * 5000, 3, b"[owner:ssh-rsa AAAA]", ("a", 1)]
+    "subkey",
+    [
+        None,
+        "",
+        "text",
+        b"",
+        b"x" * 5000,
+        3,
+        b"[owner:ssh-rsa AAAA]",
+        ("a", 1),
+        f"dipaco/1/{RUN_ID}/claims@".encode() + b"k" * 32,
+        record_subkey("claims", RUN_ID, None, b""),
+        record_subkey("claims", RUN_ID, None, b"k" * 33),
+    ],
 )
 def test_other_peoples_records_do_not_enter(
     validator: RecordValidator, subkey: Any, caplog: pytest.LogCaptureFixture
@@ -344,11 +358,32 @@ def test_other_peoples_records_do_not_enter(
     refused(validator, dataclasses.replace(record, subkey=b"\xc1"), caplog)
 
 
-def test_an_owner_that_is_no_key_does_not_raise(
+def test_an_owner_that_is_no_point_of_the_curve_does_not_raise(
     validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = signed(me, claim_of(me), marker=b"[owner:ssh-rsa " + b"A" * 300 + b"]")
-    assert "not an RSA key" in refused(validator, record, caplog)
+    record = signed(me, claim_of(me), owner=b"\xff" * 32)
+    assert "no valid signature" in refused(validator, record, caplog)
+
+
+def test_what_the_key_signed_for_another_purpose_is_no_record(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = signed(me, None)
+    bare = dataclasses.replace(record, value=record.value[:-SIGNATURE_BYTES])
+    message = signed_bytes(bare)
+    assert message.startswith(SIGNED_PREFIX)
+    assert record.value == bare.value + me.key.sign(message)
+    other_purpose = me.key.sign(message[len(SIGNED_PREFIX) :])
+    replaced = dataclasses.replace(record, value=bare.value + other_purpose)
+    assert "no valid signature" in refused(validator, replaced, caplog)
+
+
+def test_a_value_shorter_than_a_signature_is_refused(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value in (b"", b"\xc0", b"x" * 63):
+        record = dataclasses.replace(signed(me, None), value=value)
+        assert "no valid signature" in refused(validator, record, caplog)
 
 
 def test_matchmaking_may_declare_averagers_and_nothing_else(
@@ -408,7 +443,7 @@ def test_manifests_certify_themselves(
 def test_hivemind_takes_the_validators(me: Identity, other: Identity) -> None:
     ours = CompositeValidator(record_validators(me))
     theirs = CompositeValidator(record_validators(other))
-    subkey = MSGPackSerializer.dumps(record_subkey("claims", RUN_ID, None, marker_of(me)))
+    subkey = MSGPackSerializer.dumps(record_subkey("claims", RUN_ID, None, me.public_key))
     record = DHTRecord(
         DHTID.generate(source=record_key("claims", RUN_ID)).to_bytes(),
         subkey,

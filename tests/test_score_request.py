@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dipaco.dht.directory import Directory
+from dipaco.dht.identity import peer_id_of_public_key
 from dipaco.dht.manifest import (
     current_runs,
     newest_run,
@@ -19,6 +20,7 @@ from dipaco.dht.manifest import (
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.dht.records import (
     KINDS,
+    MANIFESTS_KEY,
     MAX_SCORE_ENTRIES,
     Address,
     RecordError,
@@ -151,11 +153,11 @@ def test_nodes_store_only_sound_requests_where_they_belong() -> None:
         "too large": stored(envelope + b" " * MAX_SCORE_REQUEST_BYTES),
         "no bytes": stored({"request": 1}),
         "another key": dataclasses.replace(
-            good, key=DHTID.generate(source="dipaco/1/manifests").to_bytes()
+            good, key=DHTID.generate(source=MANIFESTS_KEY).to_bytes()
         ),
         "too long": dataclasses.replace(good, expiration_time=time.time() + 4e5),
         "bad subkey": dataclasses.replace(
-            good, subkey=MSGPackSerializer.dumps(b"dipaco/1/" + RUN_ID.encode() + b"/requests/x")
+            good, subkey=MSGPackSerializer.dumps(record_key("requests", RUN_ID).encode() + b"/x")
         ),
     }
     for what, record in bad.items():
@@ -187,15 +189,17 @@ def entry(path: int, *, done: bool = False, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_bad_answer_is_refused(entries: Any, reason: str) -> None:
-    peer = "Qm" + "1" * 44
-    address = Address(KINDS["scores"], RUN_ID, "a" * 16, peer)
+    owner = b"k" * 32
+    peer = peer_id_of_public_key(owner)
+    address = Address(KINDS["scores"], RUN_ID, "a" * 16, owner)
     with pytest.raises(RecordError, match=reason):
         parse_record(address, {"peer_id": peer, "request": "a" * 16, "entries": entries})
 
 
 def test_an_answer_is_about_the_request_that_it_stands_under() -> None:
-    peer = "Qm" + "1" * 44
-    address = Address(KINDS["scores"], RUN_ID, "a" * 16, peer)
+    owner = b"k" * 32
+    peer = peer_id_of_public_key(owner)
+    address = Address(KINDS["scores"], RUN_ID, "a" * 16, owner)
     value = {"peer_id": peer, "request": "c" * 16, "entries": [entry(1)]}
     with pytest.raises(RecordError, match="is about c+, not a+"):
         parse_record(address, value)

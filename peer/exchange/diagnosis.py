@@ -160,5 +160,5 @@ def _split(address: str) -> tuple[str, Multiaddr]:
         return peer, Multiaddr(where)
     except Exception:
         raise UnreachableError(
-            "it is not a peer's address, such as /ip4/203.0.113.5/tcp/31337/p2p/Qm..."
+            "it is not a peer's address, such as /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
         ) from None
