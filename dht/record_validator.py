@@ -30,7 +30,14 @@ from .identity import (
     raw_public_key,
 )
 from .manifest import envelope_run_id
-from .records import MAX_SUBKEY_BYTES, Address, RecordError, parse_record, parse_subkey
+from .records import (
+    MAX_SUBKEY_BYTES,
+    Address,
+    OtherProtocolError,
+    RecordError,
+    parse_record,
+    parse_subkey,
+)
 from .repetition import Complaints
 from .score_request import ScoreRequestError, verify_score_request
 
@@ -74,6 +81,10 @@ class RecordValidator(RecordValidatorBase):
             address = parse_subkey(subkey)
             owner = address.peer_id or f"whoever stores run {address.run_id}"
             self._check(address, record)
+        except OtherProtocolError as error:
+            # Nobody's mistake: peers of two versions may know each other's addresses.
+            logger.debug("refused a record: %s", error)
+            return False
         except RecordError as error:
             self._complain(owner, str(error))
             return False

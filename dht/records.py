@@ -47,6 +47,10 @@ class RecordError(DipacoError):
     """A record that is refused; the message says what is wrong with it."""
 
 
+class OtherProtocolError(RecordError):
+    """A record of another version of the protocol, whose peers may be in the same DHT."""
+
+
 def _check(pattern: str) -> Any:
     compiled = re.compile(pattern)
 
@@ -288,6 +292,7 @@ _SUBKEY = re.compile(
     rf"(?:/(?P<item>[A-Za-z0-9.]{{1,64}}))?@(?P<owner>.{{{PUBLIC_KEY_BYTES}}})".encode(),
     re.DOTALL,
 )
+_ANY_PROTOCOL = re.compile(rf"dipaco/(?!{PROTOCOL_VERSION}/)(?P<version>[0-9]{{1,9}})/".encode())
 _MANIFEST_SUBKEY = re.compile(rf"{MANIFESTS_KEY}/(?P<run>[0-9a-f]{{16}})".encode())
 _REQUEST_SUBKEY = re.compile(
     rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/requests/(?P<request>[0-9a-f]{{16}})".encode()
@@ -351,6 +356,8 @@ def _parse_subkey(subkey: bytes) -> Address:
         run_id, request_id = request["run"].decode(), request["request"].decode()
         return Address(KINDS["requests"], run_id, request_id, None)
     match = _SUBKEY.fullmatch(subkey)
+    if not match and (other := _ANY_PROTOCOL.match(subkey)):
+        raise OtherProtocolError(f"it is of protocol {other['version'].decode()}")
     if not match:
         raise RecordError("its subkey is not of this protocol")
     item = match["item"].decode() if match["item"] else None

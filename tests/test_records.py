@@ -40,6 +40,7 @@ from dipaco.dht.records import (
     record_subkey,
 )
 from dipaco.dht.repetition import Complaints
+from dipaco.modules.plan import PROTOCOL_VERSION
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import PeerID
@@ -340,7 +341,6 @@ def test_oversized_and_malformed_records_are_refused(
         3,
         b"[owner:ssh-rsa AAAA]",
         ("a", 1),
-        f"dipaco/1/{RUN_ID}/claims@".encode() + b"k" * 32,
         record_subkey("claims", RUN_ID, None, b""),
         record_subkey("claims", RUN_ID, None, b"k" * 33),
     ],
@@ -363,6 +363,20 @@ def test_an_owner_that_is_no_point_of_the_curve_does_not_raise(
 ) -> None:
     record = signed(me, claim_of(me), owner=b"\xff" * 32)
     assert "no valid signature" in refused(validator, record, caplog)
+
+
+def test_a_record_of_another_protocol_is_refused_quietly(
+    validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = signed(me, claim_of(me))
+    subkey: bytes = MSGPackSerializer.loads(good.subkey)
+    other = b"dipaco/%d/" % (PROTOCOL_VERSION + 1) + subkey.split(b"/", 2)[2]
+    with caplog.at_level(logging.INFO, RECORD_LOGGER):
+        record = dataclasses.replace(good, subkey=MSGPackSerializer.dumps(other))
+        assert not validator.validate(record)
+    assert not caplog.messages
+    own = dataclasses.replace(good, subkey=MSGPackSerializer.dumps(subkey[:-1]))
+    assert "not of this protocol" in refused(validator, own, caplog)
 
 
 def test_what_the_key_signed_for_another_purpose_is_no_record(
