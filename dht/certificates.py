@@ -15,6 +15,7 @@ from functools import cached_property
 
 from dipaco.modules.files import canonical_json
 from dipaco.modules.outer import Contribution
+from dipaco.modules.state import StateReference
 
 # Versions of one module whose certificates are kept, forks included.
 KEPT_PER_MODULE = 128
@@ -106,6 +107,26 @@ class CertificateBook:
     def get(self, module: str, digest: str) -> Certificate | None:
         """Return the certificate of a state; None for a genesis state or an unknown one."""
         return self._by_module.get(module, {}).get(digest)
+
+    def all_of(self, module: str) -> tuple[Certificate, ...]:
+        """Return the certificates of one module."""
+        return tuple(self._by_module.get(module, {}).values())
+
+    def reference(self, module: str, digest: str) -> StateReference:
+        """Return what names the state of a certificate; how many bytes it has is not known.
+
+        Its tokens are those of the chain, as far as that is known.
+        """
+        chain = self.chain(module, digest)
+        statement = chain[0].statement
+        return StateReference(
+            module=module,
+            version=statement.version,
+            digest=digest,
+            tokens=sum(row.tokens for c in chain for row in c.statement.table),
+            last_round=statement.round_index,
+            bytes=0,
+        )
 
     def all(self) -> tuple[Certificate, ...]:
         """Return every certificate, those of one module after those of another."""

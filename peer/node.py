@@ -42,7 +42,7 @@ from .exchange.diagnosis import diagnose
 from .exchange.exchange import Exchange
 from .exchange.fetching import ContentFetcher, core_blobs
 from .exchange.held_states import HeldStates
-from .rounds import RoundSchedule
+from .member.rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.node")
 

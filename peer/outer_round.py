@@ -22,7 +22,7 @@ from dipaco.modules.state import ModuleState, StateReference
 
 from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
 from .averaging.group import group_bits
-from .rounds import Boundary
+from .member.rounds import Boundary
 from .trainer import Snapshot
 
 logger = logging.getLogger("dipaco.peer.outer_round")

@@ -26,10 +26,10 @@ from dipaco.modules.state import ModuleState
 from .adoption import Adoptions
 from .averaging.pool import AveragingPool
 from .events import EventLog
+from .member.rounds import Boundary, RoundPosition
 from .node import Node
 from .outer_round import CarriedOn, Committed, CommittedElsewhere, OuterResult, OuterRound
 from .publisher import PeerStatus, Publisher
-from .rounds import Boundary, RoundPosition
 from .trainer import PathTrainer, Snapshot
 
 logger = logging.getLogger("dipaco.peer.outer_rounds")

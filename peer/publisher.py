@@ -36,7 +36,7 @@ from .exchange.clock import Clock
 from .exchange.exchange import Exchange
 from .exchange.held_states import HeldStates
 from .exchange.reachability import Reachability
-from .rounds import RoundSchedule
+from .member.rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.publisher")
 

@@ -25,16 +25,16 @@ from .background import Background
 from .claimer import Claimer
 from .events import EventLog
 from .keeper import Keeper, hand_over
+from .member.rounds import round_position
 from .node import Node
 from .outer_rounds import OuterRounds
 from .path_files import PathFiles, starting_state
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
-from .rounds import RateMeter, round_position
 from .scoring import Scoring
 from .settings import PeerSettings
 from .successor import SuccessorWatch
-from .trainer import PathTrainer
+from .trainer import PathTrainer, RateMeter
 
 logger = logging.getLogger("dipaco.peer.session")
 

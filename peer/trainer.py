@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -283,3 +284,32 @@ class PathTrainer:
     def optimizer_state(self) -> dict[str, object]:
         """Return the AdamW state, to be kept on disk for a return to this path."""
         return self.inner.state_dict()
+
+
+RATE_WINDOW_S = 30.0
+
+
+class RateMeter:
+    """How fast inner steps come. Fed after every one, by the session."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Count one inner step of `seconds` and `tokens`."""
+        self.step_s = seconds if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * seconds
+        now = time.monotonic()
+        if not self._steps:
+            self._steps.append((now - seconds, 0))
+        self._steps.append((now, tokens))
+        while len(self._steps) > 2 and now - self._steps[0][0] > RATE_WINDOW_S:
+            self._steps.popleft()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of wall time, waiting included, over the last half minute."""
+        if len(self._steps) < 2:
+            return 0.0
+        elapsed_s = max(time.monotonic() - self._steps[0][0], 1e-6)
+        return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s

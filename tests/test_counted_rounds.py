@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.rounds import Boundary, CountedPosition, RoundSchedule
+from dipaco.peer.member.rounds import Boundary, CountedPosition, RoundSchedule
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -16,8 +16,8 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, PathProgress, StateReference
 from dipaco.peer.averaging.averager import AveragingOutcome
 from dipaco.peer.averaging.parts import AveragingFailed
+from dipaco.peer.member.rounds import Boundary
 from dipaco.peer.outer_round import Answers, CarriedOn, Committed, CommittedElsewhere, OuterRound
-from dipaco.peer.rounds import Boundary
 from dipaco.peer.trainer import Snapshot
 from support.tiny_run import make_tiny_run
 

@@ -16,8 +16,8 @@ from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.claimer import Claimer
+from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Claim, PeerStatus, Publisher
-from dipaco.peer.rounds import RoundSchedule
 from support.fake_swarm import (
     ME,
     FakeDirectory,

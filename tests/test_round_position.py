@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.rounds import RoundPosition, RoundSchedule, round_position
+from dipaco.peer.member.rounds import RoundPosition, RoundSchedule, round_position
 
 START_S, DURATION_S = 1000.0, 12.0
 

@@ -26,8 +26,8 @@ from dipaco.peer.averaging.averager import AveragingOutcome
 from dipaco.peer.averaging.parts import AveragingFailed
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.exchange.held_states import HeldStates
+from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import PeerStatus, Publisher
-from dipaco.peer.rounds import RoundSchedule
 from dipaco.peer.session import Session
 from dipaco.peer.settings import PeerSettings
 from dipaco.peer.trainer import PathTrainer

@@ -112,8 +112,10 @@ class Average:
     """Digest of the state that the outer gradient is taken from."""
     candidates: tuple[str, ...]
     """Who may come, this peer included, in the order in which they are asked to lead."""
+    begin_s: float
+    """When the others come, in swarm time: who comes earlier waits with calling them."""
     close_s: float
-    """When the group closes, in swarm time."""
+    """When the group closes."""
     end_s: float
     """When the reduce has to be done."""
     excluded: tuple[str, ...] = ()
@@ -142,6 +144,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Call:
+    """See whether peers are there at all. Answered by `CallAnswered` within seconds."""
+
+    peers: tuple[str, ...]
+    kind: Literal["call"] = "call"
+
+
+@dataclass(frozen=True)
 class TakeOuterStep:
     """Compute the state after an outer step. Answered by `OuterStepped` or `OuterStepFailed`."""
 
@@ -164,6 +174,9 @@ class Commit:
     """How many peers count, for the person who reads the log."""
     save: bool
     """Write it to disk too."""
+    begins_bundle: bool
+    """The contribution is remembered in a sum of its own, and not with those of the rounds
+    before: it may have to be put back alone."""
     kind: Literal["commit"] = "commit"
 
 
@@ -205,7 +218,10 @@ class Adopt:
     merged_round: int | None
     """The newest snapshot whose work the state contains: only what came after it stays on top."""
     put_back: tuple[int, ...]
-    """Rounds whose contributions were in the old anchor and are not in this state."""
+    """First rounds of the bundles of contributions that were in the old anchor and are not in
+    this state, see `Commit.begins_bundle`."""
+    weight: float
+    """How much of the work's length stays: less than 1 for work of long ago."""
     save: bool
     kind: Literal["adopt"] = "adopt"
 
@@ -242,6 +258,7 @@ class EndRound:
     """A round has ended here: score, report, save what is due."""
 
     round_index: int
+    next_round: int
     save: bool
     kind: Literal["end_round"] = "end_round"
 
@@ -288,6 +305,9 @@ class TakeStep:
 
     slack_s: float
     """How long other work may keep it waiting."""
+    rank: int | None = None
+    """At the first step of a round: this peer's place among the trainers of the path, the oldest
+    claim first. Replicas draw different batches."""
     kind: Literal["take_step"] = "take_step"
 
 
@@ -333,6 +353,7 @@ Action = (
     | Average
     | Await
     | Ask
+    | Call
     | TakeOuterStep
     | Commit
     | CarryOn

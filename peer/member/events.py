@@ -8,7 +8,7 @@ network, not a tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dipaco.dht.certificates import Certificate
@@ -22,6 +22,8 @@ class Viewed:
     """The swarm was read. Answers `Look`, and comes by itself once a refresh period."""
 
     view: SwarmView
+    is_answer: bool = False
+    """It was read after the last `Look`."""
     kind: Literal["viewed"] = "viewed"
 
 
@@ -42,6 +44,8 @@ class Turn:
 
     step_s: float = 0.0
     """What an inner step takes, waiting not included; 0 before the first."""
+    together: Mapping[str, int] = field(default_factory=dict)
+    """Members that a group of a level has here, as it forms. Only shown."""
     kind: Literal["turn"] = "turn"
 
 
@@ -152,6 +156,15 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class CallAnswered:
+    """Answers `Call`: who of those that were called has answered."""
+
+    called: tuple[str, ...]
+    answered: tuple[str, ...]
+    kind: Literal["call_answered"] = "call_answered"
+
+
+@dataclass(frozen=True)
 class OuterStepped:
     """Answers `TakeOuterStep`: this is the state that comes out; nothing is changed yet."""
 
@@ -235,6 +248,7 @@ Event = (
     | Averaged
     | AverageFailed
     | Answered
+    | CallAnswered
     | OuterStepped
     | OuterStepFailed
     | Checked

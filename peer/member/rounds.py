@@ -9,9 +9,7 @@ next steps wait until the outer round of that level has ended, and the clock onl
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -176,12 +174,14 @@ class ClockPosition(RoundPosition):
         """Return the boundaries that have come, each once, earliest first.
 
         One nearer than half an inner step (`step_s`) counts as come: waiting for the step would
-        miss it by more.
+        miss it by more. So does one that the next step would miss by so much that the group might
+        have closed: with steps of many seconds a peer comes early, and goes on training.
         """
+        reach_s = max(0.5 * step_s, step_s - 0.5 * self._schedule.rounds.matchmaking_s)
         found = []
         for level in self._levels:
             boundary = self._next[level]
-            if now_s + 0.5 * step_s < boundary.time_s:
+            if now_s + reach_s < boundary.time_s:
                 continue
             found.append(boundary)
             self._next[level] = max(
@@ -312,32 +312,3 @@ class CountedPosition(RoundPosition):
     def missing_steps(self, level: str) -> int:
         """Return the steps before the boundary of `level` that its limit left no time for."""
         return max(0, self._schedule.steps_before(level) - self._steps())
-
-
-WINDOW_S = 30.0
-
-
-class RateMeter:
-    """Fed after every inner step."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self._steps: deque[tuple[float, int]] = deque()
-
-    def step(self, seconds: float, tokens: int) -> None:
-        """Count one inner step of `seconds` and `tokens`."""
-        self.step_s = seconds if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * seconds
-        now = time.monotonic()
-        if not self._steps:
-            self._steps.append((now - seconds, 0))
-        self._steps.append((now, tokens))
-        while len(self._steps) > 2 and now - self._steps[0][0] > WINDOW_S:
-            self._steps.popleft()
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of wall time, waiting included, over the last half minute."""
-        if len(self._steps) < 2:
-            return 0.0
-        elapsed_s = max(time.monotonic() - self._steps[0][0], 1e-6)
-        return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s

@@ -1,0 +1,164 @@
+"""Getting what a path needs before it can be trained: its shard, and a state of every module.
+
+Of each module the best certified state is taken, or what lies on this disk, or the genesis state.
+What cannot be had is tried again: under churn a holder that has just gone is ordinary.
+"""
+
+from __future__ import annotations
+
+from dipaco.modules.state import StateReference
+
+from .actions import FetchPath, FetchState, StartPath
+from .chains import Chains
+from .events import FetchFailed, PathFailed, PathReady, StateFetched
+from .knowledge import Knowledge
+
+# How long content is waited for before a member gives up on a path.
+LIMIT_S = 300.0
+RETRY_S = 3.0
+# A state that could not be fetched is left alone for so long.
+UNAVAILABLE_S = 15.0
+
+
+class Beginning:
+    """One path at a time; `is_ready` once everything is here."""
+
+    def __init__(self, knowledge: Knowledge, chains: Chains) -> None:
+        self._known = knowledge
+        self._chains = chains
+        self.path: int | None = None
+        """The path that is being prepared."""
+        self.reason = ""
+        """What went wrong last."""
+        self._has_shard = False
+        self._shard_wanted = False
+        self._retry_s = 0.0
+        self._until_s = 0.0
+        self._fetching: dict[str, StateReference] = {}
+        self._ready: dict[str, StateReference] = {}
+        self._unavailable: dict[str, float] = {}
+
+    def begin(self, path: int) -> None:
+        """Start to get what `path` needs."""
+        self.path = path
+        self.reason = ""
+        self._has_shard = self._shard_wanted = False
+        self._retry_s = 0.0
+        self._until_s = self._known.now_s + LIMIT_S
+        self._fetching, self._ready, self._unavailable = {}, {}, {}
+        self.on_turn()
+
+    def stop(self) -> None:
+        """Want nothing any more."""
+        self.path = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether content is waited for."""
+        return self.path is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the limit has passed."""
+        return self.path is not None and self._known.now_s > self._until_s
+
+    @property
+    def left_s(self) -> float:
+        """How long it will be tried still."""
+        return max(0.0, self._until_s - self._known.now_s)
+
+    @property
+    def waits_for(self) -> str:
+        """What is missing."""
+        if not self._has_shard:
+            return f"the shard of path {self.path}"
+        modules = self._known.grid.modules_of_path(self.path or 0)
+        missing = [module for module in modules if module not in self._ready]
+        return f"the state of {', '.join(missing)}: have {len(self._ready)} of {len(modules)}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the path can be trained."""
+        if self.path is None or not self._has_shard:
+            return False
+        return all(m in self._ready for m in self._known.grid.modules_of_path(self.path))
+
+    def start(self) -> None:
+        """Train from what was fetched."""
+        assert self.path is not None
+        known = self._known
+        known.path = self.path
+        known.anchors = {m: self._ready[m] for m in known.grid.modules_of_path(self.path)}
+        for state in known.anchors.values():
+            known.serve(state)
+        known.do(StartPath(self.path, tuple(known.anchors.values())))
+        self.path = None
+
+    def on_turn(self) -> None:
+        """Ask for what is missing and not on its way."""
+        known = self._known
+        if self.path is None or known.now_s < self._retry_s:
+            return
+        if not self._has_shard and not self._shard_wanted:
+            self._shard_wanted = True
+            known.do(FetchPath(self.path))
+        for module in known.grid.modules_of_path(self.path):
+            if module not in self._ready and module not in self._fetching:
+                self._choose(module)
+
+    def _choose(self, module: str) -> None:
+        """Fetch the best state of a module that is known of."""
+        known = self._known
+        own = known.held.get(module)
+        announced = known.states(module)
+        if self._chains.learn(announced, own):
+            return
+        untrained = StateReference.untrained(module)
+        best = known.descent.best(announced, own or untrained)
+        if best is None:
+            self._fetch(own or untrained, ())
+        elif known.now_s >= self._unavailable.get(best.digest, 0.0):
+            self._fetch(best, known.holders(best))
+        else:
+            others = [s for s in announced if known.now_s >= self._unavailable.get(s.digest, 0.0)]
+            second = known.descent.best(others, own or untrained)
+            if second is not None:
+                self._fetch(second, known.holders(second))
+            else:
+                self.reason = self.reason or f"nobody who announces {module} could serve it"
+
+    def _fetch(self, state: StateReference, holders: tuple[str, ...]) -> None:
+        self._fetching[state.module] = state
+        self._known.do(FetchState(state, holders, "begin"))
+
+    def on_path(self, event: PathReady | PathFailed) -> None:
+        """The shard is here, or nobody has it at the moment."""
+        if event.path != self.path:
+            return
+        self._shard_wanted = False
+        if isinstance(event, PathReady):
+            self._has_shard = True
+        else:
+            self._try_later(event.reason)
+
+    def on_state(self, event: StateFetched | FetchFailed) -> None:
+        """A state is here, or its holders could not serve it."""
+        failed = isinstance(event, FetchFailed)
+        module = event.module if isinstance(event, FetchFailed) else event.reference.module
+        digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
+        wanted = self._fetching.get(module)
+        if self.path is None or wanted is None or (wanted.version and wanted.digest != digest):
+            return
+        del self._fetching[module]
+        if isinstance(event, FetchFailed):
+            self._unavailable[digest] = self._known.now_s + UNAVAILABLE_S
+            if wanted == self._known.held.get(module):
+                del self._known.held[module]  # It is not on this disk any more.
+            self._try_later(event.reason)
+        elif not failed:
+            self._known.take_certificates(event.certificates)
+            self._ready[module] = event.reference
+
+    def _try_later(self, reason: str) -> None:
+        self.reason = reason
+        self._retry_s = self._known.now_s + RETRY_S

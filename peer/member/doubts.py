@@ -1,0 +1,79 @@
+"""Whose records are not believed: peers that claim much and never answer (design 4.5).
+
+A record costs nothing, so an inventor can have a thousand peers. A peer that was called several
+times and never answered is left out of what a member decides from, until it answers or stands in a
+certificate. A few calls a refresh are enough, because what matters is looked at first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from dipaco.dht.view import SwarmView
+
+# Calls without an answer after which a peer is doubted.
+CALLS_IN_VAIN = 2
+CALLS_AT_ONCE = 4
+# Peers of which something is remembered.
+REMEMBERED = 4096
+
+
+class Doubts:
+    """What a member thinks of the peers that it reads of."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._in_vain: Counter[str] = Counter()
+        self._proven: dict[str, float] = {}
+
+    def prove(self, peers: Iterable[str], now_s: float) -> bool:
+        """Note who answered or has trained; returns whether any of them was doubted."""
+        was_doubted = False
+        for peer in peers:
+            was_doubted |= self._in_vain.pop(peer, 0) >= CALLS_IN_VAIN
+            self._proven.pop(peer, None)
+            self._proven[peer] = now_s
+        while len(self._proven) > REMEMBERED:
+            del self._proven[next(iter(self._proven))]
+        return was_doubted
+
+    def called_in_vain(self, peers: Iterable[str]) -> bool:
+        """Note who was called and did not answer; returns whether any is doubted from now on."""
+        is_new = False
+        for peer in peers:
+            self._in_vain[peer] += 1
+            is_new |= self._in_vain[peer] == CALLS_IN_VAIN
+        while len(self._in_vain) > REMEMBERED:
+            del self._in_vain[next(iter(self._in_vain))]
+        return is_new
+
+    def is_doubted(self, peer: str) -> bool:
+        """Tell whether a peer is left out."""
+        return self._in_vain[peer] >= CALLS_IN_VAIN
+
+    def believed(self, view: SwarmView) -> SwarmView:
+        """Return a view without those who are doubted."""
+        doubted = {peer for peer, calls in self._in_vain.items() if calls >= CALLS_IN_VAIN}
+        doubted.discard(self._me)
+        if not doubted & (view.claims.keys() | view.peers.keys()):
+            return view
+        return replace(
+            view,
+            claims={peer: c for peer, c in view.claims.items() if peer not in doubted},
+            peers={peer: p for peer, p in view.peers.items() if peer not in doubted},
+        )
+
+    def to_call(self, view: SwarmView, first: Collection[str], since_s: float) -> tuple[str, ...]:
+        """Return whom to call now: those in `first` before others, each again after a while.
+
+        Who has shown itself since `since_s` need not be called.
+        """
+        waiting = [
+            peer
+            for peer in (view.claims.keys() | view.peers.keys()) - {self._me}
+            if self._proven.get(peer, -1.0) < since_s
+        ]
+        waiting.sort(key=lambda peer: (peer not in first, self._in_vain[peer], peer))
+        return tuple(waiting[:CALLS_AT_ONCE])

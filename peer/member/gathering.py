@@ -1,0 +1,78 @@
+"""When a group closes, who leads it and whom it waits for: the same for every peer (design 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dipaco.dht.agreement import awaited_group, is_overtaken
+from dipaco.dht.policy import seniority
+from dipaco.modules.config import RoundsConfig
+
+from .knowledge import Knowledge
+
+# With fixed steps: the longest that a group waits for its members, whatever `duration_s` is.
+LONGEST_WAIT_S = 3000.0
+# A peer that reaches nobody commits nothing that others share for so many rounds; after that the
+# others count as gone. Its commits never outweigh theirs (`descent`).
+ISOLATED_ROUNDS = 8
+
+
+def close_after_s(rounds: RoundsConfig, attempt: int) -> float:
+    """Return when after the boundary an attempt's group closes, by the clock."""
+    if attempt == 0:
+        return rounds.matchmaking_s
+    return max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
+
+
+def longest_wait_s(rounds: RoundsConfig) -> float:
+    """Return how long a group waits at most when rounds are counted."""
+    return min(LONGEST_WAIT_S, rounds.duration_s + rounds.window_s / 2 + rounds.matchmaking_s)
+
+
+def leading_order(known: Knowledge, peers: Collection[str]) -> tuple[str, ...]:
+    """Return peers in the order in which they are asked to lead.
+
+    The longest in training first; those that cannot be called, last.
+    """
+    view = known.view
+
+    def order(peer: str) -> tuple[bool, tuple[bool, float, str]]:
+        record = view.peers.get(peer)
+        is_closed = record is not None and record.reachable == "outgoing"
+        return is_closed, seniority(view, known.me, peer)
+
+    return tuple(sorted(peers, key=order))
+
+
+def awaited(
+    known: Knowledge,
+    module: str,
+    round_index: int,
+    *,
+    excluded: Collection[str],
+    alive: frozenset[str] | None,
+) -> frozenset[str] | None:
+    """With fixed steps: return whom a meeting waits for; None for nobody any more.
+
+    A claim that has expired or goes on to a later round is not waited for. Of a second attempt's
+    group only those that are `alive`.
+    """
+    others = awaited_group(known.view, known.grid, module, round_index)
+    others = others - {known.me} - frozenset(excluded)
+    if alive is not None:
+        others &= alive
+    tokens = known.anchors[module].tokens
+    if not others or is_overtaken(known.view, known.grid, module, tokens, known.me):
+        return None
+    return others | {known.me}
+
+
+def is_cut_off(known: Knowledge, module: str) -> bool:
+    """Tell whether a commit now would be one that others share and know nothing of."""
+    if not known.is_isolated:
+        return False
+    if known.now_s - known.isolated_since_s > ISOLATED_ROUNDS * known.plan.rounds.duration_s:
+        return False
+    anchor = known.anchors[module]
+    others = known.book.contributors_since(module, anchor.digest, None) - {known.me}
+    return bool(others) or anchor.version == 0

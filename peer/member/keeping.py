@@ -1,0 +1,254 @@
+"""Copies of states, so that each lives on several peers (design 4.6).
+
+One peer looks after the copies of a module: the one that has trained it longest, or, of an orphan,
+a holder that rendezvous hashing names. It offers the state to the other peers in their rendezvous
+order and walks on past those that do not take it, until enough have shown that they hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from dipaco.dht.agreement import expected_group
+from dipaco.dht.keeping import keepers
+from dipaco.dht.policy import seniority
+from dipaco.modules.state import StateReference
+
+from .actions import Drop, FetchState, Keep, Offer
+from .chains import Chains, refresh_period_s
+from .events import FetchFailed, OfferAnswered, Offered, StateFetched
+from .knowledge import Knowledge
+
+# An offer is taken by those whose place in the rendezvous order is below this many times the
+# copies: views differ a little, and some of those before may be gone.
+GREATEST_PLACE = 4
+OFFER_LIMIT_S = 60.0
+# Who did not take an offer is passed over for so many refresh periods.
+PASSED_OVER_PERIODS = 8
+# States that others offered and that are looked into at the same time.
+GREATEST_OFFERS = 64
+# Between two looks whether others hold enough copies of what this peer need not keep.
+DROP_EVERY_S = 60.0
+# Peers that a leaving peer offers each state to.
+HANDED_TO = 4
+
+
+@dataclass
+class _Care:
+    """What is known of the copies of one module."""
+
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    """Peer to the last round of the state that it has shown to hold."""
+    offered: dict[str, float] = field(default_factory=dict)
+    """Peer to when its answer must have come."""
+    passed_over: dict[str, float] = field(default_factory=dict)
+    """Peer to when it may be asked again."""
+
+
+class Keeping:
+    """Gives copies to others, and takes those that others offer."""
+
+    def __init__(self, knowledge: Knowledge, chains: Chains) -> None:
+        self._known = knowledge
+        self._chains = chains
+        self._care: dict[str, _Care] = {}
+        self._offers: dict[str, StateReference] = {}
+        self._fetching: dict[str, StateReference] = {}
+        self._looked_s = -math.inf
+        self._handing_over: dict[str, set[str]] | None = None
+        self.handed_over: set[str] = set()
+        """Modules whose newest states others hold, while the member leaves."""
+
+    # -- giving
+
+    def on_view(self) -> None:
+        """Look after the copies of what is held here."""
+        known = self._known
+        if self._handing_over is not None:
+            return
+        for module, state in sorted(known.held.items()):
+            if state.version > 0 and self._is_mine_to_care_for(module, state):
+                self._look_after(module, state)
+        self._take_offers()
+        self._drop_unneeded()
+
+    def _is_mine_to_care_for(self, module: str, state: StateReference) -> bool:
+        known, view = self._known, self._known.view
+        trainers = expected_group(view, known.grid, module)
+        if trainers:
+            return min(trainers, key=lambda p: seniority(view, known.me, p)) == known.me
+        holders = {known.me, *view.holders(state)}
+        return keepers(module, holders & {known.me, *view.peers}, 1) == (known.me,)
+
+    def _look_after(self, module: str, state: StateReference) -> None:
+        known, view = self._known, self._known.view
+        rounds = known.plan.rounds
+        care = self._care.setdefault(module, _Care())
+        care.offered = {p: until_s for p, until_s in care.offered.items() if until_s > known.now_s}
+        trainers = expected_group(view, known.grid, module) | {known.me}
+        fresh = {
+            peer
+            for peer, round_index in care.acknowledged.items()
+            if peer in view.peers
+            and state.last_round < round_index + max(1, rounds.replication_every_rounds)
+        }
+        missing = rounds.copies - len(trainers | fresh) - len(care.offered)
+        others = self._order(module) if missing > 0 else ()
+        for peer in others:
+            if missing <= 0:
+                break
+            if peer in trainers | fresh | care.offered.keys():
+                continue
+            if known.now_s < care.passed_over.get(peer, -math.inf):
+                continue
+            care.offered[peer] = known.now_s + OFFER_LIMIT_S
+            known.do(Offer(state, peer, OFFER_LIMIT_S))
+            missing -= 1
+
+    def _order(self, module: str) -> tuple[str, ...]:
+        """Return the other peers in the order in which they are asked to keep a module."""
+        known, view = self._known, self._known.view
+        trainers = expected_group(view, known.grid, module)
+        others = [
+            peer
+            for peer, record in view.peers.items()
+            if peer != known.me and peer not in trainers and record.state != "leaving"
+        ]
+        return keepers(module, others, len(others))
+
+    def on_offer_answered(self, event: OfferAnswered) -> None:
+        """A peer has shown that it holds a copy, or it has not in time."""
+        known = self._known
+        care = self._care.setdefault(event.module, _Care())
+        care.offered.pop(event.peer, None)
+        state = known.held.get(event.module)
+        if event.is_kept and state is not None:
+            care.acknowledged[event.peer] = state.last_round
+        elif not event.is_kept:
+            period_s = refresh_period_s(known.plan.rounds.duration_s)
+            care.passed_over[event.peer] = known.now_s + PASSED_OVER_PERIODS * period_s
+        if self._handing_over is not None:
+            waiting = self._handing_over.get(event.module, set())
+            waiting.discard(event.peer)
+            if event.is_kept:
+                self.handed_over.add(event.module)
+        elif not event.is_kept and known.has_view and state is not None:
+            self.on_view()
+
+    def acknowledged(self, module: str) -> tuple[str, ...]:
+        """Return who has shown to hold a copy of a module, of whatever age."""
+        care = self._care.get(module)
+        return tuple(sorted(care.acknowledged)) if care is not None else ()
+
+    # -- taking
+
+    def on_offered(self, event: Offered) -> None:
+        """Another peer wants this one to hold a state: only a keeper does, and never blindly."""
+        known, state = self._known, event.reference
+        if state.module not in known.grid.modules() or state.version == 0:
+            return
+        if state.module in known.anchors or not known.has_view:
+            return
+        held = known.held.get(state.module)
+        if held is not None and held.digest == state.digest:
+            return
+        known.hear(state, event.peer)
+        trainers = expected_group(known.view, known.grid, state.module)
+        others = [peer for peer in {known.me, *known.view.peers} if peer not in trainers]
+        most = GREATEST_PLACE * known.plan.rounds.copies
+        if known.me not in keepers(state.module, others, most):
+            return
+        if len(self._offers) < GREATEST_OFFERS:
+            self._offers[state.digest] = state
+            self._take_offers()
+
+    def _take_offers(self) -> None:
+        """Fetch what is offered, certified and better than what is held."""
+        known = self._known
+        for digest, state in list(self._offers.items()):
+            held = known.held.get(state.module)
+            if self._chains.learn([state], held):
+                continue
+            del self._offers[digest]
+            if state.module in self._fetching or state.module in known.anchors:
+                continue
+            if known.descent.wins(state, held or StateReference.untrained(state.module)):
+                self._fetching[state.module] = state
+                known.do(FetchState(state, known.holders(state), "keep"))
+
+    def on_chain(self) -> None:
+        """Certificates came: an offer may be waiting for them."""
+        self._take_offers()
+
+    def on_state(self, event: StateFetched | FetchFailed) -> None:
+        """What was offered is here, or could not be had."""
+        module = event.module if isinstance(event, FetchFailed) else event.reference.module
+        digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
+        wanted = self._fetching.get(module)
+        if wanted is None or wanted.digest != digest:
+            return
+        del self._fetching[module]
+        known = self._known
+        if isinstance(event, FetchFailed) or module in known.anchors:
+            return
+        known.take_certificates(event.certificates)
+        held = known.held.get(module) or StateReference.untrained(module)
+        if known.descent.wins(event.reference, held):
+            known.serve(event.reference)
+            known.do(Keep(event.reference))
+
+    def _drop_unneeded(self) -> None:
+        """Now and then, drop one copy that is not this peer's to keep and that others have."""
+        known = self._known
+        if known.now_s - self._looked_s < DROP_EVERY_S:
+            return
+        self._looked_s = known.now_s
+        copies = known.plan.rounds.copies
+        for module, state in sorted(known.held.items()):
+            if module in known.anchors or state.version == 0:
+                continue
+            if known.me in keepers(module, {known.me, *known.view.peers}, GREATEST_PLACE * copies):
+                continue
+            others = [
+                h
+                for h in known.view.holdings.get(module, ())
+                if h.peer_id != known.me and h.peer_id in known.view.peers
+                if h.version >= state.version
+            ]
+            if len(others) >= copies:
+                del known.held[module]
+                known.do(Drop(module))
+                return
+
+    # -- leaving
+
+    def hand_over(self, limit_s: float) -> None:
+        """Offer the newest states to others before this peer leaves."""
+        known = self._known
+        self._handing_over = {}
+        if not known.has_view:
+            return
+        modules = known.anchors if known.settings.trains else known.held
+        for module in modules:
+            state = known.held.get(module)
+            if state is None or state.version == 0:
+                continue
+            if set(known.view.holders(state)) - {known.me}:
+                self.handed_over.add(module)
+                continue
+            trainers = sorted(expected_group(known.view, known.grid, module) - {known.me})
+            peers = (*trainers, *self._order(module))[:HANDED_TO]
+            self._handing_over[module] = set(peers)
+            known.do(*(Offer(state, peer, limit_s) for peer in peers))
+
+    @property
+    def is_handing_over(self) -> bool:
+        """Whether an answer is waited for that could still make a difference."""
+        waiting = self._handing_over or {}
+        return any(peers and m not in self.handed_over for m, peers in waiting.items())
+
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """Modules whose newest states nobody took over."""
+        return tuple(sorted((self._handing_over or {}).keys() - self.handed_over))

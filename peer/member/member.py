@@ -1,0 +1,475 @@
+"""What a peer decides, as one deterministic state machine: events and the time in, actions out.
+
+A member joins, claims a path, gets what it needs, trains round by round, takes over what others
+made, keeps copies for them, moves, and leaves. It is the only place where that is decided: a real
+peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its actions out and
+report what came of them. Equal events give equal actions, so what a peer recorded can be played
+again (`dipaco.peer.member.recording`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from dipaco.dht.agreement import round_of_others, trained_paths
+from dipaco.dht.certificates import CertificateBook
+from dipaco.dht.policy import lead_rank, should_move
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import StateReference
+
+from .actions import (
+    Action,
+    Begun,
+    Call,
+    EndRound,
+    Left,
+    Look,
+    Move,
+    SaveAll,
+    Stay,
+    TakeStep,
+    Wait,
+    Warn,
+)
+from .adoption import Adoption
+from .beginning import LIMIT_S, Beginning
+from .chains import Chains, refresh_period_s
+from .claiming import Claiming
+from .events import (
+    Answered,
+    Averaged,
+    AverageFailed,
+    CallAnswered,
+    ChainFetched,
+    Checked,
+    Event,
+    FetchFailed,
+    LeaveWanted,
+    LookFailed,
+    OfferAnswered,
+    Offered,
+    OuterStepFailed,
+    OuterStepped,
+    PathFailed,
+    PathReady,
+    SnapshotTaken,
+    StateFetched,
+    Stepped,
+    SuccessorReady,
+    Turn,
+    Viewed,
+)
+from .keeping import Keeping
+from .knowledge import Knowledge, MemberSettings
+from .outer import OuterRounds
+from .rounds import round_position
+
+LEAVE_BUDGET_S = 4.0
+# A wait for other peers that ends sooner is not worth a line.
+SHORT_WAIT_S = 1.0
+# Who has shown itself is called again after so many refresh periods.
+CALL_PERIODS = 20
+
+
+class _Phase(Enum):
+    NEW = auto()
+    CLAIMING = auto()
+    BEGINNING = auto()
+    TRAINING = auto()
+    THINKING = auto()
+    SERVING = auto()
+    LEAVING = auto()
+    GONE = auto()
+
+
+class Member:
+    """One peer's decisions in one run. `held` are the states that lie on its disk."""
+
+    def __init__(
+        self,
+        settings: MemberSettings,
+        plan: RunPlan,
+        grid: Grid,
+        *,
+        book: CertificateBook | None = None,
+        held: Sequence[StateReference] = (),
+    ) -> None:
+        self.known = known = Knowledge(settings, plan, grid, book or CertificateBook())
+        for state in held:
+            known.serve(state)
+        self.position = round_position(known.schedule)
+        self._chains = Chains(known)
+        self._claiming = Claiming(known)
+        self._beginning = Beginning(known, self._chains)
+        self._adoption = Adoption(known, self._chains)
+        self._outer = OuterRounds(known, self.position, self._adoption, self._chains)
+        self._keeping = Keeping(known, self._chains)
+        self._phase = _Phase.NEW
+        self._since_s = 0.0
+        self._waits_since_s = 0.0
+        self._rounds_on_path = 0
+        self.rounds_done = 0
+        """Rounds that ended here."""
+        self._successor = False
+        self._to_successor = False
+        self._was_isolated = False
+
+    @property
+    def path(self) -> int | None:
+        """The path in training."""
+        return self.known.path
+
+    @property
+    def anchors(self) -> dict[str, StateReference]:
+        """The last committed state of every module of the path in training."""
+        return dict(self.known.anchors)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the member has left."""
+        return self._phase is _Phase.GONE
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take note of an event at `now_s`, swarm time, and return what is to be done, in order.
+
+        Events after `Left` change nothing.
+        """
+        known = self.known
+        known.now_s = now_s
+        if self._phase is _Phase.GONE:
+            return []
+        if isinstance(event, Turn):
+            self._on_turn(event)
+        elif isinstance(event, Viewed):
+            self._on_view(event)
+        elif isinstance(event, LeaveWanted):
+            self._leave(to_successor=False)
+        elif isinstance(event, SuccessorReady):
+            self._successor = True
+        else:
+            self._on_answer(event)
+        actions, known.actions = known.actions, []
+        return actions
+
+    def _on_answer(self, event: Event) -> None:
+        """Hand what came of an action to the part that wanted it."""
+        running = self._outer.running
+        match event:
+            case LookFailed():
+                self._on_look_failed(event)
+            case PathReady() | PathFailed():
+                self._beginning.on_path(event)
+            case StateFetched() | FetchFailed():
+                self._beginning.on_state(event)
+                self._adoption.on_state(event)
+                self._keeping.on_state(event)
+            case ChainFetched():
+                self._chains.on_fetched(event)
+                self._outer.on_chain(event.reference.module)
+                self._keeping.on_chain()
+            case SnapshotTaken():
+                self._outer.on_snapshot(event)
+            case Averaged():
+                self._outer.on_averaged(event)
+            case AverageFailed():
+                self._outer.on_average_failed(event)
+            case Answered():
+                self._outer.on_answered(event)
+            case CallAnswered():
+                self._on_call_answered(event)
+            case OuterStepped():
+                self._outer.on_stepped(event)
+            case OuterStepFailed():
+                self._outer.on_step_failed(event)
+            case Checked():
+                self._adoption.on_checked(event, running)
+            case Offered():
+                self._keeping.on_offered(event)
+            case OfferAnswered():
+                self._keeping.on_offer_answered(event)
+            case Stepped():
+                self.position.stepped()
+
+    # -- the swarm was read
+
+    def _on_view(self, event: Viewed) -> None:
+        known = self.known
+        known.learn(event.view)
+        self._tell_isolation()
+        if event.is_answer:
+            self._on_look()
+        if self._phase in (_Phase.LEAVING, _Phase.GONE):
+            return
+        if self._phase is _Phase.TRAINING:
+            self._outer.on_view()
+            self._adoption.look(self._outer.running)
+        self._keeping.on_view()
+        if not event.is_answer:
+            self._call_unknown()
+
+    def _tell_isolation(self) -> None:
+        isolated = self.known.is_isolated
+        if isolated and not self._was_isolated:
+            self.known.do(
+                Warn("isolated: none of the peers that were here is in sight; trains on alone")
+            )
+        self._was_isolated = isolated
+
+    def _on_look(self) -> None:
+        if self._claiming.is_under_way:
+            self._claiming.on_view()
+        elif self._phase is _Phase.THINKING:
+            self._phase = _Phase.TRAINING
+            self._move_if_better()
+
+    def _on_look_failed(self, event: LookFailed) -> None:
+        self._claiming.on_look_failed()
+        if self._phase is _Phase.THINKING:
+            self._phase = _Phase.TRAINING
+            self.known.do(Warn(f"thinks about moving another time: {event.reason}"))
+
+    def _call_unknown(self) -> None:
+        """See whether those are there who claim to be, a few at a time (design 4.5)."""
+        known = self.known
+        view = known.whole_view
+        stale = {
+            peer
+            for peer, claim in view.claims.items()
+            if view.last_round(claim.path) < known.present_round - 2
+        }
+        period_s = refresh_period_s(known.plan.rounds.duration_s)
+        peers = known.doubts.to_call(view, stale, known.now_s - CALL_PERIODS * period_s)
+        if peers:
+            known.do(Call(peers))
+
+    def _on_call_answered(self, event: CallAnswered) -> None:
+        known = self.known
+        answered = set(event.answered)
+        changed = known.doubts.prove(answered, known.now_s)
+        changed |= known.doubts.called_in_vain(set(event.called) - answered)
+        if changed:
+            known.forget_beliefs()
+
+    # -- one turn
+
+    def _on_turn(self, turn: Turn) -> None:
+        """Say what the shell does now: an inner step, or wait, or leave."""
+        known = self.known
+        if self._phase is _Phase.NEW:
+            self._since_s = known.now_s
+            if known.settings.trains:
+                self._phase = _Phase.CLAIMING
+                self._claiming.begin()
+            else:
+                self._phase = _Phase.SERVING
+        if self._phase is _Phase.CLAIMING:
+            self._turn_claiming()
+        if self._phase is _Phase.BEGINNING:
+            self._turn_beginning()
+        if self._phase is _Phase.TRAINING:
+            self._turn_training(turn)
+        elif self._phase is _Phase.THINKING:
+            known.do(Wait("a new view of the swarm", 0.0))
+        elif self._phase is _Phase.SERVING:
+            known.do(Wait("", 0.0))
+        elif self._phase is _Phase.LEAVING:
+            self._turn_leaving()
+
+    def _turn_claiming(self) -> None:
+        known = self.known
+        self._claiming.on_turn()
+        decision = self._claiming.decision
+        if not self._claiming.is_under_way and decision is not None:
+            self._phase = _Phase.BEGINNING
+            self._beginning.begin(decision.path)
+            return
+        left_s = self._since_s + LIMIT_S - known.now_s
+        if left_s > 0:
+            known.do(Wait("the swarm's answer to a claim", left_s))
+        elif known.path is None:
+            self._give_up(
+                f"the DHT did not answer for {LIMIT_S:.0f} s; check the network and start again"
+            )
+        else:
+            self._stay(f"the DHT did not answer for {LIMIT_S:.0f} s")
+
+    def _turn_beginning(self) -> None:
+        known, beginning = self.known, self._beginning
+        beginning.on_turn()
+        if beginning.is_ready:
+            beginning.start()
+            self._begun()
+        elif beginning.has_failed:
+            reason = beginning.reason or f"waited in vain for {beginning.waits_for}"
+            beginning.stop()
+            if known.path is None:
+                self._give_up(reason)
+            else:
+                self._stay(reason)
+        else:
+            what = beginning.waits_for
+            if beginning.reason:
+                what += f" ({beginning.reason})"
+            known.do(Wait(what, beginning.left_s))
+
+    def _begun(self) -> None:
+        known = self.known
+        assert known.path is not None
+        self._adoption.begin_path()
+        self._outer.begin_path()
+        self._rounds_on_path = 0
+        self._phase = _Phase.TRAINING
+        self._enter_round()
+        self._claiming.train()
+        known.do(Begun(known.path, self.position.round_index))
+
+    def _enter_round(self) -> None:
+        """Take part from now on; with fixed steps also a peer that moves never goes back."""
+        round_index = max(self.position.round_index, self._round_after_anchors())
+        self.position.enter(self.known.now_s, round_index)
+
+    def _round_after_anchors(self) -> int:
+        """Return the counted round after the newest in the anchors, or a later one of others."""
+        known = self.known
+        assert known.path is not None
+        newest = max(anchor.last_round for anchor in known.anchors.values())
+        return max(newest + 1, round_of_others(known.view, known.grid, known.path, known.me))
+
+    def _turn_training(self, turn: Turn) -> None:
+        """Start what is due, apply what is here, then step or wait.
+
+        What is here is applied before a boundary takes its copy: a level's next round starts from
+        the new anchor. An adoption waits while its level averages.
+        """
+        known, position, outer = self.known, self.position, self._outer
+        self._adoption.apply(outer.running)
+        if known.now_s < position.opens_s and self._is_every_path_trained():
+            position.open(known.now_s)
+        outer.on_turn(turn.step_s)
+        if position.round_ended(outer.running):
+            self._end_round()
+            if self._phase is not _Phase.TRAINING:
+                known.do(Wait("", 0.0)) if self._phase is not _Phase.LEAVING else None
+                if self._phase is _Phase.LEAVING:
+                    self._turn_leaving()
+                return
+        if position.may_step(known.now_s):
+            self._waits_since_s = 0.0
+            rank = None
+            if position.steps_in_round == 0:
+                # Once a round, when claims have settled: replicas of a path draw other batches.
+                rank = lead_rank(known.view, known.me, known.path or 0)
+            known.do(TakeStep(position.slack_s(known.now_s, turn.step_s), rank))
+        else:
+            self._wait_to_step(turn)
+
+    def _is_every_path_trained(self) -> bool:
+        return len(trained_paths(self.known.view)) == self.known.grid.path_count
+
+    def _wait_to_step(self, turn: Turn) -> None:
+        """Wait for the run to start, or, with fixed steps, for other peers."""
+        known, position = self.known, self.position
+        start_s = known.schedule.start_s
+        if known.now_s < start_s:
+            known.do(Wait("the run to start", start_s - known.now_s))
+            return
+        self._waits_since_s = self._waits_since_s or known.now_s
+        if known.now_s - self._waits_since_s < SHORT_WAIT_S:
+            known.do(Wait("", 0.0))
+            return
+        if known.now_s < position.opens_s:
+            trained = len(trained_paths(known.view))
+            what = f"a trainer for every path: have {trained} of {known.grid.path_count}"
+            until_s = position.opens_s
+        else:
+            what, until_s = self._outer.waiting_for(turn.together)
+        known.do(Wait(what, max(0.0, until_s - known.now_s)))
+
+    # -- the end of a round
+
+    def _end_round(self) -> None:
+        """Go on to the next round, leave, or think about moving."""
+        known, position = self.known, self.position
+        ended = position.round_index
+        self.rounds_done += 1
+        self._rounds_on_path += 1
+        position.next_round(known.now_s, self._round_after_anchors())
+        known.do(EndRound(ended, position.round_index, known.is_save_due(ended)))
+        most = known.settings.max_rounds
+        if most and self.rounds_done >= most:
+            self._leave(to_successor=False)
+        elif self._successor and known.settings.follows:
+            self._leave(to_successor=True)
+        elif known.settings.pinned is None and not self._outer.running:
+            if known.schedule.fixed_steps:
+                # Counted rounds may be shorter than the time between two views, and one of many
+                # rounds ago says of a path that it waits when another peer has taken it since.
+                self._phase = _Phase.THINKING
+                known.do(Look())
+            else:
+                self._move_if_better()
+
+    def _move_if_better(self) -> None:
+        known = self.known
+        decision = should_move(
+            known.view,
+            known.grid,
+            known.me,
+            rounds_on_path=self._rounds_on_path,
+            dwell_rounds=known.plan.rounds.dwell_rounds,
+        )
+        if decision is None or decision.path == known.path or known.path is None:
+            return
+        known.do(Move(known.path, decision.path, decision.reason))
+        self._phase = _Phase.CLAIMING
+        self._since_s = known.now_s
+        self._claiming.begin(decision)
+
+    def _stay(self, reason: str) -> None:
+        """Go on with the present path after a move failed: its model is untouched."""
+        known = self.known
+        assert known.path is not None
+        self._rounds_on_path = 0
+        self._phase = _Phase.TRAINING
+        self._claiming.take_back(known.path)
+        self._enter_round()
+        known.do(Stay(known.path, reason))
+
+    # -- leaving
+
+    def _give_up(self, reason: str) -> None:
+        self._claiming.leave()
+        self._phase = _Phase.GONE
+        self.known.do(Left((), to_successor=False, error=reason))
+
+    def _leave(self, *, to_successor: bool) -> None:
+        """Withdraw the claim, save, hand over: within ten seconds (promise 10)."""
+        if self._phase is _Phase.LEAVING:
+            return
+        self._phase = _Phase.LEAVING
+        self._since_s = self.known.now_s
+        self._to_successor = to_successor
+        self._outer.is_leaving = True
+        self._beginning.stop()
+        self._claiming.leave()
+        self.known.do(SaveAll())
+        if not to_successor:
+            self._keeping.hand_over(LEAVE_BUDGET_S)
+
+    def _turn_leaving(self) -> None:
+        known, keeping = self.known, self._keeping
+        left_s = self._since_s + LEAVE_BUDGET_S - known.now_s
+        if keeping.is_handing_over and left_s > 0:
+            known.do(Wait("others to take over the newest states", left_s))
+            return
+        if keeping.left_behind:
+            known.do(
+                Warn(
+                    f"{', '.join(keeping.left_behind)}: nobody took over the newest state in "
+                    "time; it stays on this disk"
+                )
+            )
+        self._phase = _Phase.GONE
+        known.do(Left(tuple(sorted(keeping.handed_over)), self._to_successor))

@@ -1,0 +1,510 @@
+"""Outer rounds: snapshot, meet, average, step; commit or carry on (design 4.2, 4.4).
+
+One round of each level is under way at most, beside the inner loop. A group commits when it is
+more than half of those who count. Before a second attempt the others are asked what they hold: a
+group that committed without this peer has its state already, and a second version beside it would
+fork the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from dipaco.dht.agreement import (
+    awaited_group,
+    expected_group,
+    possible_group,
+)
+from dipaco.dht.policy import seniority
+
+from .actions import (
+    Ask,
+    Average,
+    Await,
+    CarryOn,
+    Commit,
+    Discard,
+    ForgetSnapshot,
+    TakeOuterStep,
+    TakeSnapshot,
+    Warn,
+)
+from .adoption import Adoption
+from .chains import Chains
+from .culprits import Culprits
+from .events import (
+    Answered,
+    Averaged,
+    AverageFailed,
+    OuterStepFailed,
+    OuterStepped,
+    SnapshotTaken,
+)
+from .gathering import awaited, close_after_s, is_cut_off, leading_order, longest_wait_s
+from .knowledge import Knowledge
+from .quorum import PATIENCE_ROUNDS, counting_peers, is_majority
+from .rounds import Boundary, RoundPosition
+
+ATTEMPTS = 2
+# A group that closes sooner than this from now cannot form any more.
+SHORTEST_MEETING_S = 0.3
+# With fixed steps: after this an attempt in which no group formed begins anew.
+AGAIN_AFTER_S = 0.5
+# How long a failed attempt waits for certificates before it goes on without them.
+TRACING_S = 5.0
+
+
+class _Phase(Enum):
+    COPYING = auto()
+    MEETING = auto()
+    PAUSING = auto()
+    ASKING = auto()
+    TRACING = auto()
+    STEPPING = auto()
+
+
+@dataclass
+class _Round:
+    """An outer round under way."""
+
+    module: str
+    boundary: Boundary
+    anchor: str
+    """Digest of the state that it started from."""
+    phase: _Phase = _Phase.COPYING
+    attempt: int = 0
+    tokens: int = 0
+    expected: int = 1
+    group: frozenset[str] = frozenset()
+    alive: frozenset[str] | None = None
+    culprits: frozenset[str] = frozenset()
+    failure: str = "the commit window had passed"
+    had_members: bool = False
+    awaited: frozenset[str] | None = None
+    close_s: float = 0.0
+    until_s: float = math.inf
+    """When the present phase ends at the latest, where nothing else ends it."""
+
+
+@dataclass
+class OuterRounds:
+    """The outer rounds of the path in training."""
+
+    known: Knowledge
+    position: RoundPosition
+    adoption: Adoption
+    chains: Chains
+    is_leaving: bool = False
+    _running: dict[str, _Round] = field(default_factory=dict)
+    _in_vain: Counter[str] = field(default_factory=Counter)
+    _culprits: Culprits = field(default_factory=Culprits)
+    # With fixed steps: boundaries that wait for a state that others committed.
+    _catching_up: dict[str, _Round] = field(default_factory=dict)
+
+    @property
+    def running(self) -> Collection[str]:
+        """Levels that have an outer round under way."""
+        return self._running.keys()
+
+    def begin_path(self) -> None:
+        """Forget the last path; what was under way for it is answered to nobody."""
+        self._running.clear()
+        self._in_vain.clear()
+        self._catching_up.clear()
+
+    @property
+    def _is_counted(self) -> bool:
+        return self.known.schedule.fixed_steps > 0
+
+    def on_turn(self, step_s: float) -> None:
+        """Start the rounds whose boundaries have come; go on where a wait has ended."""
+        self._caught_up()
+        for boundary in self.position.due(self.known.now_s, step_s):
+            self._start(boundary)
+        for running in list(self._running.values()):
+            self._on_time(running)
+
+    def on_view(self) -> None:
+        """With fixed steps the view says whom a meeting still waits for."""
+        for running in self._running.values():
+            if running.phase is _Phase.MEETING and self._is_counted:
+                awaited = self._awaited(running)
+                if awaited != running.awaited:
+                    running.awaited = awaited
+                    self.known.do(Await(running.module, awaited))
+
+    def _on_time(self, running: _Round) -> None:
+        if self.known.now_s < running.until_s:
+            return
+        running.until_s = math.inf
+        if running.phase is _Phase.PAUSING:
+            self._meet(running)
+        elif running.phase is _Phase.TRACING:
+            self._after_answers(running)
+
+    # -- start
+
+    def _start(self, boundary: Boundary) -> None:
+        """Copy the module of the boundary's level, unless there is nothing to be done."""
+        known, level = self.known, boundary.level
+        module = next(m for m in known.anchors if known.grid.level_of(m) == level)
+        late_s = known.now_s - boundary.time_s
+        if level in self._running:
+            self._skip(module, boundary, "the round before had not ended")
+        elif self._is_too_late(boundary):
+            self._skip(module, boundary, f"came {late_s:.1f} s after the boundary")
+        elif self._is_counted and known.anchors[module].last_round >= boundary.round_index:
+            self._skip(module, boundary, "the others had taken this step")
+        else:
+            missing = self.position.missing_steps(level)
+            if missing > 0:
+                known.do(
+                    Warn(
+                        f"round {boundary.round_index}: {missing} inner steps were not done before "
+                        f"the boundary of {level}; give the run a longer duration_s or fewer "
+                        "inner_steps"
+                    )
+                )
+            self._running[level] = _Round(module, boundary, known.anchors[module].digest)
+            known.do(TakeSnapshot(module, boundary.round_index))
+
+    def _is_too_late(self, boundary: Boundary) -> bool:
+        """Tell whether no group can form any more, not even a second one."""
+        latest_s = (
+            boundary.time_s
+            + close_after_s(self.known.plan.rounds, ATTEMPTS - 1)
+            - SHORTEST_MEETING_S
+        )
+        return not self._is_counted and self.known.now_s > latest_s
+
+    def on_snapshot(self, event: SnapshotTaken) -> None:
+        """The copy is there: average it, unless it is not fit for that."""
+        running = self._of(event.module, _Phase.COPYING)
+        if running is None or running.boundary.round_index != event.round_index:
+            return
+        running.tokens = event.tokens
+        if not event.is_finite:
+            self.known.do(
+                Warn(f"{event.module} has become non-finite: back to its anchor"),
+                Discard(event.module),
+            )
+            self._end(running, "own outer gradient is not finite")
+        elif event.tokens == 0:
+            self._end(running, "nothing was trained since the last commit")
+        elif is_cut_off(self.known, running.module):
+            self._end(running, "isolated: none of the peers that were here can be reached")
+        else:
+            self._meet(running)
+
+    # -- meeting
+
+    def _meet(self, running: _Round) -> None:
+        """Begin the present attempt, or what comes after it when there is no time left."""
+        known, module, boundary = self.known, running.module, running.boundary
+        possible = possible_group(known.view, known.grid, module) | {known.me}
+        expected = expected_group(known.view, known.grid, module) | {known.me}
+        running.expected = len(self._counting(running) | expected)
+        # With fixed steps those who are about to join ask before they step.
+        if (expected if self._is_counted else possible) == {known.me}:
+            self._step_alone(running)
+            return
+        if self._is_counted:
+            self._meet_counted(running, possible)
+            return
+        close_s = boundary.time_s + close_after_s(self.known.plan.rounds, running.attempt)
+        if close_s - known.now_s < SHORTEST_MEETING_S:
+            self._next_attempt(running)
+            return
+        rounds = known.plan.rounds
+        end_s = boundary.time_s + rounds.window_s * (0.5 if running.attempt == 0 else 1.0)
+        self._average(running, possible, close_s, max(end_s, close_s + 1.0))
+
+    def _meet_counted(self, running: _Round, possible: frozenset[str]) -> None:
+        """Meet all that this round waits for, or those who come by its limit."""
+        known, rounds = self.known, self.known.plan.rounds
+        close_s = running.boundary.meet_until_s
+        if running.attempt > 0:
+            close_s = known.now_s + max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
+        longest_s = longest_wait_s(rounds)
+        close_s = min(close_s, known.now_s + longest_s)
+        running.awaited = self._awaited(running)
+        self._average(running, possible, close_s, known.now_s + longest_s + rounds.window_s)
+
+    def _awaited(self, running: _Round) -> frozenset[str] | None:
+        """Return whom a meeting with fixed steps waits for; None for nobody any more."""
+        if self.is_leaving:
+            return None
+        return awaited(
+            self.known,
+            running.module,
+            running.boundary.round_index,
+            excluded=running.culprits,
+            alive=running.alive,
+        )
+
+    def _average(
+        self, running: _Round, possible: frozenset[str], close_s: float, end_s: float
+    ) -> None:
+        known = self.known
+        running.phase, running.close_s = _Phase.MEETING, close_s
+        known.do(
+            Average(
+                running.module,
+                running.boundary.round_index,
+                running.attempt,
+                known.anchors[running.module].digest,
+                leading_order(known, possible),
+                max(known.now_s, running.boundary.time_s),
+                close_s,
+                end_s,
+                self._culprits.excluded(running.boundary.round_index, running.culprits),
+                running.awaited,
+            )
+        )
+
+    # -- what came of it
+
+    def on_averaged(self, event: Averaged) -> None:
+        """The group holds an average: step, if the group may."""
+        running = self._of(event.module, _Phase.MEETING)
+        if running is None or event.attempt != running.attempt:
+            return
+        group = frozenset(row.peer for row in event.table)
+        self.known.doubts.prove(group, self.known.now_s)
+        counting = self._counting(running)
+        running.expected = len(counting | group)
+        if not is_majority(group, counting):
+            self._remember(running)
+            need = running.expected // 2 + 1
+            self._end(
+                running,
+                f"have {len(group)} of {running.expected} peers of {event.module}, need {need}",
+            )
+            return
+        running.group = group
+        self._take_step(running, alone=False)
+
+    def on_average_failed(self, event: AverageFailed) -> None:
+        """Nothing was averaged here; ask the others whether it was there."""
+        running = self._of(event.module, _Phase.MEETING)
+        if running is None or event.attempt != running.attempt:
+            return
+        known = self.known
+        if self._is_counted and not event.members and self._may_meet_again(running):
+            running.phase = _Phase.PAUSING
+            running.until_s = known.now_s + AGAIN_AFTER_S
+            return
+        running.failure = event.reason
+        running.had_members = bool(event.members)
+        running.culprits |= set(event.culprits) - {known.me}
+        self._culprits.blame(running.culprits, running.boundary.round_index)
+        if event.members:
+            self._remember(running)
+        if self.is_leaving:
+            self._end(running, "this peer leaves")
+            return
+        module = running.module
+        others = possible_group(known.view, known.grid, module) | set(event.members)
+        running.phase = _Phase.ASKING
+        known.do(Ask(module, tuple(sorted(others - {known.me}))))
+
+    def _may_meet_again(self, running: _Round) -> bool:
+        still_s = running.close_s - self.known.now_s
+        return still_s >= SHORTEST_MEETING_S and self._awaited(running) is not None
+
+    def on_answered(self, event: Answered) -> None:
+        """The others said what they hold: where do states come from that are not known here?"""
+        known = self.known
+        for peer, state in sorted(event.holdings.items()):
+            if state is not None and state.version > 0:
+                known.hear(state, peer)
+        if known.doubts.prove(event.holdings, known.now_s):
+            known.forget_beliefs()
+        running = self._of(event.module, _Phase.ASKING)
+        if running is None:
+            return
+        running.alive = frozenset(event.holdings)
+        anchor = known.anchors[event.module]
+        states = [s for s in event.holdings.values() if s is not None and s.digest != anchor.digest]
+        running.phase = _Phase.TRACING
+        running.until_s = known.now_s + TRACING_S
+        if not self.chains.learn(states, anchor):
+            self._after_answers(running)
+
+    def on_chain(self, module: str) -> None:
+        """Certificates of a module came, or there are none."""
+        running = self._of(module, _Phase.TRACING)
+        if running is not None and not self.chains.is_wanted(module):
+            self._after_answers(running)
+
+    def _after_answers(self, running: _Round) -> None:
+        """Take what the others committed, or try again with those that are alive."""
+        known, module = self.known, running.module
+        running.until_s = math.inf
+        if self.adoption.start(module):
+            self._in_vain[module] = 0
+            if self._is_counted:
+                self._catching_up[running.boundary.level] = running
+                del self._running[running.boundary.level]
+                self._say_carry_on(running, "the group committed without this peer")
+            else:
+                self._end(running, "the group committed without this peer", in_vain=False)
+            return
+        expected = expected_group(known.view, known.grid, module) - {known.me}
+        alive = running.alive or frozenset()
+        if not alive & expected or (self._is_counted and not running.had_members):
+            running.attempt = ATTEMPTS
+        self._next_attempt(running)
+
+    def _next_attempt(self, running: _Round) -> None:
+        running.attempt += 1
+        if running.attempt < ATTEMPTS:
+            self._meet(running)
+        elif self._may_step_alone(running):
+            self._step_alone(running)
+        else:
+            self._end(running, running.failure)
+
+    def _may_step_alone(self, running: _Round) -> bool:
+        """Tell whether a peer that met nobody may commit its own work: nobody else counts.
+
+        Of peers that live and do not meet only the one with the oldest claim may, or each would
+        make its own version; after some rounds in vain anybody may.
+        """
+        known = self.known
+        if not is_majority({known.me}, self._counting(running)):
+            return False
+        alive = running.alive or frozenset()
+        oldest = min((*alive, known.me), key=lambda p: seniority(known.view, known.me, p))
+        return oldest == known.me or self._in_vain[running.module] >= PATIENCE_ROUNDS
+
+    def _counting(self, running: _Round) -> frozenset[str]:
+        known = self.known
+        return counting_peers(
+            known.view,
+            known.grid,
+            known.book,
+            known.anchors[running.module],
+            me=known.me,
+            round_index=running.boundary.round_index,
+            rounds_in_vain=self._in_vain[running.module],
+        )
+
+    # -- the step
+
+    def _step_alone(self, running: _Round) -> None:
+        running.group = frozenset({self.known.me})
+        if not is_majority(running.group, self._counting(running)):
+            need = running.expected // 2 + 1
+            self._end(running, f"have 1 of {running.expected} peers that count, need {need}")
+            return
+        self._take_step(running, alone=True)
+
+    def _take_step(self, running: _Round, *, alone: bool) -> None:
+        running.phase = _Phase.STEPPING
+        self.known.do(TakeOuterStep(running.module, running.boundary.round_index, alone))
+
+    def on_stepped(self, event: OuterStepped) -> None:
+        """Commit."""
+        running = self._of(event.module, _Phase.STEPPING)
+        if running is None:
+            return
+        known, module, state = self.known, event.module, event.reference
+        known.take_certificates((event.certificate,))
+        ledger = self.adoption.ledgers[module]
+        begins_bundle = ledger.committed(running.boundary.round_index, running.group)
+        known.do(
+            Commit(
+                module,
+                state,
+                running.boundary.round_index,
+                running.attempt,
+                running.expected,
+                save=known.is_save_due(running.boundary.round_index),
+                begins_bundle=begins_bundle,
+            ),
+            *(ForgetSnapshot(module, r) for r in ledger.forget_all()),
+        )
+        known.anchors[module] = state
+        known.serve(state)
+        self._in_vain[module] = 0
+        del self._running[running.boundary.level]
+        self.position.closed(running.boundary)
+
+    def on_step_failed(self, event: OuterStepFailed) -> None:
+        """The average was no good: nothing changes."""
+        running = self._of(event.module, _Phase.STEPPING)
+        if running is not None:
+            self._end(running, event.reason)
+
+    def _of(self, module: str, phase: _Phase) -> _Round | None:
+        """Return the round of a module if it is in a phase: late answers are nobody's."""
+        running = next((r for r in self._running.values() if r.module == module), None)
+        return running if running is not None and running.phase is phase else None
+
+    # -- without a commit
+
+    def _remember(self, running: _Round) -> None:
+        """Others may have merged this snapshot: keep the copy until that is known."""
+        ledger = self.adoption.ledgers[running.module]
+        round_index = running.boundary.round_index
+        if round_index not in ledger.snapshots:
+            for old in ledger.remember(round_index):
+                self.known.do(ForgetSnapshot(running.module, old))
+
+    def _end(self, running: _Round, reason: str, *, in_vain: bool = True) -> None:
+        """Carry on: the work stays in `anchor - local`."""
+        module, boundary = running.module, running.boundary
+        self._running.pop(boundary.level, None)
+        if boundary.round_index not in self.adoption.ledgers[module].snapshots:
+            self.known.do(ForgetSnapshot(module, boundary.round_index))
+        self._in_vain[module] += in_vain
+        self._say_carry_on(running, reason)
+        self.position.closed(boundary)
+
+    def _skip(self, module: str, boundary: Boundary, reason: str) -> None:
+        self.known.do(CarryOn(module, boundary.round_index, reason, 0))
+        self.position.closed(boundary)
+
+    def _say_carry_on(self, running: _Round, reason: str) -> None:
+        boundary = running.boundary
+        self.known.do(CarryOn(running.module, boundary.round_index, reason, running.expected))
+
+    def _caught_up(self) -> None:
+        """Close the boundaries whose steps came from others; have the others come again.
+
+        Others that went on without this peer wait for it at their next boundary, and it cannot
+        meet them before it stands on their state.
+        """
+        for level, ended in list(self._catching_up.items()):
+            if self.adoption.is_fetching(ended.module):
+                continue
+            del self._catching_up[level]
+            anchor = self.known.anchors[ended.module]
+            stays = anchor.digest == ended.anchor
+            if stays or anchor.last_round >= ended.boundary.round_index:
+                self.position.closed(ended.boundary)
+            else:
+                self.position.again(ended.boundary)
+
+    def waiting_for(self, together: Mapping[str, int]) -> tuple[str, float]:
+        """With fixed steps: what the next inner step waits for, and until when at most.
+
+        `together` are the members that a group of a level has here, as it forms.
+        """
+        if not self._running:
+            return f"the state that others committed of {', '.join(sorted(self._catching_up))}", 0.0
+        texts, until_s = [], 0.0
+        known = self.known
+        for level, running in sorted(self._running.items()):
+            round_index = running.boundary.round_index
+            awaited = awaited_group(known.view, known.grid, running.module, round_index)
+            count = together.get(level, 0)
+            have = f"have {count} of" if count else "another peer gathers"
+            texts.append(f"{level}: {have} {len(awaited | {known.me})} peers")
+            until_s = max(until_s, running.boundary.meet_until_s)
+        return f"the outer step of {', '.join(texts)}", until_s
