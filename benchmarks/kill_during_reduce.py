@@ -180,7 +180,9 @@ class Kills:
 
 def main() -> int:
     """Run, print, and tell by the exit code whether every promise held."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--duration-s", type=float, default=8.0)

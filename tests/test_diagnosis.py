@@ -69,5 +69,5 @@ def test_a_hello_that_hangs_is_bounded(nodes: Nodes, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(service.ExchangeService, "rpc_hello", hang)
     nodes.serving(Held())
-    findings = examine(nodes.addresses, timeout_s=0.5)
+    findings = examine(nodes.addresses, timeout_s=3.0)
     assert "does not answer" in str(findings[0].error)

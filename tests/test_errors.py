@@ -36,21 +36,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import PROTOCOL_VERSION, ShardIndex
+from dipaco.peer import app
 from dipaco.routing.run_folder import RunFolder
+from support.dht_pair import wait_until
 from support.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
+from support.swarm import command as run_command
 from support.tiny_run import make_tiny_run, sign_tiny_run
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 # A warning that says what was refused, and from whom, may stand before the error.
 WARNING = re.compile(r"\d\d:\d\d:\d\d WARN(ING)? .*")
+# Of every wait; none takes so long on any machine.
+LIMIT_S = 200.0
 EXAMPLES = Path(__file__).parent.parent / "examples" / "tiny"
 
 
@@ -67,7 +74,7 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("errors")
-    run = make_tiny_run(folder / "run", name="sound", start_s=time.time(), duration_s=60.0,
+    run = make_tiny_run(folder / "run", name="sound", start_s=time.time(), duration_s=3600.0,
                         inner_steps=0)  # fmt: skip
     with Swarm(folder, run) as swarm:
         yield Scene(swarm, swarm.start_bootstrap(), run, folder)
@@ -91,7 +98,7 @@ class Command:
     def fails(self, code: int, *patterns: str, warnings: bool = False) -> None:
         """Check that it ends with `code` and one line of stderr that matches all `patterns`."""
         try:
-            stdout, stderr = self.popen.communicate(timeout=100)
+            stdout, stderr = self.popen.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             stdout, stderr = self.popen.communicate()
@@ -116,11 +123,11 @@ def peer(address: str, cache: Path, *extra: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def with_clock(shift_s: float, command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `command` on a machine whose clock is `shift_s` ahead."""
+def with_clock(shift_s: float, command: tuple[str, ...], also: str = "pass") -> tuple[str, ...]:
+    """Return `command` on a machine whose clock is `shift_s` ahead; `also` runs first."""
     program = (
         "import sys, time; clock = time.time; "
-        f"time.time = lambda: clock() + {shift_s}; "
+        f"time.time = lambda: clock() + {shift_s}; {also}; "
         "from dipaco.peer.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     return (sys.executable, "-c", program, *command[1:])
@@ -225,20 +232,40 @@ def test_ctrl_c_while_joining_ends_at_once(tmp_path: Path) -> None:
         silent.listen()
         address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{NOBODY}"
         command = Command(*peer(address, tmp_path / "cache"))
-        silent.settimeout(100)
+        silent.settimeout(LIMIT_S)
         dialled, _ = silent.accept()
         family = children(command.popen.pid)
         assert family
         command.popen.send_signal(signal.SIGINT)
-        # Joining would take more than a minute to give up.
-        stdout, stderr = command.popen.communicate(timeout=40)
+        stdout, stderr = command.popen.communicate(timeout=LIMIT_S)
         dialled.close()
     assert (command.popen.returncode, stderr) == (130, "")
     assert "stopped before the swarm was joined" in stdout
     _gone(family)
 
 
-def _gone(processes: list[int], timeout_s: float = 10.0) -> None:
+def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    timers: list[tuple[float, Callable[[], None]]] = []
+
+    def timer(seconds: float, then: Callable[[], None]) -> SimpleNamespace:
+        timers.append((seconds, then))
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(app.threading, "Timer", timer)
+    stopping = threading.Event()
+    try:
+        app.install_stop_signals(stopping, lambda line: None).set()
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert stopping.is_set()
+    assert timers == [(app.LEAVE_LIMIT_S, app._exit_at_once)]
+    assert app.LEAVE_LIMIT_S < 10.0
+
+
+def _gone(processes: list[int], timeout_s: float = 60.0) -> None:
     """Wait until none of the processes is alive; zombies count as dead."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -284,19 +311,21 @@ def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(
     scene: Scene,
 ) -> None:
     command = peer(scene.bootstrap.address(), scene.folder / "two-seconds")
-    member = Member("two-seconds", scene.folder, list(with_clock(2, command)))
+    # Leaving does not end by itself.
+    hangs = (
+        "import dipaco.peer.app as app, dipaco.peer.node as node; app.LEAVE_LIMIT_S = 1000; "
+        "node.Node.close = lambda self: time.sleep(1000)"
+    )
+    member = Member("two-seconds", scene.folder, list(with_clock(2, command, hangs)))
     scene.swarm.members.append(member)
-    scene.swarm.wait([member], "inner")
+    scene.swarm.wait([member], "inner", timeout_s=LIMIT_S)
     assert re.search(r"clock: -\d\.\d\d s against the swarm, corrected", member.output.read_text())
     family = children(member.popen.pid)
     assert len(family) >= 3
     member.interrupt()
-    while "press Ctrl+C again" not in member.output.read_text():
-        time.sleep(0.01)
-    started = time.monotonic()
+    wait_until(lambda: "press Ctrl+C again" in member.output.read_text(), LIMIT_S)
     member.interrupt()
-    assert member.popen.wait(10) == 130
-    assert time.monotonic() - started < 2
+    assert member.popen.wait(LIMIT_S) == 130
     assert "Traceback" not in member.output.read_text()
     _gone(family)
 
@@ -366,14 +395,21 @@ def broken(scene: Scene) -> Member:
         [str(BIN / "dipaco-bootstrap"), "serve", str(run.path), "--host-maddrs", LOOPBACK,
          "--initial-peers", scene.bootstrap.address()],
     )  # fmt: skip
-    scene.swarm.wait([member], "serving")
+    scene.swarm.wait([member], "serving", timeout_s=LIMIT_S)
     return member
+
+
+def status(scene: Scene, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Ask for the status of the swarm, to the end."""
+    address = scene.bootstrap.address()
+    return run_command("dipaco-status", "--initial-peers", address, *flags, timeout_s=LIMIT_S)
 
 
 def test_several_runs_and_no_choice(tmp_path: Path, scene: Scene, broken: Member) -> None:
     address = scene.bootstrap.address()
     wanted = ("several runs", "'broken'", "'sound'", "--run ID")
-    time.sleep(2.0)
+    # A node tells of its run a moment after it serves it.
+    wait_until(lambda: status(scene).returncode == 5, LIMIT_S)
     commands = [
         Command(*peer(address, tmp_path / "cache")),
         Command("dipaco-eval", "--initial-peers", address, "--data", __file__),
@@ -397,15 +433,11 @@ def test_an_empty_shard(tmp_path: Path, broken: Member) -> None:
 
 
 def test_nothing_of_all_this_changed_the_swarm(scene: Scene) -> None:
-    done = subprocess.run(
-        [str(BIN / "dipaco-status"), "--initial-peers", scene.bootstrap.address(), "--run",
-         "sound", "--json"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = status(scene, "--run", "sound", "--json")
     # The claim of a peer that was stopped twice may still stand, so it may say healthy or not.
     assert done.returncode in (0, 1)
     assert done.stderr == ""
-    status = json.loads(done.stdout)
-    assert [path["last_round"] for path in status["paths"]] == [None] * len(status["paths"])
-    assert [module["version"] for module in status["modules"]] == [0] * len(status["modules"])
+    shown = json.loads(done.stdout)
+    assert [path["last_round"] for path in shown["paths"]] == [None] * len(shown["paths"])
+    assert [module["version"] for module in shown["modules"]] == [0] * len(shown["modules"])
     assert not os.listdir(scene.run.path / "states")

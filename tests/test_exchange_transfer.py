@@ -13,10 +13,14 @@ import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.peer.exchange import service
+from dipaco.peer.exchange.messages import FetchReply
 from hivemind.p2p import PeerID
 from support.exchange_nodes import CONTENT, NOBODY, SHA, Held, Nodes, fetch
 
 pytestmark = pytest.mark.swarm
+
+# Whoever waits longer waits for something that does not come.
+LIMIT_S = 90.0
 
 
 @pytest.fixture
@@ -86,7 +90,7 @@ def test_oversized_content_is_refused(nodes: Nodes, blobs: BlobStore) -> None:
 def test_absent_unreachable_and_nonsensical_holders(nodes: Nodes, blobs: BlobStore) -> None:
     server, client = nodes.serving(Held()), nodes.asking()
     with pytest.raises(NetworkError, match="it does not hold it"):
-        fetch(client, blobs, server.peer_id, NOBODY, "not a peer id", timeout_s=8.0)
+        fetch(client, blobs, server.peer_id, NOBODY, "not a peer id")
 
 
 def test_more_uploads_than_slots_are_told_busy_and_come_back(
@@ -95,14 +99,20 @@ def test_more_uploads_than_slots_are_told_busy_and_come_back(
     monkeypatch.setattr(service, "RETRY_AFTER_S", 0.2)
     contents = [bytes([i]) * 600_000 for i in range(4)]
     held = Held(*contents)
-    slow = threading.Event()
-    found = held.lookup
+    told_busy = threading.Event()
+    reply, found = service._reply, held.lookup
 
-    def slow_lookup(sha256: str) -> Path | bytes | None:
-        slow.wait(1.0)
+    async def take_note(writer: asyncio.StreamWriter, message: FetchReply) -> None:
+        await reply(writer, message)
+        if message.status == "busy":
+            told_busy.set()
+
+    def wait_for_the_next(sha256: str) -> Path | bytes | None:
+        assert told_busy.wait(LIMIT_S)
         return found(sha256)
 
-    held.lookup = slow_lookup  # type: ignore[method-assign]
+    monkeypatch.setattr(service, "_reply", take_note)
+    held.lookup = wait_for_the_next  # type: ignore[method-assign]
     server, client = nodes.serving(held, max_uploads=1), nodes.asking()
     paths = []
 
@@ -113,31 +123,35 @@ def test_more_uploads_than_slots_are_told_busy_and_come_back(
     threads = [threading.Thread(target=one, args=(data,)) for data in contents]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
-    slow.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(LIMIT_S)
     assert sorted(path.read_bytes() for path in paths) == contents
 
 
 def test_uploads_of_one_content_open_it_once(
-    nodes: Nodes, blobs: BlobStore, tmp_path: Path
+    nodes: Nodes, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(CONTENT)
-    found = held.lookup
+    both_asked = threading.Barrier(2 + 1)
+    answer, found = service.ExchangeService._answer_fetch, held.lookup
 
-    def slow_lookup(sha256: str) -> Path | bytes | None:
-        time.sleep(0.5)
+    async def meet(*arguments: Any) -> None:
+        threading.Thread(target=both_asked.wait, args=(LIMIT_S,), daemon=True).start()
+        await answer(*arguments)
+
+    def wait_for_both(sha256: str) -> Path | bytes | None:
+        both_asked.wait(LIMIT_S)
         return found(sha256)
 
-    held.lookup = slow_lookup  # type: ignore[method-assign]
+    monkeypatch.setattr(service.ExchangeService, "_answer_fetch", meet)
+    held.lookup = wait_for_both  # type: ignore[method-assign]
     server, client = nodes.serving(held), nodes.asking()
     stores = [blobs, BlobStore(tmp_path / "other")]
     threads = [threading.Thread(target=fetch, args=(client, s, server.peer_id)) for s in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(LIMIT_S)
     assert all(store.verify(SHA) for store in stores)
     assert held.lookups == 1
 
@@ -149,7 +163,7 @@ def test_serving_goes_on_while_the_main_thread_computes(nodes: Nodes, blobs: Blo
         target=fetch, args=(client, blobs, server.peer_id), kwargs={"sha": sha}
     )
     thread.start()
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + LIMIT_S
     while thread.is_alive() and time.monotonic() < deadline:
         sum(range(10_000))
     assert blobs.verify(sha)
@@ -163,12 +177,12 @@ def test_a_malformed_fetch_gets_no_bytes(nodes: Nodes, caplog: pytest.LogCapture
             PeerID.from_base58(server.peer_id), service.FETCH_HANDLE
         )
         writer.write(data)
-        answer = await asyncio.wait_for(reader.read(), 5.0)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         writer.close()
         return answer
 
     for data in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b"\x00\x00\x00\x01\x80"):
-        assert client._thread.call(send(data), 10.0) == b""
+        assert client._thread.call(send(data), 2 * LIMIT_S) == b""
     assert "refused a FetchRequest" in caplog.text
     assert server.bytes_up == 0
 
@@ -176,7 +190,7 @@ def test_a_malformed_fetch_gets_no_bytes(nodes: Nodes, caplog: pytest.LogCapture
 def test_a_reader_that_stops_gives_its_slot_back(
     nodes: Nodes, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "CHUNK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(service, "CHUNK_TIMEOUT_S", 2.0)
     large = CONTENT * 10
     sha = hashlib.sha256(large).hexdigest()
     server, client = nodes.serving(Held(large), max_uploads=1), nodes.asking()
@@ -184,6 +198,6 @@ def test_a_reader_that_stops_gives_its_slot_back(
     async def stall() -> Any:
         return await client.open_stream(server.peer_id, sha, 0)
 
-    stream = client._thread.call(stall(), 10.0)
+    stream = client._thread.call(stall(), LIMIT_S)
     assert fetch(client, blobs, server.peer_id, sha=sha).read_bytes() == large
-    client._thread.call(asyncio.sleep(0, stream.close()), 5.0)
+    client._thread.call(asyncio.sleep(0, stream.close()), LIMIT_S)

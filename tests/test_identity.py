@@ -141,9 +141,9 @@ def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
         "except AddressError: sys.exit(42)\n"
     )
     command = [sys.executable, "-c", other, str(path)]
-    assert subprocess.run(command, check=False, timeout=60).returncode == 42
+    assert subprocess.run(command, check=False, timeout=200).returncode == 42
     identity.release()
-    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+    assert subprocess.run(command, check=False, timeout=200).returncode == 0
 
 
 def test_a_file_that_is_no_key_is_named_and_kept(tmp_path: Path) -> None:

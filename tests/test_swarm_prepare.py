@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dipaco.routing.document_scores import DocumentScores
 from dipaco.routing.run_folder import RunFolder
-from support.swarm import Swarm, command
+from support.swarm import LIMIT_S, Swarm, command
 from support.tiny_run import make_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
@@ -35,7 +35,7 @@ validation_sequences = 2
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1500)
 def test_peers_score_for_a_successor_and_go_there(tmp_path: Path) -> None:
     run = make_tiny_run(
         tmp_path / "run", inner_steps=0, duration_s=6.0, start_s=time.time(), private_blocks=(1,),
@@ -47,13 +47,13 @@ def test_peers_score_for_a_successor_and_go_there(tmp_path: Path) -> None:
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
         peers = [swarm.start_peer(bootstrap) for _ in range(2)]
-        swarm.wait(peers, "commit", timeout_s=90)
+        swarm.wait(peers, "commit")
         prepare = [
             "prepare", str(tmp_path / "NEW.toml"), "--out", str(tmp_path / "next"),
             "--from", str(run.path), "--initial-peers", bootstrap.address(),
-            "--score-wait-s", "60", "--allow-genesis", "--device", "cpu", "--threads", "1",
+            "--score-wait-s", str(LIMIT_S), "--allow-genesis", "--device", "cpu", "--threads", "1",
         ]  # fmt: skip
-        result = command("dipaco-bootstrap", *prepare, timeout_s=150)
+        result = command("dipaco-bootstrap", *prepare, timeout_s=2 * LIMIT_S)
         assert result.returncode == 0, result.stderr + result.stdout + swarm.outputs()
         assert "scores: have 4, need 4 scores: complete" in result.stdout, result.stdout
         assert "modules were fetched from the swarm" in result.stdout
@@ -72,19 +72,14 @@ def test_peers_score_for_a_successor_and_go_there(tmp_path: Path) -> None:
         assert any(bool(state.momentum.any()) for state in states)
 
         # The same command finds everything done, without the swarm's help.
-        again = command("dipaco-bootstrap", *prepare, timeout_s=100)
+        again = command("dipaco-bootstrap", *prepare)
         assert "Everything is done already" in again.stdout, again.stdout + again.stderr
 
         successor = swarm.start_bootstrap
         swarm.run = new
         server = successor("--initial-peers", bootstrap.address(), name="successor")
-        swarm.wait([server], "serving", timeout_s=60)
-        moved = swarm.wait(peers, "successor", lambda e: e["state"] == "moving", timeout_s=60)
+        swarm.wait([server], "serving")
+        moved = swarm.wait(peers, "successor", lambda e: e["state"] == "moving")
         assert {event["run"] for event in moved} == {plan.run_id}
         for peer, event in zip(peers, moved, strict=True):
-            swarm.wait(
-                [peer],
-                "commit",
-                lambda commit, after=event: commit["time_s"] > after["time_s"],
-                timeout_s=60,
-            )
+            swarm.wait_after(event, peer, "training", "commit")

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 from support.split_network import SplitNetwork, can_split, split_network
-from support.swarm import BIN, Member, Swarm
+from support.swarm import BIN, LIMIT_S, Member, Swarm
 from support.tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.swarm
 
 # The limit of a round, in which also the claims of the other side expire.
-DURATION_S = 8.0
-JOIN_S = 60.0
+DURATION_S = 12.0
 SPLIT_DURATIONS = 2
 # Rounds that anybody ends between the first sign of the other side and a group of all.
 HEALING_ROUNDS = 2
@@ -60,7 +59,7 @@ def _group_of_all(member: Member, size: int, since_s: float) -> float | None:
     return None
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_split(), reason="needs root and network namespaces")
 def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
     run = make_tiny_run(
@@ -80,8 +79,8 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
             for side in (0, 1)
             for path in (0, 1)
         ]
-        swarm.wait(peers, "training", timeout_s=60)
-        swarm.wait(peers, "commit", lambda e: len(e["group"]) == 4, timeout_s=JOIN_S + 30)
+        swarm.wait(peers, "training")
+        swarm.wait(peers, "commit", lambda e: len(e["group"]) == 4)
 
         network.cut()
         cut_s = time.time()
@@ -90,14 +89,13 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
             peers,
             "commit",
             lambda e: e["module"] == SHARED and e["time_s"] > cut_s and len(e["group"]) < 4,
-            timeout_s=(SPLIT_DURATIONS + 6) * DURATION_S,
         )
         time.sleep(max(0.0, cut_s + SPLIT_DURATIONS * DURATION_S - time.time()))
         assert len(_states(peers)[SHARED]) > 1, "the two sides did not part"
 
         network.mend()
         mended_s = time.time()
-        deadline = mended_s + 8 * DURATION_S
+        deadline = mended_s + LIMIT_S
         while any(_group_of_all(peer, 4, mended_s) is None for peer in peers):
             assert time.time() < deadline, swarm.outputs()
             time.sleep(0.1)

@@ -24,14 +24,14 @@ from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.node import Node, join_run
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments
 from dipaco.routing.run_folder import RunFolder
-from support.swarm import Swarm, command
+from support.swarm import LIMIT_S, Swarm, command
 from support.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
 
 PATHS = 4
 DURATION_S = 6.0
-RECORD_LIFE_S = 300.0
+RECORD_LIFE_S = 1800.0
 
 
 def make_run(folder: Path, **changes: object) -> RunFolder:
@@ -83,7 +83,7 @@ def gather(node: Node, documents: RouterDocuments, request_id: str) -> dict[int,
             if entry.sha256 is not None and entry.path not in found:
                 try:
                     node.exchange.fetch(
-                        entry.sha256, (record.peer_id,), node.blobs, max_bytes=2**20, timeout_s=10.0
+                        entry.sha256, (record.peer_id,), node.blobs, max_bytes=2**20, timeout_s=30.0
                     )
                 except NetworkError:
                     continue  # Its record outlives a peer that was killed for a few seconds.
@@ -120,7 +120,7 @@ def make_successor(run: RunFolder, folder: Path, start_s: float) -> RunFolder:
     return new
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1500)
 def test_peers_score_and_move_to_the_successor(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", start_s=time.time())
     with Swarm(tmp_path, run) as swarm:
@@ -133,12 +133,12 @@ def test_peers_score_and_move_to_the_successor(tmp_path: Path) -> None:
             host_maddrs=("/ip4/127.0.0.1/tcp/0",),
         )
         try:
-            swarm.wait(peers, "training", timeout_s=60)
+            swarm.wait(peers, "training")
             documents, signed = request_scores(node, run)
             # The scores of a peer that is killed are scored again by the other one.
-            swarm.wait(peers, "score", lambda event: event["state"] == "done", timeout_s=30)
+            swarm.wait(peers, "score", lambda event: event["state"] == "done")
             peers[0].kill()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + LIMIT_S
             while len(found := gather(node, documents, signed.request_id)) < PATHS or any(
                 record.peer_id == peers[0].peer_id
                 for record in node.directory.scores(signed.request_id)
@@ -148,33 +148,24 @@ def test_peers_score_and_move_to_the_successor(tmp_path: Path) -> None:
             killed = {e["path"] for e in peers[0].of("score") if e["state"] == "done"}
             again = {e["path"] for e in peers[1].of("score") if e["state"] == "done"}
             assert killed <= again == set(range(PATHS))
-            status = command(
-                "dipaco-status", "--initial-peers", peers[1].address(), "--json", timeout_s=60
-            )
+            status = command("dipaco-status", "--initial-peers", peers[1].address(), "--json")
             shown = json.loads(status.stdout)["score_requests"]
             assert [one["done"] for one in shown] == [list(range(PATHS))], status.stdout
 
             # A peer that comes back remembers its scores, and follows too.
             back = swarm.start_peer(peers[1], name="peer0")
             # Who joins when the successor is already known begins there and moves nowhere.
-            swarm.wait([back], "training", timeout_s=60)
+            swarm.wait([back], "training")
             bootstrap.kill()
             new = make_successor(run, tmp_path / "new", start_s=time.time())
             swarm.run = new
             server = swarm.start_bootstrap("--initial-peers", peers[1].address(), name="successor")
             members = [peers[1], back]
-            swarm.wait([server], "serving", timeout_s=60)
-            moved = swarm.wait(
-                members, "successor", lambda event: event["state"] == "moving", timeout_s=60
-            )
+            swarm.wait([server], "serving")
+            moved = swarm.wait(members, "successor", lambda event: event["state"] == "moving")
             assert {event["run"] for event in moved} == {new.plan().run_id}
             for member, event in zip(members, moved, strict=True):
-                swarm.wait(
-                    [member],
-                    "commit",
-                    lambda commit, after=event: commit["time_s"] > after["time_s"] + 1,
-                    timeout_s=60,
-                )
+                swarm.wait_after(event, member, "training", "commit")
                 assert not member.of("leaving")
             assert not killed & {event["path"] for event in back.of("score")}
             reader = Directory(node.dht, node.identity, new.plan().run_id)

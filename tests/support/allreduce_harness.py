@@ -174,8 +174,8 @@ class Group:
     bandwidths: Sequence[int]
     codec: str = "float16"
     shard_sequences: Mapping[int, int] | None = None
-    silence_s: float = 5.0
-    timeout_s: float = 20.0
+    silence_s: float = 30.0
+    timeout_s: float = 120.0
     absent: frozenset[int] = frozenset()
 
     @classmethod

@@ -23,7 +23,7 @@ from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import averager_prefix, group_bits
 from hivemind.proto import runtime_pb2
 
-from support.host_process import ANCHOR, digest, loopback_dht, outer_gradient
+from support.host_process import ANCHOR, SILENCE_S, digest, loopback_dht, outer_gradient
 
 
 class DeadlyCodec(PartCodec):
@@ -104,7 +104,7 @@ def main() -> None:
         part_bytes=2**16,
         matchmaking_s=3.0,
         paths_of_module={"L0.E0": (0, 1)},
-        silence_s=5.0,
+        silence_s=SILENCE_S,
         start=False,
     )
     if arguments.die_after_parts:
@@ -125,7 +125,7 @@ def main() -> None:
     started = time.monotonic()
     averager.shutdown()
     averager.shutdown()
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < SILENCE_S
     dht.shutdown()
 
 

@@ -66,7 +66,7 @@ def node_pair(folder: Path) -> Iterator[tuple[TestNode, TestNode]]:
         first.close()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Poll a condition until it holds, or fail."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -74,7 +74,7 @@ class Nodes:
 
 
 def fetch(exchange: Exchange, blobs: BlobStore, *holders: str, **options: Any) -> Path:
-    options = {"max_bytes": 2**30, "timeout_s": 20.0, **options}
+    options = {"max_bytes": 2**30, "timeout_s": 120.0, **options}
     return exchange.fetch(options.pop("sha", SHA), holders, blobs, **options)
 
 

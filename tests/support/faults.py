@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.swarm import Event, Member
+from support.swarm import LIMIT_S, Event, Member
 
 STATE_EVENTS = ("commit", "adopt")
 
 
-def next_boundary(member: Member, module: str, timeout_s: float = 60.0) -> None:
+def next_boundary(member: Member, module: str, timeout_s: float = LIMIT_S) -> None:
     """Wait until a member comes to its next boundary of `module`, to aim at."""
     seen = len(boundaries(member, module))
     deadline = time.monotonic() + timeout_s
@@ -48,7 +48,7 @@ def processes_of(member: Member) -> list[str]:
     return found
 
 
-def assert_gone(member: Member, within_s: float = 3.0) -> None:
+def assert_gone(member: Member, within_s: float = 60.0) -> None:
     """Check that no process of a member that has ended is left."""
     deadline = time.monotonic() + within_s
     while left := processes_of(member):

@@ -22,6 +22,8 @@ import torch
 
 # The digest of the anchor that all outer gradients here belong to.
 ANCHOR = hashlib.sha256(b"anchor").hexdigest()
+# Who says nothing for so long is given up; longer than any pause of a busy machine.
+SILENCE_S = 45.0
 
 
 class HostProcess:
@@ -69,7 +71,7 @@ class HostProcess:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
-    def answer(self, timeout_s: float = 90.0) -> dict[str, Any]:
+    def answer(self, timeout_s: float = 200.0) -> dict[str, Any]:
         """Return the next answer; the first says the process's addresses."""
         try:
             found: dict[str, Any] = json.loads(self._lines.get(timeout=timeout_s))
@@ -78,7 +80,7 @@ class HostProcess:
             raise AssertionError(f"peer {self.number} does not answer:\n{errors}") from None
         return found
 
-    def close(self, timeout_s: float = 20.0) -> None:
+    def close(self, timeout_s: float = 60.0) -> None:
         """End the process by the end of its input, or kill it and raise TimeoutExpired."""
         if self.process.poll() is None and self.process.stdin is not None:
             self.process.stdin.close()

@@ -5,7 +5,8 @@
         peers = [swarm.start_peer(bootstrap) for _ in range(4)]
         swarm.wait(peers, "commit", lambda event: event["round"] >= 4)
 
-Every wait has a bound and fails with the output of the processes. Every process is ended by id.
+Every wait is for an event and fails with the output of the processes when its bound has passed. A
+bound is no measure: it is far beyond what the slowest machine needs. Every process is ended by id.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dipaco.routing.run_folder import RunFolder
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+LIMIT_S = 240.0
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
 
 Event = dict[str, Any]
@@ -72,7 +74,7 @@ class Member:
     def alive(self) -> bool:
         return self.popen.poll() is None
 
-    def address(self, timeout_s: float = 60.0) -> str:
+    def address(self, timeout_s: float = LIMIT_S) -> str:
         """Wait until this process has written its address and return it."""
         deadline = time.monotonic() + timeout_s
         while not self.address_file.exists():
@@ -88,7 +90,7 @@ class Member:
     def kill(self) -> None:
         """SIGKILL the process itself, as the kernel or a power cut would; children must follow."""
         self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(LIMIT_S)
 
     def interrupt(self) -> None:
         """Press Ctrl+C once: a terminal sends it to all processes of the command."""
@@ -115,7 +117,7 @@ class Swarm:
         for member in self.members:
             if member.alive:
                 member.interrupt()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 30
         for member in self.members:
             try:
                 member.popen.wait(max(0.1, deadline - time.monotonic()))
@@ -137,14 +139,20 @@ class Swarm:
             ],
         )  # fmt: skip
 
-    def start_peer(self, entry: Member | str, *extra: str, name: str | None = None) -> Member:
+    def start_peer(
+        self,
+        entry: Member | str,
+        *extra: str,
+        name: str | None = None,
+        program: tuple[str, ...] = (str(BIN / "dipaco-peer"),),
+    ) -> Member:
         """Start a training peer that joins through `entry`. The same name is the same peer."""
         name = name or f"peer{sum(m.name.startswith('peer') for m in self.members)}"
         address = entry if isinstance(entry, str) else entry.address()
         return self._add(
             name,
             [
-                str(BIN / "dipaco-peer"), "--initial-peers", address,
+                *program, "--initial-peers", address,
                 "--host-maddrs", LOOPBACK, "--threads", "1",
                 "--cache-dir", str(self.folder / f"{name}-cache"), *extra,
             ],
@@ -155,7 +163,7 @@ class Swarm:
         members: Iterable[Member],
         kind: str,
         accept: Callable[[Event], bool] = lambda event: True,
-        timeout_s: float = 90.0,
+        timeout_s: float = LIMIT_S,
     ) -> list[Event]:
         """Wait until every one of `members` has logged such an event; return each one's first."""
         members = list(members)
@@ -170,6 +178,11 @@ class Swarm:
                 names = [member.name for member in waiting]
                 raise AssertionError(f"no '{kind}' from {names}, ended: {dead}\n{self.outputs()}")
             time.sleep(0.05)
+
+    def wait_after(self, event: Event, member: Member, *kinds: str) -> None:
+        """Wait until `member` has logged events of these kinds, one after the other, behind one."""
+        for kind in kinds:
+            [event] = self.wait([member], kind, lambda e, s=event["time_s"]: e["time_s"] > s)
 
     def outputs(self, last: int = 3000) -> str:
         """Return the end of what every process printed."""
@@ -188,7 +201,7 @@ class Swarm:
 
 
 def command(
-    program: str, *arguments: str, timeout_s: float = 120.0
+    program: str, *arguments: str, timeout_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run one of our commands to its end."""
     return subprocess.run(
