@@ -2,7 +2,7 @@
 
     python benchmarks/bare_loop.py RUN_DIR --seconds 20
 
-It trains one path of a run directory with the inner loop of the peers, the same batches, the same
+It trains one path of a run folder with the inner loop of the peers, the same batches, the same
 threads, and no swarm around it, and prints one JSON object. With --idle it only loads everything
 and waits for the end of its input, so that its memory can be measured.
 """
@@ -26,7 +26,7 @@ from dipaco.routing.run_folder import RunFolder
 
 def options() -> argparse.Namespace:
     parser = build_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a prepared run directory")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a prepared run folder")
     parser.add_argument("--path", type=int, default=0, help="path to train (0)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time to measure (20)")
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps before that (3)")

@@ -40,7 +40,7 @@ def run(program: str, *arguments: object) -> None:
 
 
 def example_run(folder: Path, rounds: int, steps: int) -> Path:
-    """Prepare and simulate the run of examples/tiny and return its directory."""
+    """Prepare and simulate the run of examples/tiny and return its folder."""
     run("dipaco-bootstrap", "prepare", EXAMPLE / "RUN.toml", "--out", folder / "run")
     simulated = folder / "simulated"
     run(

@@ -188,9 +188,7 @@ def main() -> int:
     parser.add_argument("--duration-s", type=float, default=8.0)
     parser.add_argument("--latest-s", type=float, default=1.5, help="after the boundary")
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument(
-        "--directory", dest="folder", type=Path, help="keep logs here (default: thrown away)"
-    )
+    parser.add_argument("--folder", type=Path, help="keep logs here (default: thrown away)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)

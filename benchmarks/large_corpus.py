@@ -270,7 +270,7 @@ def killed_preparation(
 
 
 def compare(whole: Path, killed: Path) -> dict[str, bool]:
-    """Tell whether two run directories are the same run."""
+    """Tell whether two run folders are the same run."""
     plans = [RunFolder(out).plan().model_copy(update={"start_s": 0.0}) for out in (whole, killed)]
     blobs = BlobStore(killed / "blobs")
     return {
@@ -372,7 +372,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--work", type=Path, metavar="DIR",
-        help="keep corpus, run directories and report.json here, and use the corpus again",
+        help="keep corpus, run folders and report.json here, and use the corpus again",
     )  # fmt: skip
     return parser.parse_args()
 

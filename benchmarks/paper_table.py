@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="folder of the corpus")
-    parser.add_argument("--out", type=Path, required=True, help="work directory, kept")
+    parser.add_argument("--out", type=Path, required=True, help="work folder, kept")
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help="for reports (docs/results/SHAPE)"
     )
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _size(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Size:
-    """Return the size of the table; it must be that of the work directory."""
+    """Return the size of the table; it must be that of the work folder."""
     if options.steps % options.round_steps or (options.steps // options.round_steps) % 2:
         parser.error("--steps must be an even number of --round-steps")
     size = Size(

@@ -1,4 +1,4 @@
-"""The run directories that the cells are trained in: prepared once for each way of sharding.
+"""The run folders that the cells are trained in: prepared once for each way of sharding.
 
 runs/one-path           tokenizer, tokens, base; one shard of everything
 runs/kmeans-2x4         the same tokenizer, tokens and base; the shards of this router
@@ -62,7 +62,7 @@ validation_sequences = {size.early_stopping_sequences}
 
 
 class Runs:
-    """Makes and finds the run directories under a work directory."""
+    """Makes and finds the run folders under a work folder."""
 
     def __init__(self, data: Path, work: Path, size: Size) -> None:
         self._data = data.resolve()
@@ -133,7 +133,7 @@ class Runs:
         return self._written(prepared, own, self.trained(cell))
 
     def _written(self, source: RunFolder, plan: RunPlan, folder: Path) -> RunFolder:
-        """Make a run directory with the blobs of `source` and another plan."""
+        """Make a run folder with the blobs of `source` and another plan."""
         run = RunFolder(folder)
         if not run.manifest_path.exists():
             shutil.copytree(

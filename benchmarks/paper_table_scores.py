@@ -98,7 +98,7 @@ def score_model(model: PathModel, held_out: HeldOut, prefix_tokens: int) -> Docu
 
 
 def score_dense(run: RunFolder, held_out: HeldOut) -> DocumentLosses:
-    """Score the dense model of a run directory."""
+    """Score the dense model of a run folder."""
     plan = run.plan()
     model = PathModel(plan.model)
     model.load_state_dict(safetensors.torch.load_file(run.path / DENSE_FILE))

@@ -59,7 +59,7 @@ class Diary:
 
 
 def train_dense_cell(run: RunFolder, size: Size, say: Say) -> Diary:
-    """Train the dense model of a cell and keep its parameters in the run directory."""
+    """Train the dense model of a cell and keep its parameters in the run folder."""
     diary = Diary(run.path / "diary.json")
     losses: list[float] = []
     every = max(1, size.round_steps)
@@ -89,7 +89,7 @@ def train_dense_cell(run: RunFolder, size: Size, say: Say) -> Diary:
 
 
 def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Say) -> Diary:
-    """Train all paths of a cell; leave their states in the run directory, and half-way in `half`.
+    """Train all paths of a cell; leave their states in the run folder, and half-way in `half`.
 
     A cell that goes on from another's half is trained for the other half.
     """

@@ -49,7 +49,7 @@ def make_synthetic_run(
     seed: int = 0,
     **rounds: Any,
 ) -> RunFolder:
-    """Write a run directory and return it opened; `rounds` are fields of `RoundsConfig`."""
+    """Write a run folder and return it opened; `rounds` are fields of `RoundsConfig`."""
     run = RunFolder(folder)
     run.path.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)

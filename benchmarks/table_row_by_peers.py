@@ -2,7 +2,7 @@
 
     python benchmarks/table_row_by_peers.py --table OUT --out DIR [--cell dipaco-2x4-private]
 
-OUT is the work directory of `paper_table.py`, in which the cell is finished. Its run is signed
+OUT is the work folder of `paper_table.py`, in which the cell is finished. Its run is signed
 again to begin now, with the same shards, base, seed and steps a round, and one `dipaco-peer` per
 path trains it over loopback, through one bootstrap node. Then the states are fetched from the
 swarm as any reader would, compared with the simulator's digest by digest, and scored on the
@@ -35,7 +35,7 @@ def main() -> int:
     """Run the benchmark; returns the exit code."""
     parser = build_parser(__doc__)
     parser.add_argument("--table", type=Path, required=True, help="--out of paper_table.py")
-    parser.add_argument("--out", type=Path, required=True, help="work directory, kept")
+    parser.add_argument("--out", type=Path, required=True, help="work folder, kept")
     parser.add_argument("--cell", default="dipaco-2x4-private", help="which row")
     parser.add_argument("--round-s", type=float, default=60.0, help="limit of a round (60)")
     parser.add_argument("--join-s", type=float, default=240.0, help="limit of joining (240)")
@@ -90,7 +90,7 @@ def main() -> int:
 def signed_to_begin(
     simulated: RunFolder, folder: Path, key_file: Path, start_s: float, round_s: float
 ) -> RunFolder:
-    """Return a run directory with the blobs of another and a manifest that starts at `start_s`."""
+    """Return a run folder with the blobs of another and a manifest that starts at `start_s`."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(simulated.path / "blobs", folder / "blobs")
     plan = simulated.plan()

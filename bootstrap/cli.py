@@ -54,7 +54,7 @@ def run_prepare(settings: PrepareSettings) -> int:
 def open_source(
     settings: PrepareSettings, say: Callable[[str], None]
 ) -> Iterator[tuple[Predecessor | None, ScoringSwarm | None]]:
-    """Open the run that `prepare --from` continues: a directory, and perhaps the live swarm."""
+    """Open the run that `prepare --from` continues: a folder, and perhaps the live swarm."""
     if settings.predecessor is None:
         yield None, None
         return
@@ -107,7 +107,7 @@ PREPARE = Command(
     PrepareSettings,
     run_prepare,
     summary="make tokenizer, base model, router, shards and the signed manifest of a run",
-    description="Make a run directory from a RUN.toml. May be stopped at any time; the same "
+    description="Make a run folder from a RUN.toml. May be stopped at any time; the same "
     "command goes on where it was.",
 )
 PLAN = Command(
@@ -122,7 +122,7 @@ SERVE = Command(
     "serve",
     ServeSettings,
     run_serve,
-    summary="start a bootstrap node for a run directory",
+    summary="start a bootstrap node for a run folder",
     description="Start a bootstrap node: the first address of a swarm. It serves what "
     "newcomers need and keeps copies of states. Ctrl+C leaves cleanly.",
 )

@@ -201,7 +201,7 @@ class SwarmScores:
         """Fetch the heaviest state of every module, once, and return the store that has them.
 
         A preparation that was stopped goes on with the same states. A module that nobody serves
-        is taken from the old run's directory; if that has none, the store has none either.
+        is taken from the old run's folder; if that has none, the store has none either.
         """
         node, marker = self._node, self._folder / "states-taken"
         inputs = hashlib.sha256(self._predecessor.plan.canonical_json()).hexdigest()
@@ -230,7 +230,7 @@ class SwarmScores:
         return node.states
 
     def _take_own(self, module: str) -> None:
-        """Take a module that nobody serves from the old run's directory. A bootstrap node may be
+        """Take a module that nobody serves from the old run's folder. A bootstrap node may be
         writing there, so it is asked once, and not again by a preparation that goes on."""
         state = self._predecessor.folder.states.load_latest(module, self._node.grid.layout(module))
         if state is not None:

@@ -1,7 +1,7 @@
 """The run that a successor continues: its plan, its operator, its newest module states.
 
-A predecessor is a run directory: the operator's own, a peer's cache, or what `dipaco-simulate
---out` wrote. A live swarm is read into such a directory first (`gather_scores.py`).
+A predecessor is a run folder: the operator's own, a peer's cache, or what `dipaco-simulate
+--out` wrote. A live swarm is read into such a folder first (`gather_scores.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Predecessor:
     manifest: SignedManifest
     allow_genesis: bool = False
     swarm_states: Callable[[], StateStore] | None = None
-    """Fetches the newest states of a live swarm; they are preferred to those of the directory."""
+    """Fetches the newest states of a live swarm; they are preferred to those of the folder."""
 
     @property
     def plan(self) -> RunPlan:
@@ -49,7 +49,7 @@ class Predecessor:
 
     @property
     def path(self) -> Path:
-        """Its run directory."""
+        """Its run folder."""
         return self.folder.path
 
     @cached_property
@@ -146,14 +146,14 @@ class Predecessor:
 
 
 def open_predecessor(folder: Path, *, allow_genesis: bool = False) -> Predecessor:
-    """Open the run directory `folder` as a predecessor; its manifest's signature is checked.
+    """Open the run folder `folder` as a predecessor; its manifest's signature is checked.
 
-    Raises StorageError when it is no run directory, ManifestError for a bad manifest.
+    Raises StorageError when it is no run folder, ManifestError for a bad manifest.
     """
     run = RunFolder(folder)
     if not folder.is_dir() or not run.manifest_path.is_file():
         raise StorageError(
-            f"--from {folder} is not a run directory: it has no manifest.json; give the --out "
+            f"--from {folder} is not a run folder: it has no manifest.json; give the --out "
             f"of dipaco-bootstrap prepare or of dipaco-simulate, or a peer's folder of the run"
         )
     return Predecessor(run, verify_manifest(run.manifest_path.read_bytes()), allow_genesis)

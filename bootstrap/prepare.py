@@ -58,7 +58,7 @@ def prepare(
     predecessor: Predecessor | None = None,
     swarm: ScoringSwarm | None = None,
 ) -> RunPlan:
-    """Make the run directory `out` from a RUN.toml and return the plan that was signed.
+    """Make the run folder `out` from a RUN.toml and return the plan that was signed.
 
     Round 0 begins `start_in_s` seconds from now (default: at once). When everything is done
     already, nothing is made or signed again unless `start_in_s` is given. The operator's key is
@@ -437,7 +437,7 @@ class Preparation:
             )
         elif any((self.out / "states").glob("*")):
             self.display.say(
-                f"{self.out / 'states'} holds states of an earlier run of this directory; move it "
+                f"{self.out / 'states'} holds states of an earlier run of this folder; move it "
                 f"away unless you mean to inspect them"
             )
 

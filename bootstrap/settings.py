@@ -18,7 +18,7 @@ class PrepareSettings(ComputeSettings):
     """How a run is prepared, and where."""
 
     run_toml: Annotated[Path, RUN_TOML]
-    out: Annotated[Path, Option("the run directory to make", "DIR")]
+    out: Annotated[Path, Option("the run folder to make", "DIR")]
     start_in_s: Annotated[
         float | None,
         Option(
@@ -37,8 +37,8 @@ class PrepareSettings(ComputeSettings):
     predecessor: Annotated[
         Path | None,
         Option(
-            "go on with the run in this directory: its tokenizer and its trained modules; the "
-            "directory of prepare, of dipaco-simulate --out, or a peer's of that run",
+            "go on with the run in this folder: its tokenizer and its trained modules; the "
+            "folder of prepare, of dipaco-simulate --out, or a peer's of that run",
             "RUN",
             flag="--from",
         ),
@@ -69,7 +69,7 @@ class PrepareSettings(ComputeSettings):
         super().__post_init__()
         if self.initial_peers and self.predecessor is None:
             raise ConfigurationError(
-                "--initial-peers is for a successor of a live run; give its directory with --from"
+                "--initial-peers is for a successor of a live run; give its folder with --from"
             )
 
 
@@ -94,7 +94,7 @@ class PlanSettings(Settings):
 class ServeSettings(NodeSettings):
     """What a bootstrap node serves, and where it is reached."""
 
-    folder: Annotated[Path, Option("a prepared run directory", "DIR", positional=True)]
+    folder: Annotated[Path, Option("a prepared run folder", "DIR", positional=True)]
     initial_peers: Annotated[
         tuple[str, ...], Option("other bootstrap nodes or peers of the same swarm", "ADDR")
     ] = ()

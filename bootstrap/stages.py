@@ -82,7 +82,7 @@ class StageMarkers:
 
 
 def read_marker(file: Path) -> dict[str, Any] | None:
-    """Return a stage's marker, also of another run directory; None when it cannot be read."""
+    """Return a stage's marker, also of another run folder; None when it cannot be read."""
     try:
         marker = json.loads(file.read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where the inference tools get a run from: a directory on disk, or a live swarm.
+"""Where the inference tools get a run from: a folder on disk, or a live swarm.
 
 Both give the same things: the plan, the router, the base model, the best states so far of each
 path (early stopping), and the newest good state of each module. A module without a state is
@@ -91,7 +91,7 @@ class StateSource(ABC):
 
     @abstractmethod
     def _require_blob(self, sha256: str) -> None:
-        """Make sure that a blob is in the run directory's store. Raises IntegrityError."""
+        """Make sure that a blob is in the run folder's store. Raises IntegrityError."""
 
     @property
     @abstractmethod
@@ -201,7 +201,7 @@ class StateSource(ABC):
 
 
 class DiskSource(StateSource):
-    """A run directory: a peer's cache, the output of a simulation, or a prepared run."""
+    """A run folder: a peer's cache, the output of a simulation, or a prepared run."""
 
     def __init__(self, folder: Path, settings: SourceSettings | None = None) -> None:
         run = RunFolder(folder)
@@ -253,7 +253,7 @@ class DiskSource(StateSource):
     @property
     def advice(self) -> str:
         return (
-            f"{self._run.path / 'states'} holds none; give the directory of a peer that keeps it, "
+            f"{self._run.path / 'states'} holds none; give the folder of a peer that keeps it, "
             f"or --initial-peers for a live swarm, or --allow-genesis to take what the run began "
             f"with"
         )

@@ -67,7 +67,7 @@ def losses_of_paths(
     One path is in memory at a time.
 
     A path's losses are a file of 4 bytes a token in `folder`, named by a hash of the documents
-    and of the path's parameters: a later call with the same directory reuses what is there, so an
+    and of the path's parameters: a later call with the same folder reuses what is there, so an
     interrupted one goes on with the path where it stopped. Every token has as much context as
     the windows give it, whichever path it is.
 

@@ -362,7 +362,7 @@ def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         where = f"{error.filename}: " if error.filename else ""
-        return StorageError.exit_code, f"{where}{reason}; free space, or give another directory"
+        return StorageError.exit_code, f"{where}{reason}; free space, or give another folder"
     return DipacoError.exit_code, (
         f"unexpected {type(error).__name__}: {error}; give --debug for the traceback and report it"
     )

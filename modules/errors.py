@@ -59,7 +59,7 @@ class ClockError(DipacoError):
 
 
 class StorageError(DipacoError):
-    """The disk is full, or a directory cannot be read or written."""
+    """The disk is full, or a folder cannot be read or written."""
 
     exit_code = 9
 

@@ -1,7 +1,7 @@
 """The plan of a run: everything that peers must agree on, as plain validated data.
 
 The manifest (`dipaco.dht.manifest`) is this plan, signed. The simulator and the tools read the
-plan from a run directory without any network. Large parts are blobs named by their SHA-256.
+plan from a run folder without any network. Large parts are blobs named by their SHA-256.
 """
 
 from __future__ import annotations

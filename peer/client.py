@@ -81,7 +81,7 @@ class ReadOnlyClient:
 
     @property
     def folder(self) -> Path:
-        """A run directory (manifest and blobs) that `RunFolder` can open."""
+        """A run folder (manifest and blobs) that `RunFolder` can open."""
         return self._node.folder
 
     def view(self) -> SwarmView:

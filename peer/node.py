@@ -310,7 +310,7 @@ def _find_manifest(
 
 
 def make_folder(path: Path) -> None:
-    """Create a directory, or say which one cannot be created."""
+    """Create a folder, or say which one cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -245,7 +245,7 @@ class Publisher:
                 logger.warning("could not refresh the view of the swarm: %s", error)
                 if (reason := self._directory.failure) is not None:
                     raise NetworkError(
-                        f"{reason}; start again to rejoin from the cache directory"
+                        f"{reason}; start again to rejoin from the cache folder"
                     ) from error
             with self._refreshed:
                 self._refreshing = False

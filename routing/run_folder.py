@@ -80,7 +80,7 @@ class RunFolder:
             envelope = json.loads(self.manifest_path.read_bytes())
         except FileNotFoundError:
             raise StorageError(
-                f"{self.path} is not a run directory: it has no manifest.json; make one with "
+                f"{self.path} is not a run folder: it has no manifest.json; make one with "
                 f"'dipaco-bootstrap prepare RUN.toml --out {self.path}'"
             ) from None
         except ValueError as error:

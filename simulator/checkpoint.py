@@ -1,11 +1,10 @@
-"""Checkpoints of a simulation: a resumed one goes on bit for bit as if it had never stopped.
+"""Checkpoints of a simulation: a resumed one continues bit for bit as if it had never stopped.
 
     checkpoint/round-00000012/      of a simulation in memory, written every few rounds
     checkpoint/live/                of a simulation on disk, which works there
 
-Both have the form of `LiveFolder`, so a simulation may go on in memory that was on disk, and
-the other way round. A checkpoint is written beside the last one and takes its place by a rename,
-so there is always a complete one, whenever the process is killed.
+Both are a `LiveFolder`, so a simulation may switch between memory and disk when it is resumed. A
+checkpoint is written beside the last one and then renamed, so a complete one exists at any instant.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _LIVE, _PARTIAL = "live", ".partial"
 
 
 class CheckpointFolder:
-    """The checkpoints of one simulation: `checkpoint/` of its output directory."""
+    """The checkpoints of one simulation: `checkpoint/` of its output folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +74,7 @@ class CheckpointFolder:
         target.save(swarm.identity, swarm.next_round)
 
     def anchors(self, checkpoint: Path, grid: Grid) -> dict[str, ModuleState]:
-        """Return the module states of a checkpoint; one that has none is as the run began it.
+        """Return the module states of a checkpoint; a module without one has its genesis state.
 
         Raises IntegrityError for a broken one.
         """
@@ -121,16 +120,16 @@ class CheckpointFolder:
 
 
 def link_run(run: RunFolder, output: Path) -> RunFolder:
-    """Make `output` a run directory of the same run: its manifest, and links to its blobs.
+    """Make `output` a run folder of the same run: its manifest, and links to its blobs.
 
     Blobs are hard-linked, or copied where the file system cannot. Does nothing if `output` is the
-    run directory itself. Raises ConfigurationError if it holds another run.
+    run folder itself. Raises ConfigurationError if it holds another run.
     """
     if output.resolve() == run.path.resolve():
         return run
     linked = RunFolder(output)
     if linked.manifest_path.exists() and linked.plan().run_id != run.plan().run_id:
-        raise ConfigurationError(f"--out {output} holds another run; give an empty directory")
+        raise ConfigurationError(f"--out {output} holds another run; give an empty folder")
     for sha256 in _blob_names(run):
         _link_or_copy(run.blobs.require(sha256), linked.blobs.path(sha256))
     atomic_write(linked.manifest_path, run.manifest_path.read_bytes())

@@ -59,7 +59,7 @@ def train_dense(
     removed at the end. Called by `dipaco-simulate --dense-steps` and the benchmarks.
 
     Raises ConfigurationError for a negative number of steps, IntegrityError for a checkpoint that
-    is broken or of something else.
+    is broken or belongs to something else.
     """
     if steps < 0:
         raise ConfigurationError(f"--dense-steps {steps} must not be negative")
@@ -115,7 +115,7 @@ def score_dense(
 
 
 class MixedBatches:
-    """The batches of all shards as one: every sequence alike, whichever path it belongs to."""
+    """Batches drawn from all shards together: every sequence is equally likely."""
 
     def __init__(self, run: RunFolder, plan: RunPlan) -> None:
         path_count = run.grid(plan).path_count
@@ -144,7 +144,7 @@ class MixedBatches:
 
 
 class _DenseCheckpoint:
-    """The file from which a dense training that was killed goes on."""
+    """The file from which an interrupted dense training continues."""
 
     def __init__(self, file: Path, run_id: str) -> None:
         self._file = file

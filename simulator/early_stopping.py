@@ -1,9 +1,8 @@
-"""Early stopping in a simulation: the best states of every path, as the peers keep them.
+"""Early stopping in a simulation: the best parameters of every path, as peers keep them.
 
-They are chosen after the same rounds and by the same rows as in a swarm, so a swarm of
-fixed-steps peers keeps the same ones. With a directory they lie in `P00003.safetensors`; one found
-since the last checkpoint waits in `P00003.pending`, because a simulation that was killed trains
-the rounds behind its checkpoint again.
+They are chosen after the same rounds and by the same rows as in a swarm with fixed steps, so both
+keep the same ones. With a folder they are in `P00003.safetensors`. One found since the last
+checkpoint is in `P00003.pending`, because a killed simulation repeats the rounds after it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class BestReport:
 class EarlyStopping:
     """Keeps the best states of every path: in `folder`, or in memory without one.
 
-    `sequences` are the held-out rows reported for a path, at most; None is all of them.
+    `sequences` is the most held-out rows reported for a path; None is all of them.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class EarlyStopping:
         return BestParametersStore(self._folder, self._grid).load(path)
 
     def commit(self) -> None:
-        """Let what was found since the last call stay; called before a checkpoint is written."""
+        """Make what was found since the last call permanent; called before a checkpoint is written."""
         if self._folder is None or not self._folder.is_dir():
             return
         with storage_errors(self._folder):

@@ -4,8 +4,8 @@
     anchors/L0.E0               module states, in the format of `dipaco.modules.state`
     workers/00000.safetensors   counters, local parameters and AdamW state of one worker
 
-Files are replaced one by one, each atomically, and each says to which round and version it
-belongs. So the folder can be read at any instant, and the simulation goes on from it bit for bit.
+Files are replaced one by one, each atomically, and each names its round and version. So the folder
+can be read at any instant, and a simulation continues from it bit for bit.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _taken_apart(value: Any, tensors: dict[str, torch.Tensor], name: str) -> Any:
-    """Put the tensors in `value` into `tensors` and return the rest as plain JSON."""
+    """Move the tensors in `value` to `tensors` and return the rest as plain JSON."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value.contiguous()
         return {_TENSOR: name}

@@ -1,10 +1,9 @@
-"""One simulated peer: a path's local parameters, AdamW state and what of its work is not merged.
+"""One simulated peer: a path's local parameters, AdamW state and unmerged work.
 
 All workers may share one `Workbench`, a model with its inner loop. A worker that is not on the
-bench is *parked*: local parameters and AdamW state lie on a `WorkerShelf`, the anchors among the
-states of the simulation. Numbers are copied bit for bit in both directions, so a shared bench and
-any shelf compute exactly what a bench per worker computes; `tests/test_simulator.py` holds it to
-that.
+bench is *parked*: its local parameters and AdamW state are on a `WorkerShelf`, its anchors among
+the states of the simulation. Copies are bit for bit, so a shared bench and any shelf compute
+exactly what a bench for each worker computes (`tests/test_simulator.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class PathWorker:
             self._take_up(notes)
 
     def begin_round(self, round_index: int) -> None:
-        """Forget the losses of the round before; a round that was begun already goes on."""
+        """Forget the losses of the last round; a round already begun continues."""
         if self.round_index != round_index:
             self.round_index = round_index
             self.round_losses = []
@@ -166,7 +165,7 @@ class PathWorker:
         self._bench.occupant = None
 
     def _put_on_shelf(self) -> None:
-        """Put aside what is on the bench. A module without new steps is its anchor, bit for bit."""
+        """Store what is on the bench. A module without new steps equals its anchor bit for bit."""
         bench, shelf = self._bench, self._shelf
         local = {
             module: gather_module(bench.model, self._grid, module, shelf.device)

@@ -51,7 +51,7 @@ from .storage import KeptStates, open_storage
 class ReferenceSwarm:
     """All peers of a run in one process.
 
-    :param run: an opened run directory with every blob that its plan names
+    :param run: an opened run folder with every blob that its plan names
     :param steps_per_round: inner steps of a round; by default what the plan says
     :param peers: who trains what; one peer per path by default. Paths that nobody trains keep
         their states, as in a swarm with fewer peers than paths

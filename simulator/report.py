@@ -1,7 +1,7 @@
-"""What a simulation says after a round: losses, the score of every path, digests of all modules.
+"""The report of a round: losses, the score of every path, digests of all modules.
 
-Scores are of the *committed* states, those that a swarm's readers would fetch, on held-out
-sequences; what workers have trained since is not in them.
+Scores are those of the *committed* states, which readers of a swarm would fetch, on held-out
+sequences. They do not include what workers have trained since.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RoundReport:
 
     @property
     def best_validation(self) -> LossSum:
-        """All paths together, each with its best states so far, or its present ones without."""
+        """All paths together, each with its best states so far, or its present ones if it has none."""
         return LossSum.total(
             path.best.validation if path.best else path.validation for path in self.paths
         )
@@ -120,7 +120,7 @@ class Reporter:
     ) -> RoundReport:
         """Report a round that began at `started_s` of `time.monotonic`.
 
-        Without `trained` there was no round: the states are only looked at.
+        Without `trained` there was no round: the states are only scored.
         """
         paths = sorted({worker.peer.path for worker in workers})
         return RoundReport(

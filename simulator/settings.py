@@ -1,4 +1,4 @@
-"""What a simulation is asked to do: who trains what, and how it is carried out."""
+"""The settings of a simulation: who trains what, and how it is carried out."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class CommandSettings(ComputeSettings):
             "A,B,...",
         ),
     ] = None
-    out: Annotated[Path | None, Option("write a run directory with the trained states", "DIR")] = (
-        None
-    )
+    out: Annotated[Path | None, Option("write a run folder with the trained states", "DIR")] = None
     resume: Annotated[bool, Option("go on from what an earlier call left in --out")] = False
     keep: Annotated[
         Literal["memory", "device", "disk"],
@@ -86,7 +84,7 @@ class CommandSettings(ComputeSettings):
 
 @dataclass(frozen=True)
 class SimulatorSettings:
-    """How a simulation is carried out, which changes no number unless it is said."""
+    """How a simulation is carried out. Changes no result, except where a field says so."""
 
     device: torch.device | str = "cpu"
     """Where paths are trained and scored. Another type of device has other bits."""

@@ -57,7 +57,7 @@ def run(settings: CommandSettings) -> int:
 def open_swarm(
     settings: CommandSettings, source: RunFolder, output: RunFolder | None
 ) -> ReferenceSwarm:
-    """Make the swarm: from the genesis, or with --resume from where an earlier call stopped."""
+    """Make the swarm, from the genesis or, with --resume, from where an earlier call stopped."""
     states: dict[str, ModuleState] = {}
     checkpoints = CheckpointFolder(output.path / "checkpoint") if output else None
     checkpoint = checkpoints.latest() if checkpoints and settings.resume else None
@@ -120,7 +120,7 @@ def _check_output(settings: CommandSettings) -> None:
     if CheckpointFolder(settings.out / "checkpoint").latest() is not None:
         raise ConfigurationError(
             f"--out {settings.out} already holds a simulation; go on with it by --resume, or give "
-            f"another directory"
+            f"another folder"
         )
 
 
@@ -224,7 +224,7 @@ class RoundPrinter:
         self._console.print(paths, modules)
 
     def dense_step(self, steps: int) -> Callable[[int, float], None]:
-        """Return what prints a line now and then while the dense baseline trains."""
+        """Return a callback that prints a line now and then while the dense baseline trains."""
         every = max(_DENSE_LINE_STEPS, steps // _DENSE_LINES)
 
         def show(step: int, loss: float) -> None:

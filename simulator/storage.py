@@ -1,9 +1,9 @@
-"""Where workers and module states are while the simulation is busy with another worker.
+"""Where workers and module states are kept while another worker trains.
 
-    memory   in the memory of this machine; on a CPU, AdamW states are not even copied
-    device   on the device of the model: no transfer at all, for as many paths as fit there
-    disk     in files, one worker in memory at a time: hundreds of paths. Every segment and every
-             outer step is kept at once, so a killed simulation repeats one segment at most
+    memory   main memory; on a CPU, AdamW states are not even copied
+    device   the memory of the model's device: no transfers, for as many paths as fit
+    disk     files, with one worker in memory at a time: hundreds of paths. Every segment and every
+             outer step is saved, so a killed simulation repeats at most one segment
 
 The three give the same bits. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
 for what a worker leaves when it makes room for the next, and the newest state of every module.
@@ -70,7 +70,7 @@ class WorkerShelf(ABC):
 
     @abstractmethod
     def take(self, number: int) -> Luggage:
-        """Return the luggage of a worker that goes on the bench; empty if it never left."""
+        """Return the luggage of a worker that goes on the bench; empty if it was never parked."""
 
     @abstractmethod
     def local(self, number: int, module: str) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ class WorkerShelf(ABC):
 
     @abstractmethod
     def forget_local(self, number: int, module: str) -> None:
-        """Let go of the local parameters of a module, which are those of the anchor now."""
+        """Forget the local parameters of a module, which equal its anchor again."""
 
 
 class MemoryShelf(WorkerShelf):
@@ -93,7 +93,7 @@ class MemoryShelf(WorkerShelf):
         self._kept: dict[int, Luggage] = {}
 
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
-        """Keep the luggage; the worker itself remembers its counters."""
+        """Keep the luggage; the worker keeps its counters itself."""
         self._kept[number] = luggage
 
     def take(self, number: int) -> Luggage:
@@ -153,7 +153,7 @@ Genesis = Callable[[str], ModuleState]
 
 
 class KeptStates(Mapping[str, ModuleState], ABC):
-    """The newest state of every module. What a header says is at hand without the tensors."""
+    """The newest state of every module. What its header says can be read without the tensors."""
 
     def __init__(self, grid: Grid) -> None:
         self._modules = grid.modules()
@@ -202,7 +202,7 @@ class MemoryStates(KeptStates):
 
 
 class DiskStates(KeptStates):
-    """Keeps each state in a file; a module without one is as the run began it.
+    """Keeps each state in a file; a module without one has its genesis state.
 
     The states used last stay in memory, up to a bound. `given` states are written at once, unless
     a file is there already.
@@ -285,7 +285,7 @@ class Storage:
         self.shelf = shelf
 
     def note_next_round(self, round_index: int) -> None:
-        """Note which round comes next, for a process that goes on from here; only on disk."""
+        """Note which round comes next, for a process that continues from here; only on disk."""
 
 
 class DiskStorage(Storage):
@@ -340,7 +340,7 @@ def open_storage(
 
     if keep == "disk":
         if settings.folder is None:
-            raise ConfigurationError("to keep workers on disk a simulation needs a directory")
+            raise ConfigurationError("to keep workers on disk a simulation needs a folder")
         return DiskStorage(settings.folder, identity, grid, given, genesis)
     parking = device if keep == "device" else torch.device("cpu")
     shelf = MemoryShelf(parking, keeps_optimizers=parking.type == device.type)

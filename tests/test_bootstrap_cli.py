@@ -26,14 +26,14 @@ def parse(words: list[str]) -> Any:
         ["--host-maddrs", ADDRESS, "my-run", "--initial-peers", ADDRESS, ADDRESS],
     ],
 )
-def test_the_directory_may_follow_addresses(words: list[str]) -> None:
+def test_the_folder_may_follow_addresses(words: list[str]) -> None:
     parsed = parse(["serve", *words])
     assert parsed.folder == Path("my-run")
     assert parsed.initial_peers == (ADDRESS, ADDRESS)
     assert set(parsed.announce_maddrs) | set(parsed.host_maddrs) <= {ADDRESS}
 
 
-def test_a_directory_may_begin_with_a_slash() -> None:
+def test_a_folder_may_begin_with_a_slash() -> None:
     parsed = parse(["serve", "--initial-peers", ADDRESS, "/srv/my-run"])
     assert (parsed.folder, parsed.initial_peers) == (Path("/srv/my-run"), (ADDRESS,))
 

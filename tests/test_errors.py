@@ -134,7 +134,7 @@ def with_clock(shift_s: float, command: tuple[str, ...], also: str = "pass") -> 
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return all files of a directory but locks, which are empty."""
+    """Return all files of a folder but locks, which are empty."""
     files = (f for f in folder.rglob("*") if f.is_file() and not f.name.endswith("lock"))
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 

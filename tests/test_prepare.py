@@ -51,7 +51,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder,
     return folder, RunFolder(folder / "out"), display.console.file.getvalue()
 
 
-def test_run_directory_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
+def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
     _, run, _ = prepared
     plan = run.plan()
     index, grid = run.shard_index(plan), run.grid(plan)
@@ -148,7 +148,7 @@ def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunFolder, s
 def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> None:
     _, run, _ = prepared
     plan = run.plan()
-    with pytest.raises(StorageError, match="is not a run directory"):
+    with pytest.raises(StorageError, match="is not a run folder"):
         RunFolder(tmp_path).plan()
     missing = plan.model_copy(
         update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})}

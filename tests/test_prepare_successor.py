@@ -68,7 +68,7 @@ def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunFolder
 
 
 def train(run: Path, rounds: int = 1) -> None:
-    """Train in place, so that the run directory holds its newest states."""
+    """Train in place, so that the run folder holds its newest states."""
     arguments = [str(run), "--out", str(run), "--rounds", str(rounds), "--steps-per-round", "3"]
     assert simulate.main([*arguments, "--validation-sequences", "0"]) == 0
 
@@ -182,7 +182,7 @@ def test_scores_are_those_of_the_old_paths(chain: dict[str, Path]) -> None:
     assert RunFolder(chain["scored"]).plan().routing.kind == "discriminative"
 
 
-def test_the_same_directories_give_the_same_run(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_folders_give_the_same_run(chain: dict[str, Path], tmp_path: Path) -> None:
     """And what was made is not made again."""
     folder = chain["dense"].parent
     again, _ = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
@@ -348,9 +348,9 @@ def test_command_line(
     run = RunFolder(tmp_path / "out")
     assert run.plan().blobs == RunFolder(chain["kmeans"]).plan().blobs
     assert cli.main([*arguments, "--from", str(tmp_path / "none")]) == StorageError.exit_code
-    assert "is not a run directory" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
     assert cli.main([*arguments, "--initial-peers", "x"]) == ConfigurationError.exit_code
-    assert "give its directory with --from" in capsys.readouterr().err
+    assert "give its folder with --from" in capsys.readouterr().err
     code = cli.main([*arguments, "--from", str(chain["dense"]), "--score-wait-s", "-1"])
     assert code == ConfigurationError.exit_code
     assert "--score-wait-s -1.0 must be at least 0" in capsys.readouterr().err

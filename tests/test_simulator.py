@@ -349,7 +349,7 @@ def test_resuming_changes_no_bit(
     assert kept == ["round-00000004"]
 
 
-def test_the_output_is_a_run_directory_with_the_states(
+def test_the_output_is_a_run_folder_with_the_states(
     tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

@@ -259,13 +259,11 @@ def test_a_broken_worker_file_is_named(tmp_path: Path, shared_run: RunFolder) ->
         ReferenceSwarm(shared_run, settings=kept_in(tmp_path))
 
 
-def test_a_directory_of_another_simulation_is_refused(
-    tmp_path: Path, shared_run: RunFolder
-) -> None:
+def test_a_folder_of_another_simulation_is_refused(tmp_path: Path, shared_run: RunFolder) -> None:
     ReferenceSwarm(shared_run, settings=kept_in(tmp_path))
     with pytest.raises(ConfigurationError, match="peers"):
         ReferenceSwarm(shared_run, settings=kept_in(tmp_path), peers=[SimulatedPeer(0)])
-    with pytest.raises(ConfigurationError, match="needs a directory"):
+    with pytest.raises(ConfigurationError, match="needs a folder"):
         ReferenceSwarm(shared_run, settings=SimulatorSettings(keep="disk"))
     with pytest.raises(ConfigurationError, match="keep 'tape'"):
         ReferenceSwarm(shared_run, settings=SimulatorSettings(keep="tape"))

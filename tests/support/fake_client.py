@@ -13,7 +13,7 @@ from dipaco.routing.run_folder import RunFolder
 
 
 class FakeClient:
-    """What `SwarmSource` needs of `ReadOnlyClient`, from a directory."""
+    """What `SwarmSource` needs of `ReadOnlyClient`, from a folder."""
 
     def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
         self._served = RunFolder(served)

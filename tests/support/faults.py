@@ -29,7 +29,7 @@ def boundaries(member: Member, module: str) -> list[Event]:
 def processes_of(member: Member) -> list[str]:
     """Return the command lines of all living processes of a member.
 
-    They are in its session, or (p2pd) name its cache directory or identity.
+    They are in its session, or (p2pd) name its cache folder or identity.
     """
     folder = "run/identity.key" if member.name == "bootstrap" else f"{member.name}-cache"
     mark = str(member.folder / folder)

@@ -1,4 +1,4 @@
-"""A complete run directory in a second: real tokenizer, router, base model, shards, manifest.
+"""A complete run folder in a second: real tokenizer, router, base model, shards, manifest.
 
 Made directly from generated text, without `dipaco-bootstrap prepare`. Every test that needs a run
 starts here:
@@ -62,7 +62,7 @@ def make_tiny_run(
     rounds: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunFolder:
-    """Write a run directory and return it opened.
+    """Write a run folder and return it opened.
 
     `inner_steps` 0 is the clock-driven mode. `inner`, `outer` and `rounds` set further fields of
     those sections of the plan, other keywords those of `ModelConfig`. The operator's key is
