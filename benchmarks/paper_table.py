@@ -32,7 +32,7 @@ from paper_table_cells import CELLS, CELLS_BY_NAME, SHAPES, Cell, Size, training
 from paper_table_report import write_report
 
 HERE = Path(__file__).resolve().parent
-_IMPORTS = ("paper_table_runs", "paper_table_training", "paper_table_rerouting", "torch._dynamo")
+_IMPORTS = ("paper_table_runs", "paper_table_training", "paper_table_scores", "torch._dynamo")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -214,11 +214,11 @@ def run_cell(cell: Cell, data: Path, out: Path, size: Size) -> None:
     import torch
     from dipaco.modules.device import keep_freed_memory
     from dipaco.routing.run_folder import RunFolder
-    from paper_table_rerouting import reroute
     from paper_table_runs import Runs
     from paper_table_scores import (
         DocumentLosses,
         HeldOut,
+        reroute,
         score_dense,
         score_model,
         score_routed,

@@ -1,9 +1,10 @@
-"""Scoring the cells: every one on the same tokens, the first of every document left out."""
+"""Scoring the cells, rerouted ones too: all on the same tokens, the first of every document left
+out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from dipaco.inference.document_windows import TokenDocument, collect_windows
+from dipaco.inference.fit_rerouter import RerouterConfig, fit_rerouter
+from dipaco.inference.reroute_report import reroute_report
+from dipaco.inference.sources import DiskSource, SourceSettings
+from dipaco.inference.token_losses import losses_of_paths
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.evaluate import row_losses
@@ -19,8 +25,10 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.token_files import even_sample, scoring_windows, token_dtype
-from paper_table_cells import Size
+from paper_table_cells import REROUTE_WINDOWS, Size
 from paper_table_training import DENSE_FILE
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -155,3 +163,46 @@ def _score(
         nll, tokens = row_losses(model, np.concatenate(windows), prefix_tokens)
     starts = np.cumsum([0, *(len(rows) for rows in windows[:-1])])
     return np.add.reduceat(nll, starts), np.add.reduceat(tokens, starts)
+
+
+def reroute(
+    trained: Path, held_out: HeldOut, work: Path, size: Size, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fit a rerouter to training documents and score the held-out ones; return the figures.
+
+    Scores of the paths are kept in `work`, so a killed cell goes on. `perplexity` is that of the
+    best window.
+    """
+    # The newest states, so that what is not rerouted is the cell that the paths are of.
+    with DiskSource(trained, SourceSettings(current=True)) as source:
+        plan = source.plan
+        router = source.document_router(CPU)
+        fitted = collect_windows(
+            router,
+            source.training_documents(size.reroute_documents, plan.seed),
+            plan,
+            work / "training",
+        )
+        scored = collect_windows(
+            router,
+            (
+                TokenDocument(tokens, label)
+                for tokens, label in zip(held_out.documents, held_out.labels, strict=True)
+            ),
+            plan,
+            work / "held-out",
+        )
+        kept = {"folder": work / "scores", "device": CPU, "progress": say}
+        training_losses = losses_of_paths(source, fitted, **kept)
+        held_out_losses = losses_of_paths(source, scored, **kept)
+        base = source.base_model(CPU)
+    config = RerouterConfig(windows=tuple(reversed(REROUTE_WINDOWS)), steps=size.reroute_steps)
+    rerouter, fit = fit_rerouter(base, training_losses, config, device=CPU, progress=say)
+    report = reroute_report(held_out_losses, rerouter, REROUTE_WINDOWS).as_dict()
+    return {
+        "perplexity": min(window["perplexity"] for window in report["windows"]),
+        "tokens_scored": scored.tokens,
+        "documents_scored": len(scored),
+        "rerouting": report,
+        "rerouter_fit": fit.as_dict(),
+    }

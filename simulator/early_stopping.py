@@ -121,7 +121,7 @@ class EarlyStopping:
         return BestParametersStore(self._folder, self._grid).load(path)
 
     def commit(self) -> None:
-        """Make what was found since the last call permanent; called before a checkpoint is written."""
+        """Make what was found since the last call permanent. Called before each checkpoint."""
         if self._folder is None or not self._folder.is_dir():
             return
         with storage_errors(self._folder):

@@ -57,7 +57,7 @@ class RoundReport:
 
     @property
     def best_validation(self) -> LossSum:
-        """All paths together, each with its best states so far, or its present ones if it has none."""
+        """All paths together, each with its best states so far, else with its present ones."""
         return LossSum.total(
             path.best.validation if path.best else path.validation for path in self.paths
         )
