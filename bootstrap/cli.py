@@ -81,7 +81,7 @@ def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
-    from .plan_display import show_figures
+    from .display import show_figures
     from .plan_figures import plan_figures
     from .run_config import load_run_config
 

@@ -28,7 +28,8 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import CorpusBookmark, CorpusStream
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.document_scores import RouterDocuments
-from dipaco.routing.routers import ROUTER_KINDS, load_router
+from dipaco.routing.report import report_routing
+from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router, load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
@@ -36,7 +37,6 @@ from dipaco.routing.token_files import reported_rows
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
-from .fit_router import fit_corpus_router, report_routing, sample_documents
 from .import_base import ImportedBase
 from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
@@ -328,9 +328,7 @@ class Preparation:
         assert self.succession is not None  # checked before anything was made
         self.succession.check_scorable()
         corpus, length = self.corpora[0], self.config.model.sequence_length
-        chosen = sample_documents(
-            corpus, config.training_documents, self.config.seed, config.prefix_tokens
-        )
+        chosen = corpus.sample(config.training_documents, self.config.seed, config.prefix_tokens)
         documents = RouterDocuments.from_documents(
             (corpus.document(int(index)) for index in chosen), length, config.prefix_tokens
         )

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from dipaco.modules.config import Config
+from dipaco.modules.plan import RunPlan, ShardIndex
 from pydantic import Field
+
+from .shards import PathSummary
 
 
 class PathReport(Config):
@@ -62,10 +65,7 @@ def routing_report(
     held_out_sequences: Sequence[int],
     label_tokens: Sequence[Mapping[str, int]],
 ) -> RoutingReport:
-    """Return the report of shards given as one number, or one table of labels, for each path.
-
-    Called by preparation.
-    """
+    """Return the report of shards given as one number, or one table of labels, for each path."""
     expected = sum(tokens) / len(tokens)
     balance = shard_balance(tokens)
     paths = tuple(
@@ -92,6 +92,23 @@ def routing_report(
         entropy_ratio=balance[2],
         agreement=label_agreement(label_tokens),
         paths=paths,
+    )
+
+
+def report_routing(
+    plan: RunPlan, index: ShardIndex, summaries: Sequence[PathSummary]
+) -> RoutingReport:
+    """Return the report of the shards of a run. Called by `Preparation`."""
+    return routing_report(
+        kind=plan.routing.kind,
+        train_paths=plan.routing.train_paths,
+        batch_sequences=plan.inner.batch_sequences,
+        documents=[summary.train_documents for summary in summaries],
+        tokens=[summary.train_tokens for summary in summaries],
+        sequences=[shard.train_sequences for shard in index.paths],
+        held_out_documents=[summary.validation_documents for summary in summaries],
+        held_out_sequences=[shard.validation_sequences for shard in index.paths],
+        label_tokens=[summary.label_tokens for summary in summaries],
     )
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from dipaco.modules.canonical_file import read_arrays
 from dipaco.modules.errors import IntegrityError
+from dipaco.modules.transformer import PathModel
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from .discriminative import DiscriminativeRouter
+from .document_routing import prefix_features
 from .kmeans import KMeansRouter
 from .product_kmeans import ProductKMeansRouter
 from .router import ROUTER_FORMAT, FitConfig, Prefixes, Router, RouterSample
 from .simple_routers import LabelRouter, RandomRouter
+from .token_corpus import TokenCorpus
 
 __all__ = [
     "ROUTER_KINDS",
@@ -24,6 +28,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "RouterSample",
+    "fit_corpus_router",
     "fit_router",
     "load_router",
 ]
@@ -69,9 +74,40 @@ def fit_router(
     """Fit a router of the kind in `config` for a grid; the same arguments give the same router.
 
     Raises ConfigurationError if the sample cannot give such a router, and tells what would help.
-    Called by preparation and by benchmarks.
+    Called by `fit_corpus_router` and by benchmarks.
     """
     return ROUTER_KINDS[config.kind].from_sample(sample, config, tuple(modules_per_level), seed)
+
+
+def fit_corpus_router(
+    corpus: TokenCorpus,
+    base_model: PathModel,
+    config: RouterConfig,
+    modules_per_level: Sequence[int],
+    seed: int,
+    *,
+    chosen: np.ndarray | None = None,
+    nll: np.ndarray | None = None,
+) -> Router:
+    """Fit the router that `config` asks for to documents of the corpus.
+
+    The features come from `base_model`, on its device. A router fitted on scores gets those of the
+    `chosen` documents; others choose theirs. Raises ConfigurationError as `fit_router`
+    does. Called by `Preparation`.
+    """
+    kind = ROUTER_KINDS[config.kind]
+    if kind.needs_labels:  # of all documents: they cost nothing, and none may be missed
+        labels = [corpus.label_name(index) for index in range(len(corpus))]
+        sample = RouterSample(weights=corpus.lengths(), labels=labels)
+        return fit_router(config, sample, modules_per_level, seed)
+    if chosen is None:
+        chosen = corpus.sample(config.training_documents, seed)
+    features = None
+    if kind.needs_features:
+        prefixes = [corpus.document(int(index))[: config.prefix_tokens] for index in chosen]
+        features = prefix_features(base_model, prefixes, config.prefix_tokens)
+    sample = RouterSample(weights=corpus.lengths()[chosen], features=features, nll=nll)
+    return fit_router(config, sample, modules_per_level, seed)
 
 
 def load_router(data: bytes) -> Router:

@@ -55,6 +55,13 @@ class TokenCorpus:
         """Return the number of tokens of each document, int64 [N]."""
         return np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
 
+    def sample(self, count: int, seed: int, longer_than_tokens: int = 0) -> np.ndarray:
+        """Return the indices of at most `count` documents drawn at random, int64, ascending."""
+        eligible = np.flatnonzero(self.lengths() > longer_than_tokens)
+        generator = np.random.default_rng(seed)
+        size = min(count, len(eligible))
+        return np.sort(eligible[generator.choice(len(eligible), size=size, replace=False)])
+
     def label_name(self, index: int) -> str | None:
         """Return the label of a document, if it has one."""
         number = int(self.labels[index])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dipaco.bootstrap.cli import main
-from dipaco.bootstrap.plan_display import shown_bytes
+from dipaco.bootstrap.display import shown_bytes
 from dipaco.bootstrap.plan_figures import (
     PlanFigures,
     all_reduce_bytes,
