@@ -25,11 +25,13 @@ from typing import Any
 import torch
 
 from .canonical_file import (
+    checked_count,
     encode_header,
     header_of,
     load_bytes,
     numbers_behind,
     parse_metadata,
+    parsing,
     read_header,
 )
 from .errors import IntegrityError, StorageError
@@ -267,7 +269,7 @@ def _header(
 
 def _parse_header(header: bytes) -> BestParametersSummary:
     """Read what a header says that may be anything."""
-    try:
+    with parsing("a best path"):
         content = parse_metadata(header, BEST_PATH_FORMAT, "best_path")
         held_out_loss = LossSum(_number(content["nll"]), _count(content["tokens"]))
         if not is_plausible_loss(held_out_loss):
@@ -279,8 +281,6 @@ def _parse_header(header: bytes) -> BestParametersSummary:
             held_out_loss,
             dict(sorted(digests.items())),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"not a best path: {type(error).__name__} in its header") from None
 
 
 def _number(value: Any) -> float:
@@ -290,9 +290,7 @@ def _number(value: Any) -> float:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= GREATEST_COUNT:
-        raise ValueError("a count is out of range")
-    return value
+    return checked_count(value, GREATEST_COUNT)
 
 
 def _text(value: Any) -> str:

@@ -10,8 +10,9 @@ smaller files, of arrays of any kind behind one metadata entry (`write_arrays`, 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,29 @@ def header_of(data: np.ndarray, what: str) -> bytes:
 def parse_metadata(header: bytes, format_name: str, entry: str) -> Any:
     """Return the content of a header that may be anything.
 
-    Raises `IntegrityError` for another format, and what Python raises for broken JSON, which the
-    caller turns into one together with the faults of the content.
+    Raises `IntegrityError` for another format, and what Python raises for broken JSON: it is called
+    inside `parsing`.
     """
     metadata = json.loads(header)["__metadata__"]
     if metadata["format"] != format_name:
         raise IntegrityError(f"not a {format_name} file but '{str(metadata['format'])[:40]}'")
     return json.loads(metadata[entry])
+
+
+@contextlib.contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Raise `IntegrityError` for what Python raises when a header does not belong to `what`."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"not {what}: {type(error).__name__} in its header") from None
+
+
+def checked_count(value: Any, greatest: int) -> int:
+    """Return `value` if it is an integer from 0 to `greatest`, else raise `ValueError`."""
+    if type(value) is not int or not 0 <= value <= greatest:
+        raise ValueError("a count is out of range")
+    return value
 
 
 def numbers_behind(data: np.ndarray, header: bytes, count: int, what: str) -> torch.Tensor:

@@ -21,11 +21,13 @@ import torch
 from .canonical_file import (
     GREATEST_HEADER_BYTES,
     FileSource,
+    checked_count,
     encode_header,
     header_of,
     load_bytes,
     numbers_behind,
     parse_metadata,
+    parsing,
     read_header,
 )
 from .errors import IntegrityError
@@ -284,7 +286,7 @@ def _header(
 
 def _parse_header(header: bytes) -> StateSummary:
     """Read module, version and progress out of a header that may be anything."""
-    try:
+    with parsing("a module state"):
         content = parse_metadata(header, STATE_FORMAT, "state")
         module, version, table = content["module"], content["version"], content["progress"]
         progress = {
@@ -294,8 +296,6 @@ def _parse_header(header: bytes) -> StateSummary:
         if not isinstance(module, str):
             raise TypeError("module is no string")
         return StateSummary(module, _count(version), dict(sorted(progress.items())))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"not a module state: {type(error).__name__} in its header") from None
 
 
 def _pair(entry: Any) -> list[Any]:
@@ -305,9 +305,7 @@ def _pair(entry: Any) -> list[Any]:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < GREATEST_COUNT:
-        raise ValueError("a count is out of range")
-    return value
+    return checked_count(value, GREATEST_COUNT - 1)
 
 
 def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) -> None:

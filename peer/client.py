@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestParameters
@@ -51,12 +50,7 @@ class ReadOnlyClient:
     def __enter__(self) -> ReadOnlyClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import fcntl
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.files import storage_errors
@@ -87,12 +86,7 @@ class PartialFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
