@@ -153,13 +153,13 @@ def markdown(found: Mapping[str, Figures], summary: Mapping[str, Any], size: Siz
 
 
 def _rerouting_lines(figures: Figures) -> list[str]:
-    """Return what rerouting gives, every W tokens, and the bounds by hindsight."""
+    """Return what rerouting gives, every W tokens, and the bounds in hindsight."""
     found = figures["rerouting"]
     lines = [
         "",
         f"## Rerouting: {figures['cell']['of']}",
         "",
-        "| path chosen | perplexity | decisions that switch | best path by hindsight |",
+        "| path chosen | perplexity | decisions that switch | best path in hindsight |",
         "|---|---:|---:|---:|",
         f"| once a document | {found['routed_perplexity']:.2f} | | "
         f"{found['best_path_per_document_perplexity']:.2f} |",

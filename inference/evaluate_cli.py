@@ -124,7 +124,7 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
 def _reroute_table(report: RerouteReport) -> Table:
     from rich.table import Table
 
-    table = Table("path chosen", "perplexity", "best path by hindsight", "switches", "decisions")
+    table = Table("path chosen", "perplexity", "best path in hindsight", "switches", "decisions")
     table.add_row(
         "once a document",
         _perplexity(report.routed.perplexity),

@@ -34,7 +34,7 @@ class RerouteWindow:
     """The fraction of decisions that left the path of the tokens before."""
     decisions: int
     best: LossSum
-    """With the best path of each window by hindsight: a bound."""
+    """With the best path of each window in hindsight: a bound."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain values."""
@@ -55,7 +55,7 @@ class RerouteReport:
     routed: LossSum
     """Every document by the path that the run's router sends it to."""
     best_per_document: LossSum
-    """Every document by its best path by hindsight: a bound."""
+    """Every document by its best path in hindsight: a bound."""
     single_paths: Mapping[int, LossSum]
     """All documents by one path."""
     windows: tuple[RerouteWindow, ...]

@@ -145,12 +145,12 @@ def single_path_losses(losses: TokenLosses) -> dict[int, LossSum]:
 
 
 def best_document_loss(losses: TokenLosses) -> LossSum:
-    """Return the loss of the best path of each document, known by hindsight: a bound."""
+    """Return the loss of the best path of each document, in hindsight: a bound."""
     return _least(losses, losses.documents.token_starts[:-1], losses.kept)
 
 
 def best_window_loss(losses: TokenLosses, window: int) -> LossSum:
-    """Return the loss of the best path of each window, known by hindsight: a bound."""
+    """Return the loss of the best path of each window, in hindsight: a bound."""
     made = decisions(losses.documents, window)
     return _least(losses, made.starts, losses.kept[made.documents])
 

@@ -1,6 +1,6 @@
 """The loss that every path gives every token: one pass, from which all perplexities come.
 
-Routed, rerouted and single-path perplexities, and the bounds by hindsight, are sums of the same
+Routed, rerouted and single-path perplexities, and the bounds in hindsight, are sums of the same
 numbers, so they are comparable to the last token (DiPaCo section 7.2.2: the array S_ijp).
 """
 

@@ -119,7 +119,7 @@ def _check_output(settings: CommandSettings) -> None:
         return
     if CheckpointFolder(settings.out / "checkpoint").latest() is not None:
         raise ConfigurationError(
-            f"--out {settings.out} already holds a simulation; go on with it by --resume, or give "
+            f"--out {settings.out} already holds a simulation; continue it with --resume, or give "
             f"another folder"
         )
 
