@@ -167,6 +167,7 @@ def start_background(
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
     node.held.load_from_disk()
     node.serve_run()
+    node.certifier.start(background.thread)
     best_copies = BestParametersCopies(node, status, lambda: publisher.announce(), events)
     best_copies.load_from_disk()
     status.addresses = visible_addresses(node.dht)

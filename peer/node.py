@@ -37,6 +37,7 @@ from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex
 from dipaco.modules.store import StateStore
 from dipaco.routing.run_folder import RunFolder
 
+from .exchange.certifier import Certifier
 from .exchange.clock import Clock, measure_clock
 from .exchange.diagnosis import diagnose
 from .exchange.exchange import Exchange
@@ -84,6 +85,7 @@ class Node:
     states: StateStore
     bests: BestParametersStore
     held: HeldStates
+    certifier: Certifier
     fetcher: ContentFetcher
     cache_folder: Path
     earlier: Node | None = None
@@ -164,7 +166,7 @@ class Node:
         """Let the exchange serve this run, and by hash what was served before it."""
         earlier = self.earlier.held if self.earlier is not None else None
         self.held.use_earlier(earlier)
-        self.exchange.set_source(self.held, self.run_id)
+        self.exchange.set_source(self.held, self.run_id, self.certifier)
 
     def earlier_manifests(self) -> tuple[SignedManifest, ...]:
         """Return the manifests of the runs that this process came here through."""
@@ -173,6 +175,7 @@ class Node:
 
     def release(self) -> None:
         """Let another process use the run's folder."""
+        self.certifier.stop()
         if self._lock_file is not None:
             let_go(self._lock_file)
             self._lock_file = None
@@ -269,6 +272,10 @@ def _open_run(
         incoming = BlobStore(path / "incoming")
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
         fetcher.use_plan(plan, grid, membership.clock.now)
+        certifier = Certifier(
+            plan.run_id, grid, membership.identity, membership.exchange, path / "certificates"
+        )
+        fetcher.use_certifier(certifier)
         return Node(
             membership=membership,
             directory=directory,
@@ -281,6 +288,7 @@ def _open_run(
             states=states,
             bests=bests,
             held=HeldStates(grid, states, blobs, bests),
+            certifier=certifier,
             fetcher=fetcher,
             cache_folder=cache_folder,
             earlier=earlier,

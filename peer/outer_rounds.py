@@ -206,6 +206,8 @@ class OuterRounds:
         module = snapshot.module
         if isinstance(result, Committed):
             self._trainer.commit(snapshot, result.state)
+            parent = snapshot.anchor.digest
+            self._node.certifier.committed(result.state.reference, parent, result.table)
             self._adoptions.forget(module)
             self._in_vain[module] = 0
             self._hold(result.state)

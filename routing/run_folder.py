@@ -4,6 +4,7 @@
     blobs/          tokenizer, router, base model, shard index, token files, each by its SHA-256
     states/         the last good states of the modules, as the peers save them
     best/           the best states so far of a path, all its modules in one file
+    certificates/   of a peer: who made which states, signed (`dipaco.peer.exchange.certifier`)
 
 `dipaco-bootstrap prepare` writes one; a peer's cache, the simulator's output and the inference
 tools have the same form, so each can read the others'.

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from dipaco.dht.certificates import LONGEST_CHAIN
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, NetworkError, ProtocolVersionError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import StateReference
 from dipaco.peer.exchange import service
+from dipaco.peer.exchange.certifier import Certifier
 from dipaco.peer.exchange.clock import measure_clock
 from dipaco.peer.exchange.exchange import Exchange
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
+from support.certificates import MODULE, Line, certificate, grid, identity, reference
 from support.exchange_nodes import CONTENT, HELD, NOBODY, RUN, Held, Nodes, fetch, set_ahead
 
 pytestmark = pytest.mark.swarm
@@ -71,6 +74,26 @@ def test_holdings_are_asked_directly(nodes: Nodes) -> None:
     assert client.holdings(server.peer_id, "P17") is None
     server.set_source(Held(states=(HELD,)), "f" * 16)
     assert client.holdings(server.peer_id, "L0.E1") is None, "another run's states are not ours"
+
+
+def test_certificates_travel_between_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    chain = [certificate(version, range(32)) for version in range(1, 71)]
+    knowing = Line().certifier(0, tmp_path)
+    knowing._take(chain)
+    server, client = nodes.exchange(nodes.server_dht), nodes.asking()
+    server.set_source(Held(), RUN, knowing)
+    newest = chain[-1].statement
+    pages = [client.certificates(server.peer_id, MODULE, newest.digest, n) for n in (1, 4, 64)]
+    # A reply is bounded in bytes too; who asks goes on behind its last.
+    assert [len(page) for page in pages[:2]] == [1, 4]
+    assert 4 < len(pages[2]) < 64
+    assert client.certificates(server.peer_id, MODULE, "f" * 64, 64) == []
+    asking = Certifier(RUN, grid(), identity(1), client, tmp_path / "asking")
+    found = asking.fetch_chain(reference(chain[-1]), (server.peer_id,))
+    assert found == knowing.chain(MODULE, newest.digest)
+    assert len(found) == LONGEST_CHAIN
+    server.set_source(Held(), "f" * 16, knowing)
+    assert client.certificates(server.peer_id, MODULE, newest.digest, 64) == []
 
 
 def test_an_offer_leads_to_a_fetch(nodes: Nodes, blobs: BlobStore) -> None:

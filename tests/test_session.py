@@ -193,6 +193,7 @@ class Rig:
             states=states,
             bests=bests,
             held=held,
+            certifier=SimpleNamespace(committed=lambda *commit: None),
             fetcher=Fetcher(run),
             exchange=self.exchange,
             earlier=None,

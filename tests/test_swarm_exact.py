@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.dht.certificate_check import verify_certificate
 from dipaco.modules.files import sha256_of_file
+from dipaco.peer.exchange.certificate_files import CertificateFiles
 from dipaco.routing.run_folder import RunFolder
 from support.swarm import Member, Swarm, command
 from support.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
@@ -62,6 +64,7 @@ def test_four_peers_equal_the_reference(
         for round_index, report in enumerate(reports):
             found = swarm.digests(round_index)
             assert found == {m: {d} for m, d in report["digests"].items()}, round_index
+        check_certificates(swarm, run, peers)
         if private_blocks:
             check_best_paths(swarm, bootstrap, peers, reports[-1]["paths"])
 
@@ -70,6 +73,26 @@ def begun_now(run: RunFolder) -> RunFolder:
     """Return the run, signed again to start now: the first round waits `LIMIT_S` for all peers."""
     sign_tiny_run(run, run.plan().model_copy(update={"start_s": time.time()}))
     return run
+
+
+def check_certificates(swarm: Swarm, run: RunFolder, peers: list[Member]) -> None:
+    """What each peer committed in the last round is soon signed by all members of its group."""
+    grid, run_id = run.grid(run.plan()), run.plan().run_id
+    deadline = time.monotonic() + LIMIT_S
+    for peer in peers:
+        folder = swarm.folder / f"{peer.name}-cache" / run_id / "certificates"
+        files = CertificateFiles(folder, run_id, grid)
+        commits = [e for e in peer.of("commit") if e["round"] == ROUNDS - 1]
+        assert commits
+        for commit in commits:
+            while True:
+                known = [c for c in files.load() if c.statement.digest == commit["digest"]]
+                if known and known[0].signers == set(commit["group"]):
+                    break
+                assert time.monotonic() < deadline, (known, commit, swarm.outputs())
+                time.sleep(0.1)
+            verify_certificate(known[0], run_id, grid)
+            assert known[0].statement.round_index == commit["round"]
 
 
 def check_best_paths(

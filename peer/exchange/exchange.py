@@ -25,6 +25,8 @@ from .clock import ClockSample
 from .hello import SOFTWARE, Hello, ask, clock_samples, say_hello
 from .loop_thread import LoopThread
 from .messages import (
+    CertificatesReply,
+    CertificatesRequest,
     FetchReply,
     FetchRequest,
     HeldContent,
@@ -39,6 +41,7 @@ from .service import (
     FETCH_HANDLE,
     MAX_UPLOADS,
     MAX_UPLOADS_PER_PEER,
+    ChainSource,
     ExchangeService,
     OfferHandler,
     RunContent,
@@ -145,9 +148,12 @@ class Exchange:
         """Content received since the start."""
         return self._bytes_down
 
-    def set_source(self, held: RunContent, run_id: str) -> None:
-        """Serve what `held` finds of the run `run_id`, and ask others about this run."""
-        self._service.set_source(held, run_id)
+    def set_source(self, held: RunContent, run_id: str, chains: ChainSource | None = None) -> None:
+        """Serve what `held` finds of the run `run_id`, and ask others about this run.
+
+        `chains` knows the certificates of its states.
+        """
+        self._service.set_source(held, run_id, chains)
 
     def set_offer_handler(self, handler: OfferHandler) -> None:
         """Call `handler(offer)` on the exchange's thread for every state offered.
@@ -214,6 +220,28 @@ class Exchange:
         if held.module != module:
             raise NetworkError(f"peer {peer} answered nonsense: {held.module} instead of {module}")
         return held.reference
+
+    def certificates(
+        self,
+        peer: str,
+        module: str,
+        digest: str,
+        count: int,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> Sequence[bytes]:
+        """Ask for the certificates of a state and of those before it, the newest first.
+
+        At most `count` of them come; they are not checked. Raises `NetworkError`.
+        """
+
+        async def look() -> CertificatesReply:
+            request = CertificatesRequest(
+                run=self._run_id(), module=module, digest=digest, count=count
+            )
+            p2p = self._connection()
+            return await ask(p2p, peer, "rpc_certificates", request, CertificatesReply, timeout_s)
+
+        return self._thread.call(look(), timeout_s + GRACE_S).certificates
 
     def offer(self, peer: str, held: StateReference, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Ask a peer to fetch a state from here; True when it will.

@@ -25,6 +25,7 @@ from dipaco.modules.state import (
     read_state,
 )
 
+from .certifier import Certifier
 from .exchange import Exchange
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
@@ -46,6 +47,7 @@ class ContentFetcher:
         self._mirrors: tuple[str, ...] = ()
         self._plan: RunPlan | None = None
         self._grid: Grid | None = None
+        self._certifier: Certifier | None = None
         self._now: Callable[[], float] = time.time
         self._all_blobs: tuple[str, ...] = ()
 
@@ -56,6 +58,10 @@ class ContentFetcher:
         self._mirrors = plan.mirrors
         self._grid = grid
         self._all_blobs = core_blobs(plan)
+
+    def use_certifier(self, certifier: Certifier) -> None:
+        """Fetch with every state the certificates that say where it comes from."""
+        self._certifier = certifier
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
@@ -149,6 +155,8 @@ class ContentFetcher:
         finally:
             path.unlink(missing_ok=True)
         self._check_plausible(state)
+        if self._certifier is not None:
+            self._certifier.fetch_chain(state.reference, holders)
         return state
 
     def _check_plausible(self, state: ModuleState) -> None:

@@ -10,13 +10,17 @@ every version of the protocol must understand; never change the meaning of its f
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
+from dipaco.dht.certificate_check import MAX_CERTIFICATE_BYTES
 from dipaco.dht.records import AnnouncedState, Count, ModuleName, Sha256, TimeS
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_MESSAGE_BYTES = 4096
+# Certificates of two large groups, or of dozens of small ones.
+MAX_CERTIFICATES_BYTES = 2**18
+MAX_CERTIFICATES = 64
 LENGTH_BYTES = 4
 
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -30,6 +34,7 @@ class Message(BaseModel):
     """Base of every message."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
 
 
 class HelloRequest(Message):
@@ -64,6 +69,25 @@ class HoldingsReply(Message):
     """The heaviest state held of the module asked for, if any."""
 
     held: HeldContent | None = None
+
+
+class CertificatesRequest(Message):
+    """Send the certificates of a state and of those before it, the newest first."""
+
+    run: RunId
+    module: ModuleName
+    digest: Sha256
+    count: int = Field(ge=1, le=MAX_CERTIFICATES)
+
+
+class CertificatesReply(Message):
+    """As many of them as are known and fit; `dht.certificate_check` reads each."""
+
+    max_bytes: ClassVar[int] = MAX_CERTIFICATES_BYTES
+
+    certificates: list[Annotated[bytes, Field(max_length=MAX_CERTIFICATE_BYTES)]] = Field(
+        max_length=MAX_CERTIFICATES
+    )
 
 
 class OfferRequest(Message):
@@ -109,8 +133,9 @@ def encode(message: Message) -> bytes:
 
 def decode(message_class: type[MessageT], data: bytes) -> MessageT:
     """Read a message that came from another peer, or raise `MessageError`."""
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    limit = message_class.max_bytes
+    if len(data) > limit:
+        raise MessageError(f"{len(data)} bytes, at most {limit} are allowed")
     values: Any
     try:
         values = msgpack.unpackb(data, raw=False, strict_map_key=True)
@@ -141,8 +166,8 @@ async def read_message(
 
     async def read() -> bytes:
         size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-        if size > MAX_MESSAGE_BYTES:
-            raise MessageError(f"{size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        if size > message_class.max_bytes:
+            raise MessageError(f"{size} bytes, at most {message_class.max_bytes} are allowed")
         return await reader.readexactly(size)
 
     return decode(message_class, await asyncio.wait_for(read(), timeout_s))

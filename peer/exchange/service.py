@@ -17,9 +17,11 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from dipaco.dht.certificate_check import encode_certificate
+from dipaco.dht.certificates import Certificate
 from dipaco.dht.repetition import Complaints
 from dipaco.modules.state import StateReference
 from hivemind.p2p import P2P, P2PContext, ServicerBase
@@ -28,6 +30,9 @@ from hivemind.proto import runtime_pb2
 
 from .content import ContentShelf, ContentSource, OpenContent
 from .messages import (
+    MAX_CERTIFICATES_BYTES,
+    CertificatesReply,
+    CertificatesRequest,
     FetchReply,
     FetchRequest,
     HeldContent,
@@ -75,6 +80,14 @@ class RunContent(ContentSource, Protocol):
         ...
 
 
+class ChainSource(Protocol):
+    """What a process knows of where states come from: the certifier."""
+
+    def chain(self, module: str, digest: str) -> Sequence[Certificate]:
+        """Return the certificates of a state and of those before it. Quick, from any thread."""
+        ...
+
+
 def refuse_offer(peer: str, offered: StateReference) -> bool:
     """Refuse: the offer handler of a process that keeps nothing for others."""
     return False
@@ -100,6 +113,7 @@ class ExchangeService(ServicerBase):
         self.protocol_version = protocol_version
         self.run_id: str | None = None
         self.held: RunContent | None = None
+        self.chains: ChainSource | None = None
         self.offer_handler: OfferHandler = refuse_offer
         self.bytes_up = 0
         self._max_uploads = max_uploads
@@ -109,10 +123,10 @@ class ExchangeService(ServicerBase):
         self._uploads: Counter[str] = Counter()
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
-    def set_source(self, held: RunContent, run_id: str) -> None:
+    def set_source(self, held: RunContent, run_id: str, chains: ChainSource | None = None) -> None:
         """Serve a run's content from now on."""
         self._shelf.source = held
-        self.held, self.run_id = held, run_id
+        self.held, self.run_id, self.chains = held, run_id, chains
 
     async def attach(self, p2p: P2P) -> None:
         """Register with the node's libp2p daemon."""
@@ -156,6 +170,16 @@ class ExchangeService(ServicerBase):
         if self.held is not None and asked.run == self.run_id:
             held = self.held.get(asked.module)
         return _response(HoldingsReply(held=HeldContent.of(held) if held is not None else None))
+
+    async def rpc_certificates(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Tell who made a state out of which, and the same of those before it."""
+        asked = self._parse(CertificatesRequest, request, context)
+        chain: Sequence[Certificate] = ()
+        if self.chains is not None and asked.run == self.run_id:
+            chain = self.chains.chain(asked.module, asked.digest)[: asked.count]
+        return _response(CertificatesReply(certificates=_as_fits(chain)))
 
     async def rpc_offer(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -240,6 +264,19 @@ class ExchangeService(ServicerBase):
                 await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
                 self.bytes_up += len(chunk)
             offset += len(view)
+
+
+def _as_fits(certificates: Sequence[Certificate]) -> list[bytes]:
+    """Return the bytes of as many certificates as fit in one reply, the first always."""
+    encoded: list[bytes] = []
+    left_bytes = MAX_CERTIFICATES_BYTES // 2
+    for certificate in certificates:
+        data = encode_certificate(certificate)
+        left_bytes -= len(data)
+        if encoded and left_bytes < 0:
+            break
+        encoded.append(data)
+    return encoded
 
 
 def _response(message: Message) -> runtime_pb2.ExpertResponse:
