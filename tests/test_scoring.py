@@ -144,7 +144,7 @@ class Peer:
         for _ in range(count):
             self.refresh()
             if self.scoring._fetching is not None:
-                self.scoring._fetching.future.exception(10)
+                self.scoring._fetching.future.exception(60)
             self.scoring.turn(slack_s, 0.01)
             self.now_s += 1.0
         self.refresh()
