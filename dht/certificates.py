@@ -9,6 +9,7 @@ only what has been checked.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,8 @@ from dipaco.modules.state import StateReference
 
 # Versions of one module whose certificates are kept, forks included.
 KEPT_PER_MODULE = 128
+# Rows in all their tables: what bounds the memory when groups are large.
+KEPT_ROWS_PER_MODULE = 2**14
 # The longest chain that is followed and sent.
 LONGEST_CHAIN = 64
 
@@ -79,6 +82,15 @@ class CertificateBook:
 
     def __init__(self) -> None:
         self._by_module: dict[str, dict[str, Certificate]] = {}
+        self._rows: Counter[str] = Counter()
+        self._stands_on: dict[str, str] = {}
+
+    def keep(self, module: str, digest: str) -> None:
+        """Forget the chain of this state last: the peer stands on it.
+
+        Who invents chains of newer rounds does not push it out.
+        """
+        self._stands_on[module] = digest
 
     def add(self, certificate: Certificate) -> bool:
         """Take a checked certificate; returns whether it said anything new.
@@ -90,19 +102,28 @@ class CertificateBook:
         before = known.get(statement.digest)
         if before is None:
             known[statement.digest] = certificate
-            self._forget_oldest(known)
+            self._rows[statement.module] += len(statement.table)
+            self._forget_oldest(statement.module)
             return statement.digest in known
         if before.statement != statement or certificate.signers <= before.signers:
             return False
         known[statement.digest] = before.merged(certificate)
         return True
 
-    def _forget_oldest(self, known: dict[str, Certificate]) -> None:
-        while len(known) > KEPT_PER_MODULE:
-            oldest = min(
-                known.values(), key=lambda c: (c.statement.round_index, c.statement.digest)
-            )
-            del known[oldest.statement.digest]
+    def _forget_oldest(self, module: str) -> None:
+        known = self._by_module[module]
+        if len(known) <= KEPT_PER_MODULE and self._rows[module] <= KEPT_ROWS_PER_MODULE:
+            return
+        own = {c.statement.digest for c in self.chain(module, self._stands_on.get(module, ""))}
+        statements = sorted(
+            (certificate.statement for certificate in known.values()),
+            key=lambda said: (said.digest in own, said.round_index, said.digest),
+        )
+        for said in statements:
+            if len(known) <= KEPT_PER_MODULE and self._rows[module] <= KEPT_ROWS_PER_MODULE:
+                return
+            del known[said.digest]
+            self._rows[module] -= len(said.table)
 
     def get(self, module: str, digest: str) -> Certificate | None:
         """Return the certificate of a state; None for a genesis state or an unknown one."""

@@ -7,12 +7,15 @@ import random
 import pytest
 from dipaco.dht.certificates import (
     KEPT_PER_MODULE,
+    KEPT_ROWS_PER_MODULE,
     LONGEST_CHAIN,
     Certificate,
     CertificateBook,
     CommitStatement,
 )
 from dipaco.modules.outer import Contribution
+from hypothesis import given
+from hypothesis import strategies as st
 
 MODULE = "L0.E0"
 
@@ -73,6 +76,67 @@ def test_a_digest_keeps_its_first_statement() -> None:
     known = book(certificate("a1", "genesis", 0, "PQ"))
     assert not known.add(certificate("a1", "elsewhere", 5, "XYZ"))
     assert known.chain(MODULE, "a1")[0].statement.parent == "genesis"
+
+
+def test_invented_chains_do_not_push_out_the_one_that_this_peer_stands_on() -> None:
+    """Anybody can sign chains of newer rounds, as many as he likes."""
+    known = book(*(certificate(f"own{n + 1}", f"own{n}", n, "PQ") for n in range(LONGEST_CHAIN)))
+    newest = f"own{LONGEST_CHAIN}"
+    known.keep(MODULE, newest)
+    for liar in range(10):
+        known.add_all(
+            certificate(f"{liar}-{n + 1}", f"{liar}-{n}", n, "XYZ") for n in range(50, 150)
+        )
+    assert len(known.all()) == KEPT_PER_MODULE
+    assert len(known.chain(MODULE, newest)) == LONGEST_CHAIN
+    assert known.contains(MODULE, newest, "Q", 0)
+
+
+def test_large_groups_do_not_make_a_book_large() -> None:
+    known = CertificateBook()
+    rows = tuple(Contribution(0, f"{n:04d}", 1) for n in range(1024))
+    for version in range(1, 60):
+        names = f"{version - 1}", f"{version}"
+        made = CommitStatement("run", MODULE, version, *names, version, rows)
+        known.add(Certificate(made, {"0000": b""}))
+    held = sum(len(c.statement.table) for c in known.all())
+    assert KEPT_ROWS_PER_MODULE - 1024 < held <= KEPT_ROWS_PER_MODULE
+    assert len(known.chain(MODULE, "59")) == KEPT_ROWS_PER_MODULE // 1024
+
+
+@given(st.data())
+def test_a_book_is_the_same_whatever_came_first_and_how_often(data: st.DataObject) -> None:
+    """A tree of states, of which each certificate comes in parts with some of the signatures."""
+    size = data.draw(st.integers(1, 12))
+    parts = []
+    for number in range(size):
+        parent = data.draw(st.integers(-1, number - 1))
+        peers = data.draw(st.sets(st.sampled_from("PQRST"), min_size=1))
+        for _ in range(data.draw(st.integers(1, 3))):
+            signers = data.draw(st.sets(st.sampled_from("PQRSTX")))
+            parts.append(
+                certificate(
+                    f"s{number}", f"s{parent}", number, "".join(peers), signers="".join(signers)
+                )
+            )
+    shuffled = data.draw(st.permutations(parts))
+    one, other = book(*parts), book(*shuffled, *parts)
+    assert {c.statement: c.signers for c in one.all()} == {
+        c.statement: c.signers for c in other.all()
+    }
+    assert not other.add_all(parts)
+    for first in range(size):
+        chain = one.chain(MODULE, f"s{first}")
+        assert [c.statement.digest for c in chain] == [
+            c.statement.digest for c in other.chain(MODULE, f"s{first}")
+        ]
+        assert one.contributors_since(MODULE, f"s{first}", None) == {
+            signer for c in chain for signer in c.signers
+        }
+        for second in range(size):
+            ancestor = one.common_ancestor(MODULE, f"s{first}", f"s{second}")
+            assert ancestor == one.common_ancestor(MODULE, f"s{second}", f"s{first}")
+            assert ancestor is not None, "all descend from genesis"
 
 
 def test_a_book_is_bounded_and_a_circle_ends() -> None:

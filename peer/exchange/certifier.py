@@ -150,6 +150,8 @@ class Certifier:
         """Certify a commit, serve the certificate, and have the others' signatures gathered."""
         certificate = self.sign(state, parent, table)
         self._take((certificate,))
+        with self._lock:
+            self._book.keep(state.module, state.digest)
         if len(certificate.statement.table) > 1:
             due_s = self._monotonic() + self._pauses_s[0]
             with self._lock:
