@@ -7,27 +7,26 @@ what the peers do, in the order of DiPaCo's Algorithm 1 (Douillard et al., 2024)
 
 1. Inner steps. Every worker trains its path on its shard with AdamW; a round is a number of such
    steps.
-2. The boundary of a level. Levels end one after the other, in the middle of everybody's training,
-   so the traffic of a swarm is spread over the round (a level is a fragment of Streaming DiLoCo).
+2. The boundary of a level. Levels end one after another while training continues, so that the
+   traffic of a swarm is spread over the round (a level is a fragment of Streaming DiLoCo).
 3. The outer step of each module of that level, in `ReferenceSwarm._step_module`:
      * the *outer gradient* of a worker: the module's *anchor*, its last committed state, minus the
        worker's local parameters;
-     * the weight of a worker: its path's part of the training data among the paths that
-       contribute (Eq. 2 and 3), shared by the replicas of a path by tokens;
-     * the average, each gradient having gone through the codec of the wire, as has the result;
+     * the weight of a worker: its path's share of the training data of the contributing paths
+       (Eq. 2 and 3), split between the replicas of a path by tokens;
+     * the average. Each gradient, and the result, passes through the codec of the network;
      * one step of Nesterov momentum along the average, scaled by the square root of the number of
        paths (section 2.7). The result is the new anchor, of the next *version*.
-   Weights and scaling are as `OuterConfig` of the run says.
-   Every worker whose path has the module goes on from the new anchor; the other levels train on
-   undisturbed. A private module has one path, and takes the same step (section 2.6.1).
-4. The report: digests of all anchors, and their score on held-out sequences.
+   `OuterConfig` of the run can switch weights and scaling off.
+   Every worker whose path has the module continues from the new anchor; other levels are not
+   affected. A private module has one path, and takes the same step (section 2.6.1).
+4. The report: digests of all anchors, and their loss on held-out sequences.
 
 The arithmetic is in `dipaco.modules.outer` and `dipaco.modules.inner`, the code that peers run.
-What a peer does besides, meeting others, transfers, faults, does not exist here: everybody is
-always on time. It is the reference of the tests: a swarm of fixed-steps peers
-(`RoundsConfig.inner_steps`) has the same digests, bit for bit, if its inner steps have the same
-bits: the same type of device, build of PyTorch and number of threads. The outer step is equal
-everywhere.
+There are no meetings, transfers or faults here: everybody is always on time. The tests take it as
+the reference: a swarm with fixed steps (`RoundsConfig.inner_steps`) has the same digests, bit for
+bit, if its inner steps have the same bits, which takes the same type of device, build of PyTorch
+and number of threads. The outer step is equal everywhere.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class ReferenceSwarm:
     :param steps_per_round: inner steps of a round; by default what the plan says
     :param peers: who trains what; one peer per path by default. Paths that nobody trains keep
         their states, as in a swarm with fewer peers than paths
-    :param first_round: number of the first round. It stands in the states, so a swarm that began
+    :param first_round: number of the first round. It is part of the states, so a swarm that began
         to train in round r has the digests of a simulation with `first_round=r`
     :param states: start from these module states in place of the genesis, with fresh AdamW states
 
-    The number of threads of PyTorch, which is the caller's, can change bits. Raises
-    ConfigurationError for peers that cannot be and for settings that are unknown.
+    The caller sets PyTorch's number of threads, which can change bits. Raises ConfigurationError
+    for impossible peers and unknown settings.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class ReferenceSwarm:
         return report
 
     def _train_until(self, steps: int) -> None:
-        """Let every worker train until it has done so many of the round's inner steps."""
+        """Let every worker train until it has done this many of the round's inner steps."""
         for worker in self.workers:
             worker.train(steps - len(worker.round_losses))
 
@@ -191,7 +190,7 @@ class ReferenceSwarm:
         return self._storage.is_on_disk
 
     def go_on_in(self, round_index: int) -> None:
-        """Go on in a round that another process began, from the workers and states it left.
+        """Continue a round that another process began, from the workers and states it left.
 
         A level's boundary has passed when somebody has trained beyond it; if nobody has, a module
         whose state names the round was stepped, and the others are still to be.
