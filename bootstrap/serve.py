@@ -19,16 +19,14 @@ from dipaco.peer.app import install_stop_signals, start_background, write_addres
 from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
-from dipaco.peer.keeper import hand_over
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.publisher import Claim, PeerStatus, Publisher
+from dipaco.peer.server import Server
 from dipaco.routing.run_folder import RunFolder
 
 from .settings import ServeSettings
 
 logger = logging.getLogger("dipaco.bootstrap.serve")
-
-LEAVE_BUDGET_S = 4.0
 
 
 def run(settings: ServeSettings) -> int:
@@ -87,13 +85,17 @@ def _serve(
     if node.plan.successor_of is not None:
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
+    server = Server(node, status, publisher, background, events, stopping)
+    looking = background.thread(
+        "look",
+        lambda: _refresh_until_stopped(
+            node, publisher, settings.refresh_period_s, display, stopping
+        ),
+    )
+    looking.start()
     try:
-        _refresh_until_stopped(node, publisher, settings.refresh_period_s, display, stopping)
-        background.check()
+        server.run()
     finally:
-        status.claim = Claim("leaving")
-        modules = tuple(held.module for held in node.held.all())
-        hand_over(node, publisher, modules, time.monotonic() + LEAVE_BUDGET_S)
         keeper.stop()
         publisher.stop(withdraw=True)
 

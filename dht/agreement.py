@@ -1,14 +1,10 @@
-"""Which group may commit and which state wins: pure functions (design 4.4)."""
+"""Who comes to a module's outer step, told by claims: pure functions (design 4.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference, heaviest
 
-from .view import SwarmView, plausible_state
+from .view import SwarmView
 
 
 def expected_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
@@ -67,27 +63,3 @@ def is_overtaken(view: SwarmView, grid: Grid, module: str, tokens: int, me: str)
     others = expected_group(view, grid, module) - {me}
     ahead = {h.peer_id for h in view.holdings.get(module, ()) if h.tokens > tokens} & others
     return bool(ahead) and 2 * len(ahead) >= len(others)
-
-
-def enough_for_commit(group_size: int, expected_size: int) -> bool:
-    """Tell whether a group may commit: at least half of those with a fresh claim."""
-    return 2 * group_size >= expected_size
-
-
-def winning_state(
-    announced: Iterable[StateReference],
-    *,
-    own: StateReference,
-    view: SwarmView,
-    grid: Grid,
-    plan: RunPlan,
-) -> StateReference | None:
-    """Return the announced state that should replace `own`, or None.
-
-    Counts that the elapsed time does not allow are not believed.
-    """
-    return heaviest(
-        state
-        for state in announced
-        if plausible_state(state, plan, grid, view.now_s) and state.wins_over(own)
-    )

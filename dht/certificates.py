@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dipaco.modules.files import canonical_json
@@ -69,6 +69,14 @@ class Certificate:
     def signers(self) -> frozenset[str]:
         """Members of the group whose signature is here."""
         return frozenset(row.peer for row in self.statement.table) & self.signatures.keys()
+
+    @property
+    def reference(self) -> StateReference:
+        """What names the state, as far as its certificate says: with the tokens of its last step
+        alone, and without its size."""
+        said = self.statement
+        tokens = sum(row.tokens for row in said.table)
+        return StateReference(said.module, said.version, said.digest, tokens, said.round_index, 0)
 
     def merged(self, other: Certificate) -> Certificate:
         """Return this certificate with the signatures of another one of the same statement."""
@@ -139,15 +147,8 @@ class CertificateBook:
         Its tokens are those of the chain, as far as that is known.
         """
         chain = self.chain(module, digest)
-        statement = chain[0].statement
-        return StateReference(
-            module=module,
-            version=statement.version,
-            digest=digest,
-            tokens=sum(row.tokens for c in chain for row in c.statement.table),
-            last_round=statement.round_index,
-            bytes=0,
-        )
+        tokens = sum(certificate.reference.tokens for certificate in chain)
+        return replace(chain[0].reference, tokens=tokens)
 
     def all(self) -> tuple[Certificate, ...]:
         """Return every certificate, those of one module after those of another."""

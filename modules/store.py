@@ -94,6 +94,13 @@ class StateStore:
             logger.warning("damaged state of %s (%s); %s", module, "; ".join(damaged), instead)
         return found
 
+    def remove(self, module: str) -> None:
+        """Delete all states of a module."""
+        with storage_errors(self.folder):
+            for entry in self._entries(module):
+                entry.path.with_suffix(".json").unlink(missing_ok=True)
+                entry.path.unlink(missing_ok=True)
+
     def find(self, digest: str) -> Path | None:
         """Return the file of the state with this digest, for serving it."""
         for folder in self._module_folders():

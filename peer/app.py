@@ -132,13 +132,15 @@ def _train(
             ),
             status,
             publisher,
-            keeper,
             background,
             events,
             stopping,
         )
         write_address_file(settings, visible_addresses(node.dht))
-        successor = session.run()
+        try:
+            successor = session.run()
+        finally:
+            keeper.stop()
     finally:
         pool.shutdown()
     if successor is None:
@@ -191,29 +193,18 @@ def start_background(
     )
     keeper = Keeper(
         node.plan,
-        node.grid,
         publisher,
         node.fetcher,
-        node.held,
         me=node.me,
-        own_modules=lambda: _modules_in_training(node, status),
         background=background,
-        on_kept=lambda module, version: events.emit("kept", module=module, version=version),
         best_copies=best_copies,
     )
     publisher.add_annex(best_copies)
 
-    node.exchange.set_offer_handler(keeper.accept_offer)
     publisher.start(node.fetcher.all_blobs)
     publisher.refresh()
     keeper.start()
     return publisher, keeper
-
-
-def _modules_in_training(node: Node, status: PeerStatus) -> tuple[str, ...]:
-    """Modules whose states the session itself keeps up to date."""
-    path = status.claim.training_path
-    return () if path is None else node.grid.modules_of_path(path)
 
 
 def write_address_file(settings: NodeSettings, addresses: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""Keeps copies of what rendezvous hashing assigns to this peer: states, best paths, blobs.
+"""Keeps copies of the best parameters and blobs that rendezvous hashing assigns to this peer.
 
-One background thread, in peers and in bootstrap nodes. What it fetches is used only when its
-digest matches, and replaces what is held only when there are more tokens behind it.
+One background thread, in peers and in bootstrap nodes. Copies of states are the member's business
+(`dipaco.peer.member.keeping`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from dipaco.dht.announced_bests import entry_of_kept
 from dipaco.dht.directory import Directory
-from dipaco.dht.keeping import is_best_keeper, keepers, modules_to_keep
+from dipaco.dht.keeping import is_best_keeper, keepers
 from dipaco.dht.records import BlobRecord
 from dipaco.dht.repetition import RecentFailures
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.errors import DipacoError
-from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference
 
 from .background import Background
 from .events import EventLog
-from .interfaces import Fetcher, StateHolder, Swarm
+from .interfaces import Fetcher, Swarm
 from .node import Node
 from .publisher import PeerStatus
 
@@ -139,34 +136,24 @@ class BestParametersCopies:
 
 
 class Keeper:
-    """The replication thread."""
+    """The background thread that copies best parameters and blobs."""
 
     def __init__(
         self,
         plan: RunPlan,
-        grid: Grid,
         swarm: Swarm,
         fetcher: Fetcher,
-        held: StateHolder,
         *,
         me: str,
-        own_modules: Callable[[], tuple[str, ...]],
         background: Background,
-        on_kept: Callable[[str, int], None] = lambda module, version: None,
         best_copies: BestParametersCopies | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
-        self._grid = grid
         self._swarm = swarm
         self._fetcher = fetcher
-        self._held = held
         self._me = me
-        self._own_modules = own_modules
-        self._on_kept = on_kept
         self._best_copies = best_copies
-        self._offers: list[tuple[str, StateReference]] = []
-        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._failed = RecentFailures[str](RETRY_AFTER_S, monotonic)
@@ -182,82 +169,21 @@ class Keeper:
         self._wake.set()
         self._thread.join(0.5)
 
-    def accept_offer(self, peer: str, offered: StateReference) -> bool:
-        """Note that a leaving peer hands over a state; fetch it at once.
-
-        Called on the exchange's thread. Returns whether the offer is wanted.
-        """
-        if offered.module not in self._grid.modules():
-            return False
-        held = self._held.get(offered.module)
-        if held is not None and not offered.wins_over(held):
-            return held.digest == offered.digest
-        with self._lock:
-            if len(self._offers) >= 256:
-                return False
-            self._offers.append((peer, offered))
-        self._wake.set()
-        return True
-
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._wake.wait(self._swarm.period_s)
-            self._wake.clear()
             if not self._stopping.is_set():
                 self.keep()
 
     def keep(self) -> None:
-        """Fetch what was offered and what is assigned to this peer. Called by the thread."""
+        """Fetch what is assigned to this peer. Called by the thread."""
         try:
-            self._keep_offered()
             view = self._swarm.view
-            self._keep_states(view)
             if self._best_copies is not None:
                 self._best_copies.keep(view)
             self._keep_blobs(view)
         except DipacoError as error:
             logger.debug("keeper: %s", error)
-
-    def _keep_offered(self) -> None:
-        with self._lock:
-            offers, self._offers = self._offers, []
-        for peer, offered in offers:
-            self._fetch_state(offered, (peer,))
-
-    def _keep_states(self, view: SwarmView) -> None:
-        copies = self._plan.rounds.copies
-        failed = self._failed.keys()
-        wanted = modules_to_keep(view, self._grid, self._me, copies, unavailable=failed)
-        own = set(self._own_modules())
-        for state in wanted:
-            if self._stopping.is_set():
-                return
-            if state.module not in own and self._due(state):
-                self._fetch_state(state, view.holders(state))
-
-    def _due(self, state: StateReference) -> bool:
-        """Fetch a new state of a module only every few rounds, and not right after a failure."""
-        held = self._held.get(state.module)
-        if held is not None:
-            if not state.wins_over(held):
-                return False
-            if state.last_round < held.last_round + self._plan.rounds.replication_every_rounds:
-                return False
-        return state.digest not in self._failed
-
-    def _fetch_state(self, wanted: StateReference, holders: tuple[str, ...]) -> None:
-        held = self._held.get(wanted.module)
-        if held is not None and not wanted.wins_over(held):
-            return
-        try:
-            state = self._fetcher.state(wanted, holders)
-        except DipacoError as error:
-            self._failed.add(wanted.digest)
-            logger.info("could not copy %s: %s", wanted.module, error)
-            return
-        self._held.hold(state, save=True)
-        self._swarm.announce()
-        self._on_kept(wanted.module, wanted.version)
 
     def _keep_blobs(self, view: SwarmView) -> None:
         """Fetch the blobs of the run that are assigned to this peer, one a turn."""
@@ -275,86 +201,3 @@ class Keeper:
                 continue
             self._swarm.announce_blobs()
             return
-
-
-POLL_S = 0.2
-CALL_TIMEOUT_S = 2.0
-MAX_OFFERS_AT_ONCE = 8
-
-
-def hand_over(
-    node: Node, swarm: Swarm, modules: tuple[str, ...], deadline: float
-) -> tuple[str, ...]:
-    """Offer the newest states of `modules` to their keepers and wait until they have them.
-
-    Bounded by `deadline` (monotonic seconds). Returns the modules that others hold at the end;
-    the rest is on this peer's disk and is served when it comes back.
-    """
-    waiting: dict[str, tuple[StateReference, list[str]]] = {}
-    try:
-        view = swarm.view
-    except DipacoError:
-        return ()
-    others = tuple(sorted(peer for peer in view.peers if peer != node.me))
-    safe = []
-    chosen: dict[str, tuple[StateReference, tuple[str, ...]]] = {}
-    for module in modules:
-        held = node.held.get(module)
-        if held is None or held.version == 0:
-            continue
-        if set(view.holders(held)) - {node.me}:
-            safe.append(module)
-            continue
-        chosen[module] = (held, keepers(module, others, node.plan.rounds.copies))
-    for module, accepted in _offer_all(node, chosen, deadline).items():
-        if accepted:
-            waiting[module] = (chosen[module][0], accepted)
-    while waiting and time.monotonic() < deadline:
-        for module, (held, peers) in list(waiting.items()):
-            if any(_holds(node, peer, held) for peer in peers):
-                safe.append(module)
-                del waiting[module]
-        if waiting:
-            time.sleep(POLL_S)
-    left = sorted(set(chosen) - set(safe))
-    if left:
-        logger.warning(
-            "%s: nobody took over the newest state in time; it stays in %s",
-            ", ".join(left),
-            node.states.folder,
-        )
-    return tuple(safe)
-
-
-def _offer_all(
-    node: Node, chosen: dict[str, tuple[StateReference, tuple[str, ...]]], deadline: float
-) -> dict[str, list[str]]:
-    """Offer all states at once, since some peer may not answer; return who takes what."""
-
-    def offer(peer: str, held: StateReference) -> bool:
-        timeout_s = max(0.1, min(CALL_TIMEOUT_S, deadline - time.monotonic()))
-        try:
-            return node.exchange.offer(peer, held, timeout_s)
-        except DipacoError as error:
-            logger.debug("%s did not take %s: %s", peer, held.module, error)
-            return False
-
-    with ThreadPoolExecutor(max_workers=MAX_OFFERS_AT_ONCE) as pool:
-        offers = [
-            (module, peer, pool.submit(offer, peer, held))
-            for module, (held, peers) in chosen.items()
-            for peer in peers
-        ]
-        accepted: dict[str, list[str]] = {module: [] for module in chosen}
-        for module, peer, answer in offers:
-            if answer.result():
-                accepted[module].append(peer)
-    return accepted
-
-
-def _holds(node: Node, peer: str, state: StateReference) -> bool:
-    try:
-        held = node.exchange.holdings(peer, state.module, CALL_TIMEOUT_S)
-    except DipacoError:
-        return False
-    return held is not None and held.digest == state.digest

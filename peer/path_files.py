@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from dipaco.modules.errors import CorpusError, NetworkError
-from dipaco.modules.state import ModuleState, StateReference, greatest_state_bytes
+from dipaco.modules.errors import CorpusError
+from dipaco.modules.state import ModuleState, greatest_state_bytes
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.token_files import are_shared, check_tokens, early_stopping_rows, reported_rows
 
 from .node import Node
-from .publisher import Publisher
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,8 @@ class PathFiles:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        # Modules are asked for at once, and the base model is as large as a path.
+        self._lock = threading.Lock()
         self._base: dict[str, torch.Tensor] | None = None
 
     def replica_number(self, lead_rank: int) -> int:
@@ -47,8 +46,8 @@ class PathFiles:
             return 0
         return 1 + zlib.crc32(self._node.me.encode()) % (2**31 - 2)
 
-    def fetch(self, path: int, waiting: Callable[[str], None]) -> PathData:
-        """Fetch and open the files of `path`; `waiting` is told what is fetched."""
+    def fetch(self, path: int) -> PathData:
+        """Fetch and open the files of `path`. Blocks; raises a `DipacoError`."""
         node, plan = self._node, self._node.plan
         shard = node.load_shard_index().paths[path]
         if shard.train_sequences == 0:
@@ -56,9 +55,7 @@ class PathFiles:
                 f"path {path} has an empty shard, so it cannot be trained; the operator should "
                 "prepare the run again with balanced = true in [router]"
             )
-        waiting("the base model")
         node.fetcher.blob(plan.blobs.base, "the base model")
-        waiting(f"the shard of path {path}")
         node.fetcher.blob(shard.train_sha256, f"the shard of path {path}")
         node.fetcher.blob(shard.validation_sha256, f"the held-out split of path {path}")
         tokens = node.run_folder.train_tokens(plan, path)
@@ -86,9 +83,11 @@ class PathFiles:
         """
         node, plan = self._node, self._node.plan
         if plan.blobs.genesis is None:
-            if self._base is None:
-                self._base = node.run_folder.base_parameters(plan)
-            return node.run_folder.genesis_state(plan, module, self._base)
+            node.fetcher.blob(plan.blobs.base, "the base model")
+            with self._lock:
+                if self._base is None:
+                    self._base = node.run_folder.base_parameters(plan)
+                return node.run_folder.genesis_state(plan, module, self._base)
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
         digests = node.run_folder.genesis_index(plan)
         assert digests is not None
@@ -106,34 +105,3 @@ class PathFiles:
 
 def _as_tensor(rows: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.asarray(rows, dtype=np.int64))
-
-
-SHORTEST_WAIT_S = 10.0
-
-
-def starting_state(
-    module: str, node: Node, publisher: Publisher, files: PathFiles, stopping: threading.Event
-) -> ModuleState:
-    """Return the heaviest state of a module: announced, on this disk, or genesis.
-
-    If a heavier state than this disk's is announced, waits for it a round at most; then, or
-    when `stopping` is set, raises `NetworkError`. Called by the session when it begins a path.
-    """
-    own = node.held.load(module)
-    known = own.reference if own is not None else StateReference.untrained(module)
-    deadline = time.monotonic() + max(SHORTEST_WAIT_S, node.plan.rounds.duration_s)
-    while True:
-        view = publisher.view
-        found = node.fetcher.heaviest_state(module, view, own=known)
-        if found is not None:
-            return found
-        heavier = [state for state in view.states(module) if state.wins_over(known)]
-        if not heavier:
-            return own if own is not None else files.genesis_state(module)
-        if time.monotonic() > deadline or stopping.is_set():
-            raise NetworkError(
-                f"{module} has {len(heavier)} announced holders, and none could serve it; "
-                "start the same command again in a minute"
-            )
-        stopping.wait(1.0)
-        publisher.refresh()

@@ -36,6 +36,7 @@ from .exchange.clock import Clock
 from .exchange.exchange import Exchange
 from .exchange.held_states import HeldStates
 from .exchange.reachability import Reachability
+from .member.chains import refresh_period_s
 from .member.rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.publisher")
@@ -55,11 +56,6 @@ CALLED_AT_ONCE = 4
 STOP_TIMEOUT_S = 3.0
 # The oldest view that is good enough while a peer waits for others.
 LOOK_OFTEN_S = 2.0
-
-
-def refresh_period_s(duration_s: float) -> float:
-    """Return how often records are renewed: four times a round, 1 to 20 seconds."""
-    return min(20.0, max(1.0, duration_s / 4))
 
 
 @dataclass(frozen=True)
@@ -152,6 +148,7 @@ class Publisher:
         self._manifest = manifest
         self._earlier_manifests = dict(earlier_manifests or {})
         self._annexes: list[Annex] = []
+        self._listeners: list[Callable[[SwarmView], None]] = []
         self._exchange = exchange
         self._background = background
         self.period_s = refresh_period_s(plan.rounds.duration_s)
@@ -180,6 +177,10 @@ class Publisher:
     def add_annex(self, annex: Annex) -> None:
         """Renew and read the records of `annex` from the next refresh on."""
         self._annexes.append(annex)
+
+    def on_view(self, listener: Callable[[SwarmView], None]) -> None:
+        """Call `listener` with every new view, on the publisher's thread."""
+        self._listeners.append(listener)
 
     @property
     def view(self) -> SwarmView:
@@ -394,5 +395,7 @@ class Publisher:
     def _read(self) -> None:
         directory = self._directory
         self._view = directory.read_view(self._plan, self._grid, self._clock.now())
+        for listener in self._listeners:
+            listener(self._view)
         for annex in self._annexes:
             annex.read(directory)

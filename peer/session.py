@@ -1,8 +1,7 @@
-"""The life of a training peer: join, claim, train by the clock, end a round, move, leave.
+"""A training peer's shell: it does what its member decides (`dipaco.peer.member`), and reports.
 
-The main thread owns the model and takes inner steps; outer rounds (`outer_rounds`), transfers and
-records are background work whose results are applied between two steps. What a peer does is
-decided from its view of the swarm by the pure functions of `dipaco.dht.policy`.
+The main thread owns the model. It takes inner steps, and applies between two of them what errands
+(`errands`), averagers (`outer_steps`) and the publisher have brought. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -12,37 +11,34 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
-from dipaco.dht.agreement import round_of_others, trained_paths
-from dipaco.dht.policy import Decision, lead_rank, should_move
-from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, StateReference
 
-from .adoption import Adoptions
-from .averaging.pool import AveragingPool
 from .background import Background
-from .claimer import Claimer
+from .errands import Errands
 from .events import EventLog
-from .keeper import Keeper, hand_over
-from .member.rounds import round_position
+from .member import actions as a
+from .member import events as e
+from .member.knowledge import MemberSettings
+from .member.member import LEAVE_BUDGET_S
+from .member.recording import RecordFile, start_member
 from .node import Node
-from .outer_rounds import OuterRounds
-from .path_files import PathFiles, starting_state
+from .outer_steps import OuterSteps, Pool
+from .path_files import PathData, PathFiles
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
 from .scoring import Scoring
 from .settings import PeerSettings
+from .shell import Shell
 from .successor import SuccessorWatch
-from .trainer import PathTrainer, RateMeter
+from .trainer import PathTrainer, RateMeter, Snapshot
 
 logger = logging.getLogger("dipaco.peer.session")
 
-LEAVE_BUDGET_S = 4.0
-BEGIN_LIMIT_S = 300.0
-BEGIN_RETRY_S = 3.0
-# A wait for other peers that ends sooner is not worth a line.
-SHORT_WAIT_S = 1.0
+LONGEST_WAIT_S = 0.25
+LOSS_CHECK_SEQUENCES = 8
 
 
 class Session:
@@ -53,11 +49,10 @@ class Session:
         self,
         settings: PeerSettings,
         node: Node,
-        pool: AveragingPool,
+        pool: Pool,
         trainer_factory: Callable[[], PathTrainer],
         status: PeerStatus,
         publisher: Publisher,
-        keeper: Keeper,
         background: Background,
         events: EventLog,
         stopping: threading.Event,
@@ -67,67 +62,73 @@ class Session:
         self.status = status
         self.events = events
         self.stopping = stopping
+        self._pool = pool
         self._publisher = publisher
-        self._keeper = keeper
+        self._certifier = certifier = node.certifier
         self._background = background
         self._trainer = trainer_factory()
-        self._files = PathFiles(node)
-        self._claimer = Claimer(
-            node.grid,
-            publisher,
-            status,
-            node.clock,
-            events,
-            me=node.me,
-            pinned=settings.path,
-        )
-        self._executor = ThreadPoolExecutor(
-            max_workers=len(node.grid.level_names) + 2, thread_name_prefix="outer"
-        )
-        self._saving: Future[None] = self._executor.submit(lambda: None)
-        self._wake = threading.Event()
-        background.on_failure(self._wake.set)
-        self._position = round_position(node.schedule)
         self._meter = RateMeter()
+        self._files = PathFiles(node)
+        self._path_data: PathData | None = None
+        self._snapshots: dict[tuple[str, int], Snapshot] = {}
+        self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
+        self._saving: Future[None] = self._saver.submit(lambda: None)
         self._waiting_for = ""
-        self._waits_since_s = 0.0
-        self._rounds_on_path = 0
-        self._rounds_done = 0
         self._last_loss = float("nan")
-        self._adoptions = Adoptions(
-            node.plan,
-            node.grid,
+        member_settings = MemberSettings(
+            node.me,
+            pinned=settings.path,
+            max_rounds=settings.max_rounds,
+            follows=not settings.stay,
+        )
+        known = (member_settings, node.plan, node.held.all(), certifier.all())
+        self._record = None
+        if settings.record is not None:
+            self._record = RecordFile(_record_path(settings.record, node), *known)
+        self._shell = shell = Shell(
+            start_member(*known), node.clock.now, self._carry_out, self._record
+        )
+        self._errands = Errands(
             publisher,
             node.fetcher,
-            self._trainer,
-            events,
-            me=node.me,
-            ask=node.exchange.holdings,
-            round_now=lambda: present_round(node.plan, publisher.view),
-            executor=self._executor,
-            wake=self._wake,
-            hold=self._hold_anchor,
-        )
-        self._outer_rounds = OuterRounds(
-            node,
-            pool,
-            publisher,
-            self._trainer,
-            self._adoptions,
-            self._position,
+            node.exchange,
+            certifier,
+            node.held,
             status,
             events,
-            executor=self._executor,
-            hold=self._hold_anchor,
-            stopping=stopping,
-            wake=self._wake,
+            shell.report,
+            genesis=self._files.genesis_state,
+        )
+        self._outer_steps = OuterSteps(
+            node.plan,
+            node.grid,
+            node.me,
+            pool,
+            certifier.sign,
+            node.clock.to_local,
+            shell.report,
         )
         self._progress = ProgressReports(node, publisher, self._trainer, status, events)
-        self._scoring = Scoring(node, publisher, self._trainer, events, self._wake.set)
+        self._scoring = Scoring(node, publisher, self._trainer, events, shell.wake)
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
+        self._left: a.Left | None = None
         self._successor: Node | None = None
-        publisher.add_annex(self._scoring)
-        publisher.add_annex(self._watch)
+        self._listen()
+
+    def _listen(self) -> None:
+        shell = self._shell
+        self._background.on_failure(shell.wake)
+        self._publisher.add_annex(self._scoring)
+        self._publisher.add_annex(self._watch)
+        self._publisher.on_view(lambda view: shell.report(e.Viewed(view)))
+        self._certifier.listen(
+            lambda certificate: shell.report(e.ChainFetched(certificate.reference, (certificate,)))
+        )
+        self.node.exchange.set_offer_handler(self._note_offer)
+
+    def _note_offer(self, peer: str, offered: StateReference) -> bool:
+        self._shell.report(e.Offered(peer, offered))
+        return True
 
     # -- life cycle
 
@@ -135,125 +136,57 @@ class Session:
         """Train until `stopping` is set or `max_rounds` rounds have ended; then leave cleanly.
 
         Returns the successor's node when a round has ended and the run has one that is at hand:
-        this run was left then, and the swarm was not.
+        this run was left then, and the swarm was not. Raises what ended a background thread, and
+        `NetworkError` when a path could not be begun.
         """
+        is_told = is_ready_told = False
         try:
-            decision = self._claimer.claim(self.stopping)
-            if not self.stopping.is_set():
-                self._begin_first_path(decision)
-            while not self.stopping.is_set() and self._successor is None:
+            while self._left is None:
+                self._background.check()
+                if self.stopping.is_set() and not is_told:
+                    is_told = True
+                    self._shell.happen(e.LeaveWanted("stopped"))
+                ready = self._watch.ready_run
+                if ready is not None and not is_ready_told:
+                    is_ready_told = True
+                    self._shell.happen(e.SuccessorReady(ready))
                 self._turn()
+        except Exception:
+            self._save_all()
+            raise
         finally:
-            self._leave()
+            self._close()
+        if self._left.error:
+            raise NetworkError(self._left.error)
         return self._successor
 
     @property
     def rounds_done(self) -> int:
         """Rounds that ended here."""
-        return self._rounds_done
-
-    def _begin_first_path(self, decision: Decision) -> None:
-        """Begin; one that came from the run before waits for content, since others come too."""
-        deadline = time.monotonic() + (BEGIN_LIMIT_S if self.node.earlier is not None else 0.0)
-        while not self.stopping.is_set():
-            try:
-                self._begin_path(decision)
-                return
-            except (NetworkError, IntegrityError) as error:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise
-                logger.warning("tries for %.0f s more to begin: %s", left_s, error)
-                self._set_waiting(f"content of path {decision.path}")
-                self.stopping.wait(BEGIN_RETRY_S)
-
-    def _begin_path(self, decision: Decision) -> None:
-        """Fetch what the path needs and start to train it."""
-        node, path = self.node, decision.path
-        files = self._files.fetch(path, self._set_waiting)
-        states: dict[str, ModuleState] = {}
-        for module in node.grid.modules_of_path(path):
-            self._set_waiting(f"state of {module}")
-            states[module] = starting_state(
-                module, node, self._publisher, self._files, self.stopping
-            )
-        optimizer_state = node.states.load_optimizer(path)
-        self._adoptions.clear()
-        self._outer_rounds.begin_path()
-        self._trainer.start_path(path, states, files.stream, optimizer_state=optimizer_state)
-        self._progress.begin_path(files)
-        self._adoptions.validation = files.validation
-        self._files.release()
-        for state in states.values():
-            node.held.hold(state, save=False)
-        self._rounds_on_path = 0
-        self._set_waiting("")
-        self._enter_round()
-        self._claimer.say("training")
-        self.events.emit(
-            "training",
-            path=path,
-            path_step=self._trainer.path_step,
-            round=self._position.round_index,
-            modules={module: state.version for module, state in states.items()},
-            resumed_optimizer=optimizer_state is not None,
-        )
-
-    def _enter_round(self) -> None:
-        """Take part from now on; with fixed steps also a peer that moves never goes back."""
-        round_index = max(self._position.round_index, self._present_round())
-        self._position.enter(self.node.clock.now(), round_index)
-        self.status.round_index = self._position.round_index
-
-    def _present_round(self) -> int:
-        """Return the counted round after the newest in the anchors, or a later one of others."""
-        assert self._trainer.path is not None
-        newest = max(anchor.last_round for anchor in self._trainer.anchors().values())
-        view, grid, path = self._publisher.view, self.node.grid, self._trainer.path
-        return max(newest + 1, round_of_others(view, grid, path, self.node.me))
-
-    # -- one turn of the main loop
+        return self._shell.member.rounds_done
 
     def _turn(self) -> None:
-        """Apply what finished, start what is due, then take one inner step or wait for one.
-
-        The model changes here only, between two inner steps, so it needs no lock. What ended is
-        applied before a boundary takes its snapshot: a level's next round starts from the new
-        anchor. An adoption waits while its level averages, or the anchor would change under it.
-        """
-        self._background.check()
-        self._wake.clear()
-        self._outer_rounds.finish()
         self._progress.poll()
-        self._adoptions.finish(self._outer_rounds.running)
-        now = self.node.clock.now()
-        if now < self._position.opens_s and self._is_every_path_trained():
-            self._position.open(now)
-        self._outer_rounds.start_due(now, self._meter.step_s)
-        self._adoptions.catch_up(now, self._outer_rounds.running)
-        if self._position.round_ended(self._outer_rounds.running):
-            self._end_round()
-            return
-        scored = self._scoring.turn(
-            self._position.slack_s(now, self._meter.step_s), self._meter.step_s
-        )
-        if self._position.may_step(now):
-            self._inner_step()
-        elif not scored:
-            self._wait_to_step(now)
+        together = {}
+        if self.node.schedule.fixed_steps:
+            together = {n: self._pool.members_together(n) for n in self.node.grid.level_names}
+        instruction = self._shell.turn(e.Turn(self._meter.step_s, together))
+        if isinstance(instruction, a.Left):
+            self._leave(instruction)
+        elif isinstance(instruction, a.TakeStep):
+            self._scoring.turn(instruction.slack_s, self._meter.step_s)
+            self._take_step(instruction)
+        else:
+            self._wait(instruction)
 
-    def _inner_step(self) -> None:
+    def _take_step(self, instruction: a.TakeStep) -> None:
         self._set_waiting("")
-        self._waits_since_s = 0.0
-        if self._position.steps_in_round == 0:
-            # Once a round, when claims have settled: replicas of a path draw different batches.
-            rank = lead_rank(self._publisher.view, self.node.me, self._trainer.path or 0)
-            self._trainer.replica = self._files.replica_number(rank)
+        if instruction.rank is not None:
+            self._trainer.replica = self._files.replica_number(instruction.rank)
         started = time.perf_counter()
         self._last_loss = self._trainer.inner_step()
         step_s = time.perf_counter() - started
         self._meter.step(step_s, self._trainer.tokens_per_step)
-        self._position.stepped()
         self.status.tokens_per_s = self._meter.tokens_per_s
         self.events.emit(
             "inner",
@@ -263,31 +196,18 @@ class Session:
             tokens_per_s=round(self._meter.tokens_per_s, 1),
             seconds=round(step_s, 4),
         )
+        self._shell.happen(e.Stepped(self._trainer.tokens_per_step))
 
-    def _is_every_path_trained(self) -> bool:
-        return len(trained_paths(self._publisher.view)) == self.node.grid.path_count
-
-    def _wait_to_step(self, now: float) -> None:
-        """Wait for the run to start, or, with fixed steps, for other peers."""
-        grid, view = self.node.grid, self._publisher.view
-        start_s = self.node.schedule.start_s
-        if now < start_s:
-            self._set_waiting("the run to start")
-            self._wake.wait(min(start_s - now, 0.25))
+    def _wait(self, instruction: a.Wait) -> None:
+        if self._trainer.path is not None and self._scoring.turn(
+            instruction.slack_s, self._meter.step_s
+        ):
             return
-        self._publisher.look_often()
-        self._waits_since_s = self._waits_since_s or now
-        if now - self._waits_since_s < SHORT_WAIT_S:
-            self._wake.wait(SHORT_WAIT_S)
-            return
-        if now < self._position.opens_s:
-            trained = len(trained_paths(view))
-            what = f"a trainer for every path: have {trained} of {grid.path_count}"
-            until_s = self._position.opens_s
-        else:
-            what, until_s = self._outer_rounds.waiting_for()
-        self._set_waiting(what, max(0.0, until_s - now))
-        self._wake.wait(0.25)
+        if instruction.what:
+            self._set_waiting(instruction.what, instruction.limit_s)
+            if self.node.schedule.fixed_steps:
+                self._publisher.look_often()
+        self._shell.wait(LONGEST_WAIT_S)
 
     def _set_waiting(self, what: str, limit_s: float = 0.0) -> None:
         limit = f", at most {limit_s:.0f} s more" if limit_s else ""
@@ -297,26 +217,205 @@ class Session:
                 self.events.emit("waiting", what=what + limit)
         self.status.waiting_for = what + limit
 
-    def _hold_anchor(self, state: ModuleState) -> None:
-        """Serve a new anchor at once; write it to disk in the background when a save is due."""
-        self.node.held.hold(state, save=False)
-        self._publisher.announce()
-        if self._is_save_due(self._position.round_index):
-            saving = self._executor.submit(self.node.held.hold, state, save=True)
-            self._background.watch("saving", saving)
+    # -- what the member wants done
 
-    def _is_save_due(self, round_index: int) -> bool:
-        return (round_index + 1) % self.node.plan.rounds.save_every_rounds == 0
+    def _carry_out(self, action: a.Action) -> e.Event | None:
+        """Do an action, or have it done; returns what came of it if that is known at once."""
+        if self._errands.carry_out(action):
+            return None
+        match action:
+            case a.FetchPath():
+                self._fetch_path(action)
+            case a.StartPath():
+                self._start_path(action)
+            case a.Begun():
+                self._begun(action)
+            case a.TakeSnapshot():
+                return self._take_snapshot(action)
+            case a.ForgetSnapshot():
+                self._snapshots.pop((action.module, action.round_index), None)
+            case a.Average():
+                return self._average(action)
+            case a.Await():
+                self._outer_steps.awaits(action)
+            case a.TakeOuterStep():
+                snapshot = self._snapshots[action.module, action.round_index]
+                self._outer_steps.take_step(action, snapshot)
+            case a.Commit():
+                self._commit(action)
+            case a.CarryOn():
+                self._carry_on(action)
+            case a.Discard():
+                self._trainer.discard(action.module)
+            case a.CheckState():
+                return self._check(action)
+            case a.Adopt():
+                self._adopt(action)
+            case a.EndRound():
+                self._end_round(action)
+            case a.Move():
+                self._move(action)
+            case a.Stay():
+                logger.warning("stays on path %d: %s", action.path, action.reason)
+            case _:
+                raise AssertionError(f"nobody carries out {action}")
+        return None
+
+    # -- a path
+
+    def _fetch_path(self, action: a.FetchPath) -> None:
+        claim = self.status.claim
+        if claim.path == action.path:
+            self.events.emit("claimed", path=claim.path, reason=claim.reason)
+
+        def fetch() -> None:
+            try:
+                data = self._files.fetch(action.path)
+            except (NetworkError, IntegrityError) as error:
+                self._shell.report(e.PathFailed(action.path, str(error)))
+                return
+            self._path_data = data
+            self._shell.report(e.PathReady(action.path))
+
+        # An empty shard or a full disk does not get better with time: it ends the peer.
+        self._background.watch("files", self._errands.run(fetch))
+
+    def _start_path(self, action: a.StartPath) -> None:
+        data = self._path_data
+        assert data is not None
+        states = {state.module: self._errands.take(state) for state in action.states}
+        optimizer_state = self.node.states.load_optimizer(action.path)
+        self._snapshots.clear()
+        self._outer_steps.forget()
+        self._trainer.start_path(action.path, states, data.stream, optimizer_state=optimizer_state)
+        self._resumed = optimizer_state is not None
+        self._progress.begin_path(data)
+        self._files.release()
+        for state in states.values():
+            self.node.held.hold(state)
+
+    def _begun(self, action: a.Begun) -> None:
+        self._set_waiting("")
+        self.status.round_index = action.round_index
+        self.events.emit(
+            "training",
+            path=action.path,
+            path_step=self._trainer.path_step,
+            round=action.round_index,
+            modules={m: state.version for m, state in self._trainer.anchors().items()},
+            resumed_optimizer=self._resumed,
+        )
+
+    def _move(self, action: a.Move) -> None:
+        self.events.emit(
+            "move", from_path=action.from_path, to_path=action.to_path, reason=action.reason
+        )
+        self._keep_optimizer()
+        self._progress.finish(LEAVE_BUDGET_S)
+
+    # -- outer rounds
+
+    def _take_snapshot(self, action: a.TakeSnapshot) -> e.SnapshotTaken:
+        snapshot = self._trainer.snapshot(action.module, action.round_index)
+        self._snapshots[action.module, action.round_index] = snapshot
+        return e.SnapshotTaken(
+            action.module, action.round_index, snapshot.tokens, snapshot.is_finite
+        )
+
+    def _average(self, action: a.Average) -> e.Event | None:
+        snapshot = self._snapshots[action.module, action.round_index]
+        if action.attempt == 0:
+            self.events.emit(
+                "outer_round",
+                module=action.module,
+                round=action.round_index,
+                tokens=snapshot.tokens,
+                late_s=round(self.node.clock.now() - action.begin_s, 3),
+            )
+        return self._outer_steps.average(action, snapshot)
+
+    def _commit(self, action: a.Commit) -> None:
+        step = self._outer_steps.take(action.reference.digest)
+        state = step.state
+        self._trainer.commit(step.snapshot, state, begins_bundle=action.begins_bundle)
+        self._snapshots.pop((action.module, action.round_index), None)
+        self._hold_anchor(state, save=action.save)
+        self._certifier.committed(state.reference, step.snapshot.anchor.digest, step.table)
+        self.status.last_commit[state.module] = (action.round_index, len(step.table))
+        now = self.node.clock.now()
+        self.events.emit(
+            "commit",
+            module=state.module,
+            round=action.round_index,
+            version=state.version,
+            digest=state.digest,
+            tokens=state.tokens,
+            group=[row.peer for row in step.table],
+            paths=sorted({row.path for row in step.table}),
+            expected=action.expected,
+            attempt=action.attempt,
+            seconds_after_boundary=round(max(0.0, now - step.begin_s), 3),
+            seconds=round(step.seconds, 3),
+        )
+
+    def _carry_on(self, action: a.CarryOn) -> None:
+        self.events.emit(
+            "carry_on",
+            module=action.module,
+            round=action.round_index,
+            reason=action.reason,
+            expected=action.expected,
+            anchor=self._trainer.anchor(action.module).digest,
+        )
+
+    def _check(self, action: a.CheckState) -> e.Checked:
+        """Score a state in place of an anchor, and the anchors."""
+        state = self._errands.look_up(action.digest)
+        data = self._path_data
+        before = after = None
+        if state is not None and data is not None and len(data.validation):
+            rows = data.validation[:LOSS_CHECK_SEQUENCES]
+            skip = self.node.plan.routing.prefix_tokens
+            before = self._trainer.loss_of_anchors(rows, skip).loss
+            after = self._trainer.loss_of_anchors(rows, skip, {action.module: state}).loss
+        return e.Checked(action.module, action.digest, before, after)
+
+    def _adopt(self, action: a.Adopt) -> None:
+        state = self._errands.take(action.reference)
+        merged = None
+        if action.merged_round is not None:
+            merged = self._snapshots.get((action.module, action.merged_round))
+        self._trainer.adopt(
+            action.module,
+            state,
+            merged=merged,
+            put_back=action.put_back,
+            weight=action.weight,
+        )
+        self._hold_anchor(state, save=action.save)
+        self.events.emit(
+            "adopt",
+            module=action.module,
+            version=state.version,
+            digest=state.digest,
+            tokens=state.tokens,
+            own_work_merged=merged is not None,
+        )
+
+    def _hold_anchor(self, state: ModuleState, *, save: bool) -> None:
+        """Serve a new anchor at once; write it to disk in the background when a save is due."""
+        self.node.held.hold(state)
+        self._publisher.announce()
+        if save:
+            self._background.watch("saving", self._saver.submit(self.node.held.save, state))
 
     # -- the end of a round
 
-    def _end_round(self) -> None:
-        """Score the committed states, save, and think about moving."""
-        ended = self._position.round_index
-        self._rounds_done += 1
-        self._rounds_on_path += 1
+    def _end_round(self, action: a.EndRound) -> None:
+        ended = action.round_index
         self._progress.end_round(ended, self._last_loss)
-        self._save_optimizer(ended)
+        if action.save:
+            self._save_optimizer()
         self.events.emit(
             "round",
             round=ended,
@@ -325,25 +424,18 @@ class Session:
             loss=round(self._last_loss, 6),
             digests={m: s.digest for m, s in self._trainer.anchors().items()},
         )
-        self._position.next_round(self.node.clock.now(), self._present_round())
+        self.status.round_index = action.next_round
         if self.node.schedule.fixed_steps:
             # Who waits for this peer in the round that has ended need not.
-            self.status.round_index = self._position.round_index
             self._publisher.announce()
-        if self.settings.max_rounds and self._rounds_done >= self.settings.max_rounds:
-            self.stopping.set()
-            return
-        self._successor = self._watch.take()
-        if self._successor is None:
-            self._move_if_better()
 
-    def _save_optimizer(self, round_index: int) -> None:
+    def _save_optimizer(self) -> None:
         """Write the AdamW state in the background; only copying it keeps the next step waiting."""
         path = self._trainer.path
-        if not self._is_save_due(round_index) or path is None or not self._saving.done():
+        if path is None or not self._saving.done():
             return
         state = self._trainer.optimizer_state()
-        self._saving = self._executor.submit(self._write_optimizer, path, state)
+        self._saving = self._saver.submit(self._write_optimizer, path, state)
         self._background.watch("saving", self._saving)
 
     def _keep_optimizer(self) -> None:
@@ -359,71 +451,42 @@ class Session:
         except DipacoError as error:
             logger.warning("AdamW state not kept: %s", error)
 
-    def _move_if_better(self) -> None:
-        if self.settings.path is not None or self._outer_rounds.running:
-            return
-        try:
-            # Counted rounds may be shorter than the time between two refreshes, and a view of many
-            # rounds ago says of a path that it waits when another peer has taken it since.
-            counted = self.node.schedule.fixed_steps > 0
-            view = self._publisher.refresh() if counted else self._publisher.view
-        except NetworkError as error:
-            logger.warning("thinks about moving another time: %s", error)
-            return
-        decision = should_move(
-            view,
-            self.node.grid,
-            self.node.me,
-            rounds_on_path=self._rounds_on_path,
-            dwell_rounds=self.node.plan.rounds.dwell_rounds,
-        )
-        if decision is None or decision.path == self._trainer.path:
-            return
-        self.events.emit(
-            "move", from_path=self._trainer.path, to_path=decision.path, reason=decision.reason
-        )
-        self._keep_optimizer()
-        self._progress.finish(LEAVE_BUDGET_S)
-        try:
-            taken = self._claimer.claim(self.stopping, decision)
-            if not self.stopping.is_set():
-                self._begin_path(taken)
-        except (NetworkError, IntegrityError) as error:
-            self._stay(error)
-
-    def _stay(self, error: DipacoError) -> None:
-        """Go on with the present path after a move failed: its model is untouched."""
-        path = self._trainer.path
-        assert path is not None
-        logger.warning("stays on path %d: %s", path, error)
-        self._rounds_on_path = 0
-        self._claimer.take_back(path)
-        self._set_waiting("")
-        self._enter_round()
-
     # -- leaving
 
-    def _leave(self) -> None:
-        """Withdraw the claim, save, hand over, stop: within ten seconds (promise 10)."""
-        deadline = time.monotonic() + LEAVE_BUDGET_S
-        self._claimer.say("leaving")
-        self._set_waiting("handing over")
-        handed_over: tuple[str, ...] = ()
-        try:
+    def _leave(self, left: a.Left) -> None:
+        """The member has left: keep what a return needs, and say so."""
+        self._left = left
+        if left.to_successor:
+            self._successor = self._watch.take()
+        if self._trainer.path is not None:
+            self._keep_optimizer()
+            self._progress.finish(1.0)
+        if self._successor is None:
+            self.events.emit(
+                "leaving", path=self._trainer.path, handed_over=sorted(left.handed_over)
+            )
+
+    def _save_all(self) -> None:
+        """Keep what a return needs when something unforeseen has ended the session."""
+        if self._trainer.path is not None:
             self.node.held.save_all()
-            if self._trainer.path is not None:
-                self._keep_optimizer()
-                self._progress.finish(1.0)
-                if self._successor is None:
-                    modules = self._trainer.modules
-                    handed_over = hand_over(self.node, self._publisher, modules, deadline)
-        finally:
-            if self._successor is None:
-                path = self._trainer.path
-                self.events.emit("leaving", path=path, handed_over=sorted(handed_over))
-            self._watch.stop()
-            self._scoring.close()
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._progress.stop()
-            self._keeper.stop()
-            self._publisher.stop(withdraw=True)
+            self._keep_optimizer()
+
+    def _close(self) -> None:
+        """Stop what was started, whatever ended the session; bounded."""
+        self._watch.stop()
+        self._scoring.close()
+        self._errands.stop()
+        self._outer_steps.stop()
+        self._saver.shutdown(wait=False, cancel_futures=True)
+        self._progress.stop()
+        self._publisher.stop(withdraw=True)
+        if self._record is not None:
+            self._record.close()
+
+
+def _record_path(path: Path, node: Node) -> Path:
+    """Return where a run is recorded: what a successor run decides is in a file of its own."""
+    if node.earlier is None:
+        return path
+    return path.with_name(f"{path.stem}-{node.run_id}{path.suffix}")

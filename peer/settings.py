@@ -72,6 +72,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         int | None, Option("train this path only (default: the least served)", "P", least=0)
     ] = None
     max_rounds: Annotated[int | None, Option("leave after that many rounds", "N", least=1)] = None
+    record: Annotated[
+        Path | None,
+        Option("write all that this peer decides, and from what, for dipaco-replay", "FILE"),
+    ] = None
     micro_batch_size: Annotated[
         int | None,
         Option(

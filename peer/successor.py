@@ -71,6 +71,12 @@ class SuccessorWatch:
         if unused is not None:
             unused.release()
 
+    @property
+    def ready_run(self) -> str | None:
+        """The id of the run that can be moved to, if one can."""
+        with self._lock:
+            return self._ready.run_id if self._ready is not None else None
+
     def take(self) -> Node | None:
         """Return the run that is ready, if any, to move to it: the caller closes it."""
         with self._lock:

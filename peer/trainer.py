@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +32,9 @@ from dipaco.routing.batches import BatchStream
 
 logger = logging.getLogger("dipaco.peer.trainer")
 
-# Contributions remembered to be put back on top of a state that lacks them.
-REMEMBERED_CONTRIBUTIONS = 2
+# Sums of contributions that can be put back on top of a state that lacks them; each takes memory
+# of the module's size.
+REMEMBERED_BUNDLES = 3
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Snapshot:
         return outer_gradient(self.anchor.parameters, self.local)
 
 
-@dataclass(frozen=True)
-class _Contribution:
+@dataclass
+class _Bundle:
     """Work that was merged into an anchor: needed again if another state wins."""
 
-    round_index: int
+    first_round: int
     shift: torch.Tensor
     tokens: int
 
@@ -73,9 +74,7 @@ class _ModuleProgress:
 
     anchor: ModuleState
     unmerged_tokens: int = 0
-    contributions: deque[_Contribution] = field(
-        default_factory=lambda: deque(maxlen=REMEMBERED_CONTRIBUTIONS)
-    )
+    bundles: deque[_Bundle] = field(default_factory=lambda: deque(maxlen=REMEMBERED_BUNDLES))
 
 
 class PathTrainer:
@@ -181,51 +180,58 @@ class PathTrainer:
             path_step=self.path_step,
         )
 
-    def commit(self, snapshot: Snapshot, state: ModuleState) -> None:
-        """Make `state` the anchor; it contains the work up to `snapshot`."""
+    def commit(self, snapshot: Snapshot, state: ModuleState, *, begins_bundle: bool = True) -> None:
+        """Make `state` the anchor; it contains the work up to `snapshot`.
+
+        The contribution is remembered, in a sum with those before it unless it `begins_bundle`.
+        """
         progress = self._modules[snapshot.module]
         self._rebase(snapshot.module, state, snapshot.local)
-        progress.contributions.append(
-            _Contribution(
-                snapshot.round_index, snapshot.local - snapshot.anchor.parameters, snapshot.tokens
-            )
-        )
+        self._remember(progress, snapshot, begins_bundle)
         progress.unmerged_tokens -= snapshot.tokens
         self._advance_path_step(state, progress)
 
-    def adopt(self, module: str, state: ModuleState, snapshot: Snapshot | None = None) -> bool:
-        """Put another peer's heavier state under this peer's unmerged work (design 4.4).
+    def _remember(self, progress: _ModuleProgress, snapshot: Snapshot, begins_bundle: bool) -> None:
+        shift = snapshot.local - snapshot.anchor.parameters
+        if begins_bundle or not progress.bundles:
+            progress.bundles.append(_Bundle(snapshot.round_index, shift, snapshot.tokens))
+        else:
+            progress.bundles[-1].shift.add_(shift)
+            progress.bundles[-1].tokens += snapshot.tokens
 
-        With a `snapshot` whose work `state` already counts, only the steps since then are put on
-        top; contributions that `state` lacks are put back. Returns whether the snapshot's work
-        was found merged. Called when a group failed here but committed elsewhere, when a network
-        split healed, and when the peer finds itself behind.
+    def adopt(
+        self,
+        module: str,
+        state: ModuleState,
+        *,
+        merged: Snapshot | None = None,
+        put_back: Collection[int] = (),
+        weight: float = 1.0,
+    ) -> None:
+        """Put a state that others made under this peer's unmerged work (design 4.4).
+
+        Work up to the snapshot `merged` is in the state already: only the steps since then are put
+        on top. The bundles with the first rounds `put_back` are not in it and are put on top
+        again. `weight` shortens all that is put on top: work of long ago.
         """
         progress = self._modules[module]
-        assert self.path is not None
-        counted = state.progress.get(self.path)
-        counted_round = counted.last_round if counted else -1
-        counted_tokens = counted.tokens if counted else 0
-        own = progress.anchor.progress.get(self.path)
-        merged = snapshot is not None and (
-            counted_round >= snapshot.round_index
-            and counted_tokens >= (own.tokens if own else 0) + snapshot.tokens
-        )
-        if merged:
-            assert snapshot is not None
-            self.commit(snapshot, state)
-            return True
-        lacking = [c for c in progress.contributions if c.round_index > counted_round]
-        self._rebase(module, state, progress.anchor.parameters)
-        if lacking:
+        base = progress.anchor.parameters if merged is None else merged.local
+        lacking = [bundle for bundle in progress.bundles if bundle.first_round in put_back]
+        self._rebase(module, state, base)
+        if merged is not None:
+            progress.unmerged_tokens -= merged.tokens
+        if lacking or weight != 1.0:
             local = gather_module(self.model, self.grid, module)
-            for contribution in lacking:
-                local.add_(contribution.shift)
-                progress.unmerged_tokens += contribution.tokens
-                progress.contributions.remove(contribution)
+            for bundle in lacking:
+                local.add_(bundle.shift)
+                progress.unmerged_tokens += bundle.tokens
+                progress.bundles.remove(bundle)
+            if weight != 1.0:
+                local = state.parameters + (local - state.parameters) * weight
             scatter_module(self.model, self.grid, module, local)
+        if merged is not None:
+            self._remember(progress, merged, begins_bundle=True)
         self._advance_path_step(state, progress)
-        return False
 
     def discard(self, module: str) -> None:
         """Go back to the anchor: the local parameters are no longer numbers."""

@@ -1,17 +1,23 @@
-"""Which group may commit and which state wins: the same answer on every peer."""
+"""Who comes to a module's outer step: the same answer on every peer."""
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
 import pytest
-from dipaco.dht.agreement import enough_for_commit, expected_group, winning_state
-from dipaco.dht.records import ClaimRecord
+from dipaco.dht.agreement import (
+    awaited_group,
+    expected_group,
+    is_overtaken,
+    possible_group,
+    round_of_others,
+    trained_paths,
+)
+from dipaco.dht.records import ClaimRecord, HoldingRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference
 from support.make_plan import make_plan
 
 PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABCDEFGH")
@@ -29,63 +35,67 @@ def grid(plan: RunPlan) -> Grid:
     return Grid(plan.model, plan.grid)
 
 
-def claim(number: int, path: int, state: str = "training") -> ClaimRecord:
+def claim(number: int, path: int, state: str = "training", round_index: int = 0) -> ClaimRecord:
     return ClaimRecord.model_validate(
-        {"peer_id": PEERS[number], "path": path, "state": state, "since_s": 1.0, "round": 0}
+        {
+            "peer_id": PEERS[number],
+            "path": path,
+            "state": state,
+            "since_s": 1.0,
+            "round": round_index,
+        }
     )
 
 
-def announced(tokens: int, digest: str, version: int = 1, last_round: int = 0) -> StateReference:
-    return StateReference("L0.E0", version, digest * 64, tokens, last_round, bytes=1)
+def view_of(*claims: ClaimRecord, **fields: Any) -> SwarmView:
+    return SwarmView(now_s=0.0, claims={c.peer_id: c for c in claims}, **fields)
 
 
 def test_everybody_who_trains_through_a_module_is_expected(grid: Grid) -> None:
     claims = [claim(0, 0), claim(1, 1), claim(2, 3), claim(3, 0, "joining"), claim(4, 0, "leaving")]
-    view = SwarmView(now_s=0.0, claims={c.peer_id: c for c in claims})
+    view = view_of(*claims)
     assert expected_group(view, grid, "L0.E0") == {PEERS[0], PEERS[1]}
     assert expected_group(view, grid, "L1.E1") == {PEERS[1], PEERS[2]}
     assert expected_group(view, grid, "P3") == {PEERS[2]}
     assert expected_group(view, grid, "P2") == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("group", "expected", "enough"),
-    [(1, 1, True), (1, 2, True), (1, 3, False), (2, 4, True), (2, 5, False), (3, 1, True)],
-)
-def test_half_is_enough(group: int, expected: int, enough: bool) -> None:
-    assert enough_for_commit(group, expected) is enough
+def test_who_is_about_to_train_may_come(grid: Grid) -> None:
+    view = view_of(claim(0, 0), claim(3, 1, "joining"), claim(4, 0, "leaving"))
+    assert possible_group(view, grid, "L0.E0") == {PEERS[0], PEERS[3]}
 
 
-def test_the_winner_does_not_depend_on_the_order(plan: RunPlan, grid: Grid) -> None:
-    view = SwarmView(now_s=plan.start_s + 250.0)
-    found = [announced(10, "c"), announced(20, "b"), announced(20, "a"), announced(5, "f")]
-    winners = {
-        winning_state(order, own=announced(10, "d"), view=view, grid=grid, plan=plan)
-        for order in itertools.permutations(found)
-    }
-    assert winners == {found[2]}
+def test_with_fixed_steps_who_is_in_a_later_round_is_not_waited_for(grid: Grid) -> None:
+    view = view_of(*(claim(n, 0, round_index=n) for n in range(4)))
+    assert awaited_group(view, grid, "L0.E0", 2) == set(PEERS[:3])
 
 
-@pytest.mark.parametrize(
-    "invented",
-    [
-        announced(2**53, "a"),
-        announced(100, "a", version=1000),
-        announced(100, "a", last_round=1000),
-        announced(100, "a", version=0),
-    ],
-)
-def test_what_the_time_does_not_allow_is_not_believed(
-    plan: RunPlan, grid: Grid, invented: StateReference
+def test_a_peer_goes_on_in_the_round_of_those_that_share_its_modules(grid: Grid) -> None:
+    view = view_of(claim(0, 0, round_index=3), claim(1, 1, round_index=5), claim(2, 3))
+    assert round_of_others(view, grid, 0, PEERS[7]) == 5
+    assert round_of_others(view, grid, 0, PEERS[1]) == 3
+    assert round_of_others(view, grid, 2, PEERS[0]) == 0
+
+
+def test_a_path_is_trained_by_those_that_train_it(grid: Grid) -> None:
+    assert trained_paths(view_of(claim(0, 0), claim(1, 2, "joining"))) == {0}
+
+
+@pytest.mark.parametrize(("ahead", "overtaken"), [(0, False), (1, False), (2, True), (3, True)])
+def test_a_few_who_say_that_they_are_ahead_overtake_nobody(
+    grid: Grid, ahead: int, overtaken: bool
 ) -> None:
-    view = SwarmView(now_s=plan.start_s + 250.0)
-    honest, own = announced(50, "b"), announced(1, "c")
-    found = winning_state([invented, honest], own=own, view=view, grid=grid, plan=plan)
-    assert found == honest
-    assert winning_state([invented], own=own, view=view, grid=grid, plan=plan) is None
-
-
-def test_nothing_replaces_a_state_as_heavy_with_a_smaller_digest(plan: RunPlan, grid: Grid) -> None:
-    view = SwarmView(now_s=plan.start_s + 250.0)
-    others = [announced(20, "b"), announced(19, "0"), announced(20, "a")]
-    assert winning_state(others, own=announced(20, "a"), view=view, grid=grid, plan=plan) is None
+    held = tuple(
+        HoldingRecord(
+            peer_id=PEERS[n],
+            module="L0.E0",
+            version=2,
+            digest="a" * 64,
+            tokens=11,
+            round=1,
+            bytes=1,
+        )
+        for n in range(ahead)
+    )
+    view = view_of(*(claim(n, 0) for n in range(5)), holdings={"L0.E0": held})
+    assert is_overtaken(view, grid, "L0.E0", 10, PEERS[4]) is overtaken

@@ -22,6 +22,7 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden" / "command_line.txt"
 COMMANDS = {
     "dipaco-peer": "dipaco.peer.cli",
+    "dipaco-replay": "dipaco.peer.replay_cli",
     "dipaco-bootstrap": "dipaco.bootstrap.cli",
     "dipaco-status": "dipaco.dht.status_cli",
     "dipaco-eval": "dipaco.inference.evaluate_cli",

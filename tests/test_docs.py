@@ -22,6 +22,7 @@ from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import AveragingRule, Contribution, canonical_table, outer_step
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer import cli as peer_cli
+from dipaco.peer import replay_cli
 from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
 from dipaco.peer.exchange import messages
 from dipaco.routing.batches import batch_indices
@@ -118,6 +119,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of every command, those with subcommands as `program subcommand`."""
     found = {
         "dipaco-peer": peer_cli.COMMAND.parser(),
+        "dipaco-replay": replay_cli.COMMAND.parser(),
         "dipaco-status": status_cli.COMMAND.parser(),
         "dipaco-eval": evaluate_cli.COMMAND.parser(),
         "dipaco-generate": generate_cli.COMMAND.parser(),

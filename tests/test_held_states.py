@@ -37,9 +37,9 @@ def test_a_slow_save_of_an_older_state_does_not_take_the_newer_ones_place(
 ) -> None:
     held = holder(genesis[0])
     older, newer = advanced(genesis[1], 1), advanced(genesis[1], 2)
-    held.hold(older, save=False)
-    held.hold(newer, save=False)
-    held.hold(older, save=True)
+    held.hold(older)
+    held.hold(newer)
+    held.save(older)
     now = held.get("L0.E0")
     assert now is not None
     assert now.digest == newer.digest
@@ -59,7 +59,8 @@ def test_a_full_disk_keeps_the_state_in_memory(
         raise StorageError("disk full")
 
     monkeypatch.setattr(held._store, "save", full)
-    held.hold(state, save=True)
+    held.hold(state)
+    held.save(state)
     assert isinstance(held.lookup(state.digest), bytes)
 
 
@@ -71,13 +72,44 @@ def test_what_was_announced_a_moment_ago_is_still_served(
     held._monotonic = lambda: now[0]
     states = [advanced(genesis[1], version) for version in range(20, 26)]
     for state in states:
-        held.hold(state, save=state.version % 2 == 0)
+        held.hold(state)
+        if state.version % 2 == 0:
+            held.save(state)
     assert all(held.lookup(state.digest) is not None for state in states)
     now[0] = RECENT_S + 1.0
-    held.hold(advanced(genesis[1], 30), save=False)
+    held.hold(advanced(genesis[1], 30))
     # The store keeps the last two that were saved; of those in memory alone nothing is left.
     assert [held.lookup(state.digest) for state in states[1::2]] == [None] * 3
     monkeypatch.setattr(held_states, "RECENT_BYTES", states[0].byte_size)
     for version in (31, 32):
-        held.hold(advanced(genesis[1], version), save=False)
+        held.hold(advanced(genesis[1], version))
     assert held.lookup(advanced(genesis[1], 31).digest) is None
+
+
+def test_a_dropped_module_is_served_no_more_and_leaves_the_disk(
+    genesis: tuple[Path, ModuleState],
+) -> None:
+    held = holder(genesis[0])
+    held._monotonic = lambda: 0.0
+    on_disk, in_memory = advanced(genesis[1], 40), advanced(genesis[1], 41)
+    held.hold(on_disk)
+    held.save(on_disk)
+    held.hold(in_memory)
+    held.drop("L0.E0")
+    assert held.get("L0.E0") is None
+    assert held.load("L0.E0") is None
+    assert held.all() == ()
+    assert held._store.find(on_disk.digest) is None
+    assert holder(genesis[0]).load_from_disk() == ()
+    held.drop("L0.E0")
+
+
+def test_what_is_only_in_memory_is_written_on_leaving(genesis: tuple[Path, ModuleState]) -> None:
+    held = holder(genesis[0])
+    state = advanced(genesis[1], 50)
+    held.hold(state)
+    held.save_all()
+    assert isinstance(held.lookup(state.digest), Path)
+    assert held.load("L0.E0") is not None
+    (found,) = holder(genesis[0]).load_from_disk()
+    assert found == state.reference

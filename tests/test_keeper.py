@@ -1,150 +1,94 @@
-"""The keeper: it fetches what is assigned to this peer, and leaves alone what failed lately."""
+"""The keeper: it fetches the blobs assigned to this peer, and leaves alone what failed lately."""
 
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from dipaco.dht.view import SwarmView
 from dipaco.modules.config import RoundsConfig
-from dipaco.modules.grid import Grid
-from dipaco.modules.state import StateReference
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.keeper import RETRY_AFTER_S, Keeper
 from support.fake_swarm import (
     ME,
     FakeFetcher,
     FakeSwarm,
-    claim,
-    held_state,
-    holding,
     peer_id,
     peer_record,
 )
 from support.make_plan import make_plan
 
-TRAINER, OTHER = peer_id(1), peer_id(2)
-MODULE = "L0.E0"
+OTHER = peer_id(2)
 WAIT_S = 30.0
 
 
 class Peer:
-    """A keeper that is assigned everything: only it and the trainers are there."""
+    """A keeper that is assigned everything: only it and one other peer are there."""
 
-    def __init__(self, own_modules: tuple[str, ...] = ()) -> None:
-        plan = make_plan(rounds=RoundsConfig(copies=3, replication_every_rounds=2))
+    def __init__(self) -> None:
         self.swarm, self.fetcher = FakeSwarm(), FakeFetcher()
-        self.held: dict[str, StateReference] = {}
-        self.kept: list[tuple[str, int]] = []
+        self.swarm.view = SwarmView(
+            now_s=0.0, peers={ME: peer_record(ME), OTHER: peer_record(OTHER, "training")}
+        )
         self.background = Background()
         self.now_s = 0.0
-        states: Any = SimpleNamespace(get=self.held.get, hold=self._hold)
         self.keeper = Keeper(
-            plan,
-            Grid(plan.model, plan.grid),
+            make_plan(rounds=RoundsConfig(copies=3)),
             self.swarm,
             self.fetcher,
-            states,
             me=ME,
-            own_modules=lambda: own_modules,
             background=self.background,
-            on_kept=lambda module, version: self.kept.append((module, version)),
             monotonic=lambda: self.now_s,
         )
-
-    def _hold(self, state: Any, *, save: bool) -> None:
-        assert save
-        self.held[state.reference.module] = state.reference
-
-    def announce(self, *states: StateReference, served: bool = True) -> None:
-        """Let the trainer announce states, and serve them."""
-        self.swarm.view = SwarmView(
-            now_s=0.0,
-            claims={TRAINER: claim(TRAINER, 0)},
-            peers={ME: peer_record(ME), TRAINER: peer_record(TRAINER, "training")},
-            holdings={state.module: (holding(TRAINER, state),) for state in states},
-        )
-        for state in states if served else ():
-            self.serve(state)
-
-    def serve(self, state: StateReference) -> None:
-        stored: Any = SimpleNamespace(reference=state)
-        self.fetcher.states[state.digest] = stored
-
-
-def test_it_fetches_what_is_assigned_and_announces_it() -> None:
-    peer, state = Peer(), held_state(MODULE, version=3, digest="a")
-    peer.announce(state)
-    peer.keeper.keep()
-    assert peer.held == {MODULE: state}
-    assert peer.kept == [(MODULE, 3)]
-    assert peer.swarm.announced == 1
-    peer.keeper.keep()
-    assert peer.fetcher.asked == [state.digest]
-
-
-def test_a_new_state_is_fetched_every_few_rounds_only() -> None:
-    peer = Peer()
-    digests = []
-    for version in (3, 4, 5):
-        state = held_state(MODULE, tokens=64 * version, version=version, digest=str(version))
-        digests.append(state.digest)
-        peer.announce(state)
-        peer.keeper.keep()
-    assert peer.fetcher.asked == [digests[0], digests[2]]
-
-
-def test_what_failed_lately_is_skipped() -> None:
-    peer, state = Peer(), held_state(MODULE, digest="a")
-    peer.announce(state, served=False)
-    peer.keeper.keep()
-    peer.keeper.keep()
-    assert peer.fetcher.asked == [state.digest]
-    peer.serve(state)
-    peer.now_s += RETRY_AFTER_S + 1
-    peer.keeper.keep()
-    assert peer.held == {MODULE: state}
-
-
-def test_a_module_in_training_here_is_not_copied() -> None:
-    peer = Peer(own_modules=(MODULE,))
-    peer.announce(held_state(MODULE))
-    peer.keeper.keep()
-    assert peer.fetcher.asked == []
-
-
-def test_an_offer_is_fetched_from_who_made_it() -> None:
-    peer, state = Peer(), held_state(MODULE, version=2, digest="b")
-    peer.serve(state)
-    assert peer.keeper.accept_offer(OTHER, state)
-    assert not peer.keeper.accept_offer(OTHER, held_state("L7.E7"))
-    peer.keeper.keep()
-    assert peer.held == {MODULE: state}
-    lighter = held_state(MODULE, tokens=1, digest="c")
-    assert not peer.keeper.accept_offer(OTHER, lighter)
 
 
 def test_one_blob_a_turn() -> None:
     peer = Peer()
-    peer.announce()
     hashes = tuple(str(n) * 64 for n in range(3))
     peer.fetcher.run_blobs, peer.fetcher.served_blobs = hashes, set(hashes[1:])
     peer.keeper.keep()
     assert peer.fetcher.blobs_here == {hashes[1]}
+    assert peer.swarm.announced == 1
     peer.keeper.keep()
     assert peer.fetcher.blobs_here == set(hashes[1:])
     assert peer.fetcher.asked == list(hashes)
 
 
+def test_what_failed_lately_is_skipped() -> None:
+    peer = Peer()
+    peer.fetcher.run_blobs = ("1" * 64,)
+    peer.keeper.keep()
+    peer.keeper.keep()
+    assert peer.fetcher.asked == ["1" * 64]
+    peer.fetcher.served_blobs = {"1" * 64}
+    peer.now_s += RETRY_AFTER_S + 1
+    peer.keeper.keep()
+    assert peer.fetcher.blobs_here == {"1" * 64}
+
+
+def test_a_blob_that_others_are_to_keep_is_left_to_them() -> None:
+    peer = Peer()
+    peer.swarm.view = SwarmView(
+        now_s=0.0, peers={p: peer_record(p) for p in (ME, *map(peer_id, range(40)))}
+    )
+    hashes = tuple(f"{n:064x}" for n in range(40))
+    peer.fetcher.run_blobs, peer.fetcher.served_blobs = hashes, set(hashes)
+    for _ in hashes:
+        peer.keeper.keep()
+    assert len(peer.fetcher.blobs_here) < len(hashes) / 2
+
+
 def test_an_unforeseen_exception_on_its_thread_is_not_silent() -> None:
     peer, failed = Peer(), threading.Event()
     peer.background.on_failure(failed.set)
-    peer.fetcher.failure = KeyError("x")
-    peer.announce(held_state(MODULE))
+    peer.swarm.period_s = 0.01
+
+    def break_down(sha256: str) -> bool:
+        raise KeyError("x")
+
+    peer.fetcher.has_blob = break_down  # type: ignore[method-assign]
+    peer.fetcher.run_blobs = ("1" * 64,)
     peer.keeper.start()
-    assert peer.keeper.accept_offer(OTHER, held_state(MODULE))
     assert failed.wait(WAIT_S)
     with pytest.raises(BackgroundError, match="the keeper thread failed: KeyError: 'x'"):
         peer.background.check()

@@ -5,38 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from dipaco.dht.keeping import keepers, modules_to_keep
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
+from dipaco.dht.keeping import is_best_keeper, keepers
+from dipaco.dht.records import ClaimRecord, PeerRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.config import GridConfig
-from dipaco.modules.grid import Grid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.make_plan import make_plan
 
 COPIES = 3
 
 
-@pytest.fixture(scope="module")
-def grid() -> Grid:
-    plan = make_plan(grid=GridConfig(modules_per_level=(2, 2), private_blocks=(3,)))
-    return Grid(plan.model, plan.grid)
-
-
 def name(number: int) -> str:
     return "Qm" + "1" * 42 + chr(ord("A") + number // 8) + chr(ord("a") + number % 8)
-
-
-def holding(number: int, module: str, tokens: int = 9, digest: str = "a") -> HoldingRecord:
-    return HoldingRecord(
-        peer_id=name(number),
-        module=module,
-        version=1 if tokens else 0,
-        digest=digest * 64,
-        tokens=tokens,
-        round=0,
-        bytes=1,
-    )
 
 
 def peer(number: int, state: str = "training") -> PeerRecord:
@@ -55,24 +34,6 @@ def peer(number: int, state: str = "training") -> PeerRecord:
             "bytes_up": 0,
             "bytes_down": 0,
         }
-    )
-
-
-def view_of(
-    grid: Grid, trained: list[int], bystanders: int, holdings: dict[str, list[HoldingRecord]]
-) -> SwarmView:
-    """Peer n trains path `trained[n]`; the others only serve."""
-    claims = [
-        ClaimRecord(peer_id=name(n), path=path, state="training", since_s=0.0, round=0)
-        for n, path in enumerate(trained)
-    ]
-    peers = [peer(n) for n in range(len(trained))]
-    peers += [peer(len(trained) + n, "serving") for n in range(bystanders)]
-    return SwarmView(
-        now_s=0.0,
-        claims={c.peer_id: c for c in claims},
-        peers={p.peer_id: p for p in peers},
-        holdings={module: tuple(found) for module, found in holdings.items()},
     )
 
 
@@ -96,50 +57,19 @@ def test_the_load_is_spread() -> None:
     assert max(load.values()) < 3 * min(load.values())
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=10), st.integers(0, 6))
-def test_every_module_has_enough_holders_when_there_are_enough_peers(
-    trained: list[int], bystanders: int
+@pytest.mark.parametrize("bystanders", [0, 1, 2, 6])
+def test_a_paths_best_states_are_with_its_lead_and_with_as_many_others_as_there_are(
+    bystanders: int,
 ) -> None:
-    plan = make_plan(grid=GridConfig(modules_per_level=(2, 2), private_blocks=(3,)))
-    grid = Grid(plan.model, plan.grid)
-    trainers = {
-        module: {n for n, path in enumerate(trained) if path in grid.paths_of_module(module)}
-        for module in grid.modules()
-    }
-    held = {m: [holding(min(ns), m)] for m, ns in trainers.items() if ns}
-    view = view_of(grid, trained, bystanders, held)
-    count = len(trained) + bystanders
-    keeping = {
-        n: {h.module for h in modules_to_keep(view, grid, name(n), COPIES)} for n in range(count)
-    }
-    for module in held:
-        copying = {n for n, modules in keeping.items() if module in modules}
-        assert not copying & trainers[module]
-        assert len(copying | trainers[module]) == max(len(trainers[module]), min(COPIES, count))
-
-
-def test_a_leaving_peer_keeps_nothing_new(grid: Grid) -> None:
-    view = view_of(grid, [0], 4, {"P0": [holding(0, "P0")]})
-    peers = {**view.peers, name(1): peer(1, "leaving")}
-    view = SwarmView(now_s=0.0, claims=view.claims, peers=peers, holdings=view.holdings)
-    wanted = [n for n in range(5) if modules_to_keep(view, grid, name(n), COPIES)]
-    assert 1 not in wanted
-    assert len(wanted) == COPIES - 1
-
-
-def test_genesis_needs_no_copies_and_the_heaviest_is_copied(grid: Grid) -> None:
-    light, heavy = holding(0, "P0", 5, "a"), holding(4, "P0", 7, "b")
-    view = view_of(grid, [0], 2, {"P0": [light, heavy], "P1": [holding(0, "P1", 0)]})
-    kept = (heavy.reference,)
-    assert [modules_to_keep(view, grid, name(n), COPIES) for n in (1, 2)] == [kept, kept]
-
-
-def test_a_state_that_nobody_can_have_does_not_stop_the_true_one(grid: Grid) -> None:
-    true, invented = holding(0, "P0", 5, "a"), holding(4, "P0", 9999, "b")
-    view = view_of(grid, [0], 2, {"P0": [true, invented]})
-    assert modules_to_keep(view, grid, name(1), COPIES) == (invented.reference,)
-    found = modules_to_keep(view, grid, name(1), COPIES, unavailable={invented.digest})
-    assert found == (true.reference,)
-    both = {true.digest, invented.digest}
-    assert modules_to_keep(view, grid, name(1), COPIES, unavailable=both) == ()
+    lead = ClaimRecord(peer_id=name(0), path=0, state="training", since_s=0.0, round=0)
+    there = [peer(0), *(peer(1 + n, "serving") for n in range(bystanders)), peer(60, "leaving")]
+    view = SwarmView(
+        now_s=0.0, claims={lead.peer_id: lead}, peers={record.peer_id: record for record in there}
+    )
+    keeping = [r.peer_id for r in there if is_best_keeper(view, r.peer_id, 0, COPIES)]
+    assert name(0) not in keeping
+    assert name(60) not in keeping
+    assert len(keeping) == min(COPIES - 1, bystanders)
+    # Of a path that nobody trains all copies lie with others.
+    orphan = [r.peer_id for r in there if is_best_keeper(view, r.peer_id, 1, COPIES)]
+    assert len(orphan) == min(COPIES, bystanders + 1)

@@ -45,7 +45,7 @@ def test_a_newcomer_contributes_in_the_second_round_at_the_latest() -> None:
     swarm.run(45.0)
     newest = swarm.book.get("L0.E0", new.member.anchors["L0.E0"].digest)
     assert newest is not None
-    assert "Pc" in newest.signers
+    assert new.name in newest.signers
 
 
 def test_a_peer_that_dies_does_not_stop_the_other() -> None:

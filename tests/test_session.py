@@ -1,7 +1,8 @@
 """A whole session: join, claim, train, average, move, leave. No network; the test moves the time.
 
 The publisher, the trainer and the files are real; the DHT, the other peers and their averaging are
-stand-ins. An inner step takes one second of swarm time, and outer rounds end where they begin.
+stand-ins. An inner step takes one second of swarm time, a wait as long as it may. Background work
+is done at once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dipaco.dht.records import ClaimRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.outer import AveragingRule, Contribution, canonical_table
+from dipaco.modules.outer import AveragingRule, Contribution, canonical_table, outer_step
 from dipaco.modules.state import ModuleState, StateReference
-from dipaco.peer import outer_round
+from dipaco.peer import errands, outer_steps
 from dipaco.peer import session as session_file
 from dipaco.peer.averaging.averager import AveragingOutcome
 from dipaco.peer.averaging.parts import AveragingFailed
@@ -35,6 +36,7 @@ from dipaco.routing.run_folder import RunFolder
 from support.fake_swarm import (
     ME,
     AtOnce,
+    FakeCertifier,
     FakeDirectory,
     FakeEvents,
     FakeExchange,
@@ -42,6 +44,7 @@ from support.fake_swarm import (
     FakeTime,
     Impatient,
     claim,
+    holding,
     peer_id,
     peer_record,
 )
@@ -76,6 +79,9 @@ class Averager:
     def for_level(self, level: str) -> Averager:
         return self
 
+    def members_together(self, level: str) -> int:
+        return 0
+
     def average(
         self,
         flat: torch.Tensor,
@@ -104,14 +110,6 @@ class Fetcher(FakeFetcher):
 
     def use_blobs(self, hashes: Any) -> None: ...
 
-    def heaviest_state(
-        self, module: str, view: SwarmView, *, own: StateReference
-    ) -> ModuleState | None:
-        for state in sorted(view.states(module), key=lambda state: state.rank):
-            if state.wins_over(own) and state.digest in self.states:
-                return self.states[state.digest]
-        return None
-
 
 class Exchange(FakeExchange):
     """The other peers: they take every state that is offered to them."""
@@ -125,6 +123,11 @@ class Exchange(FakeExchange):
 
     def holdings(self, peer: str, module: str, timeout_s: float = 1.0) -> StateReference | None:
         return self.taken.get(module)
+
+    def hello(self, peer: str) -> None: ...
+
+    def set_offer_handler(self, handler: Callable[[str, StateReference], bool]) -> None:
+        self.offer_handler = handler
 
 
 class Events(FakeEvents):
@@ -158,7 +161,7 @@ class Rig:
         self.background = Background()
         self.status = PeerStatus()
         self.stopping = Impatient()
-        self.keeper: Any = SimpleNamespace(stop=lambda: None)
+        self.certifier: Any = FakeCertifier()
         states = RunFolder(folder).states
         schedule = RoundSchedule(self.plan.rounds, grid, START_S)
         bests = RunFolder(folder).best_parameters(grid)
@@ -193,7 +196,7 @@ class Rig:
             states=states,
             bests=bests,
             held=held,
-            certifier=SimpleNamespace(committed=lambda *commit: None),
+            certifier=self.certifier,
             fetcher=Fetcher(run),
             exchange=self.exchange,
             earlier=None,
@@ -207,18 +210,22 @@ class Rig:
             lambda: PathTrainer(self.plan, grid, torch.device("cpu")),
             self.status,
             self.publisher,
-            self.keeper,
             self.background,
             self.events,
             self.stopping,
         )
+        self.session._shell.wait = self._wait  # type: ignore[method-assign]
 
-    def others(self, *claims: ClaimRecord) -> None:
-        """Say who else is there, and let the peer see it."""
+    def _wait(self, seconds: float) -> None:
+        self.time.now_s += seconds
+
+    def others(self, *claims: ClaimRecord, held: StateReference | None = None) -> None:
+        """Say who else is there and what they hold, for the peer to see."""
         self.directory.others = SwarmView(
             now_s=0.0,
             claims={other.peer_id: other for other in claims},
             peers={other.peer_id: peer_record(other.peer_id, "training") for other in claims},
+            holdings={} if held is None else {held.module: (holding(A, held),)},
         )
 
     def run(self) -> None:
@@ -230,12 +237,13 @@ class Rig:
 @pytest.fixture
 def rig(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
     """Make sessions whose background work is done at once, by a clock that the test moves."""
-    monkeypatch.setattr(session_file, "ThreadPoolExecutor", lambda **_: AtOnce())
+    for file in (session_file, errands, outer_steps):
+        monkeypatch.setattr(file, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
 
     def make(**settings: Any) -> Rig:
         made = Rig(run, tmp_path / "peer", **settings)
         clock = SimpleNamespace(time=lambda: made.time.now_s, monotonic=time.monotonic)
-        monkeypatch.setattr(outer_round, "time", clock)
+        monkeypatch.setattr(outer_steps, "time", clock)
         return made
 
     return make
@@ -254,7 +262,7 @@ def test_it_joins_trains_moves_and_leaves(rig: Callable[..., Rig]) -> None:
     peer.others(*everywhere_but(1))
 
     def c_dies_and_a_newcomer_shares_the_path(ended: dict[str, Any]) -> None:
-        if ended["round"] == 1:
+        if ended["round"] == 0:
             peer.others(claim(A, 0), claim(B, 2), claim(C, 1))
             peer.publisher.refresh()
 
@@ -301,7 +309,7 @@ def test_a_failed_average_is_carried_on_and_merged_later(rig: Callable[..., Rig]
 
 
 def test_a_failed_move_goes_on_with_the_path_in_training(rig: Callable[..., Rig]) -> None:
-    peer = rig(max_rounds=2)
+    peer = rig(max_rounds=3)
     peer.others(*everywhere_but(1))
     blob = peer.node.fetcher.blob
 
@@ -317,9 +325,88 @@ def test_a_failed_move_goes_on_with_the_path_in_training(rig: Callable[..., Rig]
     peer.run()
     peer.node.fetcher.blob = blob
     assert [e["to_path"] for e in peer.events.of("move")] == [3]
-    assert [(e["round"], e["path"]) for e in peer.events.of("round")] == [(0, 1), (1, 1)]
+    assert [e["path"] for e in peer.events.of("round")] == [1, 1, 1]
+    assert [e["path"] for e in peer.events.of("training")] == [1]
     said = [c.path for c in peer.directory.claims if c is not None]
     assert said[-1] == 1
+
+
+def test_who_is_stopped_withdraws_saves_and_hands_over(rig: Callable[..., Rig]) -> None:
+    peer = rig(path=1)
+    peer.others(*everywhere_but(1))
+    peer.events.actions["round"] = lambda ended: peer.stopping.set()
+    peer.run()
+    assert len(peer.events.of("round")) == 1
+    anchors = {e["module"]: e["digest"] for e in peer.events.of("commit")}
+    assert peer.events.of("leaving") == [{"path": 1, "handed_over": sorted(anchors)}]
+    assert {m: held.digest for m, held in peer.exchange.taken.items()} == anchors
+    assert {stored.module for stored in peer.node.states.list()} >= set(anchors)
+    assert peer.node.states.load_optimizer(1) is not None
+    assert peer.directory.claims[-1] is None
+
+
+def test_every_commit_is_certified(rig: Callable[..., Rig]) -> None:
+    peer = rig(max_rounds=2, path=1)
+    peer.others(*everywhere_but(1))
+    peer.run()
+    certified = {state.digest for state in peer.certifier.commits}
+    assert certified == {e["digest"] for e in peer.events.of("commit")}
+    assert len(certified) == 4
+
+
+def test_a_state_that_others_made_is_put_under_the_own_work(rig: Callable[..., Rig]) -> None:
+    """It wins by its contributors; an offer brings it to nobody who trains the module."""
+    peer = rig(max_rounds=2, path=1)
+    peer.others(*everywhere_but(1))
+    run = peer.node.run_folder
+
+    def others_commit(training: dict[str, Any]) -> None:
+        genesis = run.genesis_state(peer.plan, "L0.E0")
+        table = canonical_table([Contribution(0, other, 64) for other in (A, B, C)])
+        state = outer_step(genesis, 1e-3 * genesis.parameters, table, peer.plan.outer, 0)
+        certificate = peer.certifier.sign(state.reference, genesis.digest, table)
+        peer.certifier.served = (certificate,)
+        peer.node.fetcher.states[state.digest] = state
+        peer.others(*everywhere_but(1), held=state.reference)
+        peer.exchange.offer_handler(A, state.reference)
+        peer.publisher.refresh()
+
+    peer.events.actions["training"] = others_commit
+    peer.events.actions["inner"] = lambda step: peer.publisher.refresh()
+    peer.run()
+    (adopted,) = peer.events.of("adopt")
+    assert (adopted["module"], adopted["version"]) == ("L0.E0", 1)
+    assert not adopted["own_work_merged"]
+    versions = [e["version"] for e in peer.events.of("commit") if e["module"] == "L0.E0"]
+    assert versions[0] == 2
+
+
+def test_the_successor_is_moved_to_when_a_round_has_ended(rig: Callable[..., Rig]) -> None:
+    peer = rig(path=1)
+    peer.others(*everywhere_but(1))
+    successor: Any = SimpleNamespace(run_id="b" * 64)
+
+    class Watch:
+        ready_run: str | None = None
+
+        def take(self) -> Any:
+            return successor
+
+        def stop(self) -> None: ...
+
+    watch: Any = Watch()
+    peer.session._watch = watch
+
+    def successor_is_ready(_: dict[str, Any]) -> None:
+        watch.ready_run = successor.run_id
+
+    peer.events.actions["inner"] = successor_is_ready
+    peer.publisher.start(tuple)
+    peer.publisher.refresh()
+    assert peer.session.run() is successor
+    assert len(peer.events.of("round")) == 1
+    assert peer.events.of("leaving") == []
+    assert peer.directory.claims[-1] is None
 
 
 def test_what_ends_the_publisher_ends_the_session(rig: Callable[..., Rig]) -> None:
@@ -335,7 +422,9 @@ def test_what_ends_the_publisher_ends_the_session(rig: Callable[..., Rig]) -> No
     with pytest.raises(BackgroundError, match="the publisher thread failed: KeyError: 'x'"):
         peer.run()
     assert len(peer.events.of("inner")) == 1
-    assert len(peer.events.of("leaving")) == 1
+    # What a return needs is on the disk.
+    assert {stored.module for stored in peer.node.states.list()} == {"L0.E0", "L1.E1"}
+    assert peer.node.states.load_optimizer(1) is not None
 
 
 def test_what_ends_the_keeper_ends_the_session(rig: Callable[..., Rig]) -> None:
@@ -358,14 +447,11 @@ def test_what_ends_the_keeper_ends_the_session(rig: Callable[..., Rig]) -> None:
 def test_a_save_that_fails_unforeseen_ends_the_session(rig: Callable[..., Rig]) -> None:
     peer = rig()
     peer.others(*everywhere_but(1))
-    saved = peer.node.held.hold
 
-    def hold(state: ModuleState, *, save: bool) -> None:
-        if save:
-            raise RuntimeError("the disk vanished")
-        saved(state, save=save)
+    def save(state: ModuleState) -> None:
+        raise RuntimeError("the disk vanished")
 
-    peer.node.held.hold = hold
+    peer.node.held.save = save
     peer.node.held.save_all = lambda: None
     with pytest.raises(BackgroundError, match="the saving thread failed: RuntimeError"):
         peer.run()

@@ -62,24 +62,43 @@ class HeldStates:
                 continue
             state = self._store.load_latest(module, self._grid.layout(module))
             if state is not None:
-                self._register(state, in_memory=False)
+                with self._lock:
+                    self._newest[module] = state.reference
         return self.all()
 
-    def hold(self, state: ModuleState, *, save: bool) -> None:
-        """Serve `state` from now on, in place of a lighter state of the module.
-
-        With `save` it is written to disk first; a full disk is reported once and the state is
-        kept in memory, so that training goes on.
-        """
-        on_disk = False
-        if save:
-            try:
-                self._store.save(state)
-                on_disk = True
-            except StorageError as error:
-                logger.warning("state of %s kept in memory only: %s", state.module, error)
-        self._register(state, in_memory=not on_disk)
+    def hold(self, state: ModuleState) -> None:
+        """Serve `state` from now on, from memory, in place of what is held of the module."""
+        held = state.reference
+        with self._lock:
+            previous = self._newest.get(state.module)
+            self._newest[state.module] = held
+            if previous is not None and previous.digest != held.digest:
+                self._in_memory.pop(previous.digest, None)
+                self._in_memory[held.digest] = state
+            elif previous is None:
+                self._in_memory[held.digest] = state
         self._remember(state)
+
+    def save(self, state: ModuleState) -> None:
+        """Write `state` to disk; if it is still what is held, it is served from there.
+
+        A full disk is reported and the state is kept in memory, so that training goes on.
+        """
+        try:
+            self._store.save(state)
+        except StorageError as error:
+            logger.warning("state of %s kept in memory only: %s", state.module, error)
+            return
+        with self._lock:
+            self._in_memory.pop(state.digest, None)
+
+    def drop(self, module: str) -> None:
+        """Serve a module no more, and remove its states from the disk."""
+        with self._lock:
+            held = self._newest.pop(module, None)
+            if held is not None:
+                self._in_memory.pop(held.digest, None)
+        self._store.remove(module)
 
     def _remember(self, state: ModuleState) -> None:
         with self._lock:
@@ -96,23 +115,7 @@ class HeldStates:
         with self._lock:
             waiting = list(self._in_memory.values())
         for state in waiting:
-            self.hold(state, save=True)
-
-    def _register(self, state: ModuleState, *, in_memory: bool) -> None:
-        held = state.reference
-        with self._lock:
-            previous = self._newest.get(state.module)
-            if previous is not None and previous.wins_over(held):
-                # A slow save of an older state must not take the newer one's place.
-                self._in_memory.pop(held.digest, None)
-                return
-            self._newest[state.module] = held
-            if previous is not None and previous.digest != held.digest:
-                self._in_memory.pop(previous.digest, None)
-            if in_memory:
-                self._in_memory[held.digest] = state
-            else:
-                self._in_memory.pop(held.digest, None)
+            self.save(state)
 
     def get(self, module: str) -> StateReference | None:
         """Return what is held of `module`."""

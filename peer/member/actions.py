@@ -121,13 +121,14 @@ class Average:
     excluded: tuple[str, ...] = ()
     """Not admitted when this peer leads."""
     awaited: frozenset[str] | None = None
-    """With fixed steps: the group closes once these have come, see `Await`."""
+    """With fixed steps: the group closes once these have come, see `Await`; None by the clock."""
     kind: Literal["average"] = "average"
 
 
 @dataclass(frozen=True)
 class Await:
-    """With fixed steps: the meeting under way waits for these; None: for nobody any more."""
+    """With fixed steps: the meeting under way waits for these; None: for nobody any more, so it
+    fails at once unless its group has closed."""
 
     module: str
     peers: frozenset[str] | None
@@ -319,6 +320,8 @@ class Wait:
     """What is waited for, with the numbers that say how far it is."""
     limit_s: float
     """How long it will be waited for at most; 0 where the answer itself has a limit."""
+    slack_s: float = 0.0
+    """For how long other work may be done meanwhile."""
     kind: Literal["wait"] = "wait"
 
 

@@ -32,7 +32,7 @@ class Chains:
     def learn(self, states: Iterable[StateReference], own: StateReference | None) -> bool:
         """Ask for the chains of states that cannot be compared with `own` yet.
 
-        Returns whether any is on its way.
+        Returns whether any is on its way, or waits for its turn.
         """
         known = self._known
         retry_s = RETRY_PERIODS * refresh_period_s(known.plan.rounds.duration_s)
@@ -46,6 +46,8 @@ class Chains:
             if known.now_s - self._asked_s.get(state.digest, float("-inf")) < retry_s:
                 continue
             if sum(wanted.module == state.module for wanted in self._wanted.values()) >= AT_ONCE:
+                # Its turn comes when one of those has been answered.
+                on_their_way = True
                 break
             self._wanted[state.digest] = state
             self._asked_s[state.digest] = known.now_s

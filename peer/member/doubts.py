@@ -65,6 +65,10 @@ class Doubts:
             peers={peer: p for peer, p in view.peers.items() if peer not in doubted},
         )
 
+    def has_shown_itself(self, peer: str) -> bool:
+        """Tell whether a peer has answered or trained since this member began."""
+        return peer in self._proven
+
     def to_call(self, view: SwarmView, first: Collection[str], since_s: float) -> tuple[str, ...]:
         """Return whom to call now: those in `first` before others, each again after a while.
 

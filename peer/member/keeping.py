@@ -68,8 +68,7 @@ class Keeping:
         if self._handing_over is not None:
             return
         for module, state in sorted(known.held.items()):
-            if state.version > 0 and self._is_mine_to_care_for(module, state):
-                self._look_after(module, state)
+            self._look_after(module, state)
         self._take_offers()
         self._drop_unneeded()
 
@@ -81,19 +80,30 @@ class Keeping:
         holders = {known.me, *view.holders(state)}
         return keepers(module, holders & {known.me, *view.peers}, 1) == (known.me,)
 
+    def on_commit(self, module: str) -> None:
+        """There is a new state of a module: others should have it soon, if only this peer does."""
+        known = self._known
+        if self._handing_over is not None or not known.has_view:
+            return
+        if not expected_group(known.view, known.grid, module) - {known.me}:
+            self._look_after(module, known.held[module])
+
     def _look_after(self, module: str, state: StateReference) -> None:
         known, view = self._known, self._known.view
+        if state.version == 0 or not self._is_mine_to_care_for(module, state):
+            return
         rounds = known.plan.rounds
         care = self._care.setdefault(module, _Care())
         care.offered = {p: until_s for p, until_s in care.offered.items() if until_s > known.now_s}
         trainers = expected_group(view, known.grid, module) | {known.me}
+        holders = {known.me} | (self._holders(state) & trainers)
         fresh = {
             peer
             for peer, round_index in care.acknowledged.items()
             if peer in view.peers
             and state.last_round < round_index + max(1, rounds.replication_every_rounds)
         }
-        missing = rounds.copies - len(trainers | fresh) - len(care.offered)
+        missing = rounds.copies - len(holders | fresh) - len(care.offered)
         others = self._order(module) if missing > 0 else ()
         for peer in others:
             if missing <= 0:
@@ -105,6 +115,19 @@ class Keeping:
             care.offered[peer] = known.now_s + OFFER_LIMIT_S
             known.do(Offer(state, peer, OFFER_LIMIT_S))
             missing -= 1
+
+    def _holders(self, state: StateReference) -> set[str]:
+        """Return who has signed a state, or announces one that is hardly older."""
+        known = self._known
+        certificate = known.book.get(state.module, state.digest)
+        every = max(1, known.plan.rounds.replication_every_rounds)
+        signers = certificate.signers if certificate is not None else frozenset[str]()
+        return set(signers) | {
+            held.peer_id
+            for held in known.view.holdings.get(state.module, ())
+            if known.descent.is_certified(held.reference)
+            and state.last_round < held.reference.last_round + every
+        }
 
     def _order(self, module: str) -> tuple[str, ...]:
         """Return the other peers in the order in which they are asked to keep a module."""
@@ -123,8 +146,9 @@ class Keeping:
         care = self._care.setdefault(event.module, _Care())
         care.offered.pop(event.peer, None)
         state = known.held.get(event.module)
-        if event.is_kept and state is not None:
-            care.acknowledged[event.peer] = state.last_round
+        certificate = known.book.get(event.module, event.digest)
+        if event.is_kept and certificate is not None:
+            care.acknowledged[event.peer] = certificate.statement.round_index
         elif not event.is_kept:
             period_s = refresh_period_s(known.plan.rounds.duration_s)
             care.passed_over[event.peer] = known.now_s + PASSED_OVER_PERIODS * period_s
@@ -211,10 +235,13 @@ class Keeping:
             if known.me in keepers(module, {known.me, *known.view.peers}, GREATEST_PLACE * copies):
                 continue
             others = [
-                h
-                for h in known.view.holdings.get(module, ())
-                if h.peer_id != known.me and h.peer_id in known.view.peers
-                if h.version >= state.version
+                held
+                for held in known.view.holdings.get(module, ())
+                if held.peer_id != known.me
+                and held.peer_id in known.view.peers
+                and known.doubts.has_shown_itself(held.peer_id)
+                and known.descent.is_certified(held.reference)
+                and held.version >= state.version
             ]
             if len(others) >= copies:
                 del known.held[module]

@@ -158,3 +158,4 @@ class Knowledge:
     def serve(self, state: StateReference) -> None:
         """Note that a state is served here from now on."""
         self.held[state.module] = state
+        self.book.keep(state.module, state.digest)

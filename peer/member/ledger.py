@@ -22,10 +22,10 @@ STALE_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Bundle:
-    """Contributions that were merged one after the other in a group that lost no member.
+    """Contributions that were merged one after the other while nobody stood aside.
 
-    A fork begins where a group loses members, so a bundle is in another state as a whole or not
-    at all, and one sum of its shifts is enough.
+    A fork begins where a trainer does not take a step that others take, so a bundle is in another
+    state as a whole or not at all, and one sum of its shifts is enough.
     """
 
     rounds: tuple[int, ...]
@@ -50,21 +50,29 @@ class Ledger:
     def __init__(self, anchor: StateReference, me: str) -> None:
         self._me = me
         self._base_round = anchor.last_round
+        self._is_open = False
         self.bundles: list[Bundle] = []
         self.snapshots: list[int] = []
         """Rounds whose copies are kept, because others may have merged them."""
 
-    def committed(self, round_index: int, members: frozenset[str]) -> bool:
-        """Note a commit of own work. Returns whether it begins a new bundle."""
+    def committed(
+        self, round_index: int, members: frozenset[str], *, is_whole: bool = True
+    ) -> bool:
+        """Note a commit of own work. Returns whether it begins a new bundle.
+
+        `is_whole` tells that no trainer stood aside: all who claim to train are in the group, and
+        all of the group of the last commit have signed it.
+        """
         self._base_round = round_index
         last = self.bundles[-1] if self.bundles else None
-        if last is not None and last.members <= members:
+        if is_whole and self._is_open and last is not None and last.members <= members:
             self.bundles[-1] = Bundle((*last.rounds, round_index), members)
             return False
         self._begin_bundle(Bundle((round_index,), members))
         return True
 
     def _begin_bundle(self, bundle: Bundle) -> None:
+        self._is_open = True
         self.bundles.append(bundle)
         del self.bundles[:-GREATEST_BUNDLES]
 
@@ -96,6 +104,8 @@ class Ledger:
         self.bundles = [bundle for bundle in self.bundles if bundle not in put_back]
         if merged:
             self._begin_bundle(Bundle((max(merged),), _members(state, max(merged), descent)))
+        # Others went on without this peer, and may do so from there again.
+        self._is_open = state.last_round == max(merged, default=None)
         self._base_round = state.last_round
         return Reckoning(
             max(merged, default=None),

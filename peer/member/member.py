@@ -181,6 +181,7 @@ class Member:
                 self._on_call_answered(event)
             case OuterStepped():
                 self._outer.on_stepped(event)
+                self._keeping.on_commit(event.module)
             case OuterStepFailed():
                 self._outer.on_step_failed(event)
             case Checked():
@@ -372,12 +373,13 @@ class Member:
         """Wait for the run to start, or, with fixed steps, for other peers."""
         known, position = self.known, self.position
         start_s = known.schedule.start_s
+        slack_s = position.slack_s(known.now_s, turn.step_s)
         if known.now_s < start_s:
             known.do(Wait("the run to start", start_s - known.now_s))
             return
         self._waits_since_s = self._waits_since_s or known.now_s
         if known.now_s - self._waits_since_s < SHORT_WAIT_S:
-            known.do(Wait("", 0.0))
+            known.do(Wait("", 0.0, slack_s))
             return
         if known.now_s < position.opens_s:
             trained = len(trained_paths(known.view))
@@ -385,7 +387,7 @@ class Member:
             until_s = position.opens_s
         else:
             what, until_s = self._outer.waiting_for(turn.together)
-        known.do(Wait(what, max(0.0, until_s - known.now_s)))
+        known.do(Wait(what, max(0.0, until_s - known.now_s), slack_s))
 
     # -- the end of a round
 

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from dipaco.dht.agreement import (
     awaited_group,
@@ -47,6 +46,7 @@ from .events import (
 from .gathering import awaited, close_after_s, is_cut_off, leading_order, longest_wait_s
 from .knowledge import Knowledge
 from .quorum import PATIENCE_ROUNDS, counting_peers, is_majority
+from .round_under_way import Phase, RoundUnderWay
 from .rounds import Boundary, RoundPosition
 
 ATTEMPTS = 2
@@ -58,38 +58,6 @@ AGAIN_AFTER_S = 0.5
 TRACING_S = 5.0
 
 
-class _Phase(Enum):
-    COPYING = auto()
-    MEETING = auto()
-    PAUSING = auto()
-    ASKING = auto()
-    TRACING = auto()
-    STEPPING = auto()
-
-
-@dataclass
-class _Round:
-    """An outer round under way."""
-
-    module: str
-    boundary: Boundary
-    anchor: str
-    """Digest of the state that it started from."""
-    phase: _Phase = _Phase.COPYING
-    attempt: int = 0
-    tokens: int = 0
-    expected: int = 1
-    group: frozenset[str] = frozenset()
-    alive: frozenset[str] | None = None
-    culprits: frozenset[str] = frozenset()
-    failure: str = "the commit window had passed"
-    had_members: bool = False
-    awaited: frozenset[str] | None = None
-    close_s: float = 0.0
-    until_s: float = math.inf
-    """When the present phase ends at the latest, where nothing else ends it."""
-
-
 @dataclass
 class OuterRounds:
     """The outer rounds of the path in training."""
@@ -99,11 +67,11 @@ class OuterRounds:
     adoption: Adoption
     chains: Chains
     is_leaving: bool = False
-    _running: dict[str, _Round] = field(default_factory=dict)
+    _running: dict[str, RoundUnderWay] = field(default_factory=dict)
     _in_vain: Counter[str] = field(default_factory=Counter)
     _culprits: Culprits = field(default_factory=Culprits)
     # With fixed steps: boundaries that wait for a state that others committed.
-    _catching_up: dict[str, _Round] = field(default_factory=dict)
+    _catching_up: dict[str, RoundUnderWay] = field(default_factory=dict)
 
     @property
     def running(self) -> Collection[str]:
@@ -131,19 +99,19 @@ class OuterRounds:
     def on_view(self) -> None:
         """With fixed steps the view says whom a meeting still waits for."""
         for running in self._running.values():
-            if running.phase is _Phase.MEETING and self._is_counted:
+            if running.phase is Phase.MEETING and self._is_counted:
                 awaited = self._awaited(running)
                 if awaited != running.awaited:
                     running.awaited = awaited
                     self.known.do(Await(running.module, awaited))
 
-    def _on_time(self, running: _Round) -> None:
+    def _on_time(self, running: RoundUnderWay) -> None:
         if self.known.now_s < running.until_s:
             return
         running.until_s = math.inf
-        if running.phase is _Phase.PAUSING:
+        if running.phase is Phase.PAUSING:
             self._meet(running)
-        elif running.phase is _Phase.TRACING:
+        elif running.phase is Phase.TRACING:
             self._after_answers(running)
 
     # -- start
@@ -169,7 +137,7 @@ class OuterRounds:
                         "inner_steps"
                     )
                 )
-            self._running[level] = _Round(module, boundary, known.anchors[module].digest)
+            self._running[level] = RoundUnderWay(module, boundary, known.anchors[module].digest)
             known.do(TakeSnapshot(module, boundary.round_index))
 
     def _is_too_late(self, boundary: Boundary) -> bool:
@@ -183,7 +151,7 @@ class OuterRounds:
 
     def on_snapshot(self, event: SnapshotTaken) -> None:
         """The copy is there: average it, unless it is not fit for that."""
-        running = self._of(event.module, _Phase.COPYING)
+        running = self._of(event.module, Phase.COPYING)
         if running is None or running.boundary.round_index != event.round_index:
             return
         running.tokens = event.tokens
@@ -202,7 +170,7 @@ class OuterRounds:
 
     # -- meeting
 
-    def _meet(self, running: _Round) -> None:
+    def _meet(self, running: RoundUnderWay) -> None:
         """Begin the present attempt, or what comes after it when there is no time left."""
         known, module, boundary = self.known, running.module, running.boundary
         possible = possible_group(known.view, known.grid, module) | {known.me}
@@ -223,7 +191,7 @@ class OuterRounds:
         end_s = boundary.time_s + rounds.window_s * (0.5 if running.attempt == 0 else 1.0)
         self._average(running, possible, close_s, max(end_s, close_s + 1.0))
 
-    def _meet_counted(self, running: _Round, possible: frozenset[str]) -> None:
+    def _meet_counted(self, running: RoundUnderWay, possible: frozenset[str]) -> None:
         """Meet all that this round waits for, or those who come by its limit."""
         known, rounds = self.known, self.known.plan.rounds
         close_s = running.boundary.meet_until_s
@@ -232,9 +200,14 @@ class OuterRounds:
         longest_s = longest_wait_s(rounds)
         close_s = min(close_s, known.now_s + longest_s)
         running.awaited = self._awaited(running)
+        if running.awaited is None:
+            # The others are in later rounds, or hold a newer state already.
+            running.failure = "the others go on without this peer"
+            self._ask(running, possible)
+            return
         self._average(running, possible, close_s, known.now_s + longest_s + rounds.window_s)
 
-    def _awaited(self, running: _Round) -> frozenset[str] | None:
+    def _awaited(self, running: RoundUnderWay) -> frozenset[str] | None:
         """Return whom a meeting with fixed steps waits for; None for nobody any more."""
         if self.is_leaving:
             return None
@@ -247,10 +220,10 @@ class OuterRounds:
         )
 
     def _average(
-        self, running: _Round, possible: frozenset[str], close_s: float, end_s: float
+        self, running: RoundUnderWay, possible: frozenset[str], close_s: float, end_s: float
     ) -> None:
         known = self.known
-        running.phase, running.close_s = _Phase.MEETING, close_s
+        running.phase, running.close_s = Phase.MEETING, close_s
         known.do(
             Average(
                 running.module,
@@ -270,7 +243,7 @@ class OuterRounds:
 
     def on_averaged(self, event: Averaged) -> None:
         """The group holds an average: step, if the group may."""
-        running = self._of(event.module, _Phase.MEETING)
+        running = self._of(event.module, Phase.MEETING)
         if running is None or event.attempt != running.attempt:
             return
         group = frozenset(row.peer for row in event.table)
@@ -290,12 +263,12 @@ class OuterRounds:
 
     def on_average_failed(self, event: AverageFailed) -> None:
         """Nothing was averaged here; ask the others whether it was there."""
-        running = self._of(event.module, _Phase.MEETING)
+        running = self._of(event.module, Phase.MEETING)
         if running is None or event.attempt != running.attempt:
             return
         known = self.known
         if self._is_counted and not event.members and self._may_meet_again(running):
-            running.phase = _Phase.PAUSING
+            running.phase = Phase.PAUSING
             running.until_s = known.now_s + AGAIN_AFTER_S
             return
         running.failure = event.reason
@@ -307,12 +280,14 @@ class OuterRounds:
         if self.is_leaving:
             self._end(running, "this peer leaves")
             return
-        module = running.module
-        others = possible_group(known.view, known.grid, module) | set(event.members)
-        running.phase = _Phase.ASKING
-        known.do(Ask(module, tuple(sorted(others - {known.me}))))
+        possible = possible_group(known.view, known.grid, running.module)
+        self._ask(running, possible | set(event.members))
 
-    def _may_meet_again(self, running: _Round) -> bool:
+    def _ask(self, running: RoundUnderWay, peers: frozenset[str]) -> None:
+        running.phase = Phase.ASKING
+        self.known.do(Ask(running.module, tuple(sorted(peers - {self.known.me}))))
+
+    def _may_meet_again(self, running: RoundUnderWay) -> bool:
         still_s = running.close_s - self.known.now_s
         return still_s >= SHORTEST_MEETING_S and self._awaited(running) is not None
 
@@ -324,24 +299,24 @@ class OuterRounds:
                 known.hear(state, peer)
         if known.doubts.prove(event.holdings, known.now_s):
             known.forget_beliefs()
-        running = self._of(event.module, _Phase.ASKING)
+        running = self._of(event.module, Phase.ASKING)
         if running is None:
             return
         running.alive = frozenset(event.holdings)
         anchor = known.anchors[event.module]
         states = [s for s in event.holdings.values() if s is not None and s.digest != anchor.digest]
-        running.phase = _Phase.TRACING
+        running.phase = Phase.TRACING
         running.until_s = known.now_s + TRACING_S
         if not self.chains.learn(states, anchor):
             self._after_answers(running)
 
     def on_chain(self, module: str) -> None:
         """Certificates of a module came, or there are none."""
-        running = self._of(module, _Phase.TRACING)
+        running = self._of(module, Phase.TRACING)
         if running is not None and not self.chains.is_wanted(module):
             self._after_answers(running)
 
-    def _after_answers(self, running: _Round) -> None:
+    def _after_answers(self, running: RoundUnderWay) -> None:
         """Take what the others committed, or try again with those that are alive."""
         known, module = self.known, running.module
         running.until_s = math.inf
@@ -360,7 +335,7 @@ class OuterRounds:
             running.attempt = ATTEMPTS
         self._next_attempt(running)
 
-    def _next_attempt(self, running: _Round) -> None:
+    def _next_attempt(self, running: RoundUnderWay) -> None:
         running.attempt += 1
         if running.attempt < ATTEMPTS:
             self._meet(running)
@@ -369,7 +344,7 @@ class OuterRounds:
         else:
             self._end(running, running.failure)
 
-    def _may_step_alone(self, running: _Round) -> bool:
+    def _may_step_alone(self, running: RoundUnderWay) -> bool:
         """Tell whether a peer that met nobody may commit its own work: nobody else counts.
 
         Of peers that live and do not meet only the one with the oldest claim may, or each would
@@ -382,7 +357,7 @@ class OuterRounds:
         oldest = min((*alive, known.me), key=lambda p: seniority(known.view, known.me, p))
         return oldest == known.me or self._in_vain[running.module] >= PATIENCE_ROUNDS
 
-    def _counting(self, running: _Round) -> frozenset[str]:
+    def _counting(self, running: RoundUnderWay) -> frozenset[str]:
         known = self.known
         return counting_peers(
             known.view,
@@ -396,7 +371,7 @@ class OuterRounds:
 
     # -- the step
 
-    def _step_alone(self, running: _Round) -> None:
+    def _step_alone(self, running: RoundUnderWay) -> None:
         running.group = frozenset({self.known.me})
         if not is_majority(running.group, self._counting(running)):
             need = running.expected // 2 + 1
@@ -404,19 +379,21 @@ class OuterRounds:
             return
         self._take_step(running, alone=True)
 
-    def _take_step(self, running: _Round, *, alone: bool) -> None:
-        running.phase = _Phase.STEPPING
+    def _take_step(self, running: RoundUnderWay, *, alone: bool) -> None:
+        running.phase = Phase.STEPPING
         self.known.do(TakeOuterStep(running.module, running.boundary.round_index, alone))
 
     def on_stepped(self, event: OuterStepped) -> None:
         """Commit."""
-        running = self._of(event.module, _Phase.STEPPING)
+        running = self._of(event.module, Phase.STEPPING)
         if running is None:
             return
         known, module, state = self.known, event.module, event.reference
         known.take_certificates((event.certificate,))
         ledger = self.adoption.ledgers[module]
-        begins_bundle = ledger.committed(running.boundary.round_index, running.group)
+        begins_bundle = ledger.committed(
+            running.boundary.round_index, running.group, is_whole=self._is_whole(running)
+        )
         known.do(
             Commit(
                 module,
@@ -435,20 +412,28 @@ class OuterRounds:
         del self._running[running.boundary.level]
         self.position.closed(running.boundary)
 
+    def _is_whole(self, running: RoundUnderWay) -> bool:
+        """Tell whether no trainer of a module stood aside in this commit or in the last one."""
+        known, module = self.known, running.module
+        last = known.book.get(module, known.anchors[module].digest)
+        if last is not None and last.signers != {row.peer for row in last.statement.table}:
+            return False
+        return expected_group(known.view, known.grid, module) <= running.group
+
     def on_step_failed(self, event: OuterStepFailed) -> None:
         """The average was no good: nothing changes."""
-        running = self._of(event.module, _Phase.STEPPING)
+        running = self._of(event.module, Phase.STEPPING)
         if running is not None:
             self._end(running, event.reason)
 
-    def _of(self, module: str, phase: _Phase) -> _Round | None:
+    def _of(self, module: str, phase: Phase) -> RoundUnderWay | None:
         """Return the round of a module if it is in a phase: late answers are nobody's."""
         running = next((r for r in self._running.values() if r.module == module), None)
         return running if running is not None and running.phase is phase else None
 
     # -- without a commit
 
-    def _remember(self, running: _Round) -> None:
+    def _remember(self, running: RoundUnderWay) -> None:
         """Others may have merged this snapshot: keep the copy until that is known."""
         ledger = self.adoption.ledgers[running.module]
         round_index = running.boundary.round_index
@@ -456,7 +441,7 @@ class OuterRounds:
             for old in ledger.remember(round_index):
                 self.known.do(ForgetSnapshot(running.module, old))
 
-    def _end(self, running: _Round, reason: str, *, in_vain: bool = True) -> None:
+    def _end(self, running: RoundUnderWay, reason: str, *, in_vain: bool = True) -> None:
         """Carry on: the work stays in `anchor - local`."""
         module, boundary = running.module, running.boundary
         self._running.pop(boundary.level, None)
@@ -470,7 +455,7 @@ class OuterRounds:
         self.known.do(CarryOn(module, boundary.round_index, reason, 0))
         self.position.closed(boundary)
 
-    def _say_carry_on(self, running: _Round, reason: str) -> None:
+    def _say_carry_on(self, running: RoundUnderWay, reason: str) -> None:
         boundary = running.boundary
         self.known.do(CarryOn(running.module, boundary.round_index, reason, running.expected))
 

@@ -26,6 +26,11 @@ STEP_TOKENS = 10
 TICK_S = 0.25
 
 
+def peer_id(name: str) -> str:
+    """Return the id of the peer that a test calls `name`."""
+    return name.rjust(44, "1")
+
+
 class CalmPeer:
     """One member and what its machine holds."""
 
@@ -144,9 +149,9 @@ class CalmWorld:
 
     def add(self, names: Sequence[str], **settings: object) -> list[CalmPeer]:
         """Let peers join."""
-        for name in names:
-            self.peers[name] = CalmPeer(self, name, **settings)
-        return [self.peers[name] for name in names]
+        added = [CalmPeer(self, peer_id(name), **settings) for name in names]
+        self.peers |= {peer.name: peer for peer in added}
+        return added
 
     def chain(self, state: StateReference) -> tuple[Certificate, ...]:
         """Return the certificates of a state's chain."""
@@ -156,7 +161,7 @@ class CalmWorld:
         """Return what everybody sees now."""
         alive = [peer for peer in self.peers.values() if peer.alive]
         claims = {
-            peer.name: ClaimRecord.model_construct(
+            peer.name: ClaimRecord(
                 peer_id=peer.name,
                 path=peer.claim.path,
                 state=peer.claim.state,
@@ -168,10 +173,19 @@ class CalmWorld:
             if peer.claim is not None and peer.claim.state in ("joining", "training")
         }
         records = {
-            peer.name: PeerRecord.model_construct(
+            peer.name: PeerRecord(
                 peer_id=peer.name,
+                protocol=1,
+                software="test",
+                device="test",
                 state=peer.claim.state if peer.claim else "serving",
+                path=peer.claim.path if peer.claim else None,
+                tokens_per_s=0.0,
+                round=peer.member.position.round_index,
                 reachable="direct",
+                addresses=(),
+                bytes_up=0,
+                bytes_down=0,
             )
             for peer in alive
         }
@@ -179,11 +193,11 @@ class CalmWorld:
         for peer in alive:
             for state in peer.held.values():
                 holdings[state.module].append(
-                    HoldingRecord.model_construct(
+                    HoldingRecord(
                         peer_id=peer.name,
                         module=state.module,
                         version=state.version,
-                        digest=state.digest,
+                        digest=state.digest or "0" * 64,
                         tokens=state.tokens,
                         round=max(0, state.last_round),
                         bytes=state.bytes,

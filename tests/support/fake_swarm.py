@@ -9,10 +9,12 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+from dipaco.dht.certificates import Certificate, CertificateBook, CommitStatement
 from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
+from dipaco.modules.outer import Contribution
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateReference
 from dipaco.peer.exchange.clock import Clock
@@ -132,6 +134,49 @@ class FakeExchange:
 
     def clock_samples(self, peers: Any, count: int, timeout_s: float) -> dict[str, Any]:
         return {}
+
+
+class FakeCertifier:
+    """Signs for everybody in a group, and knows what was signed here or given to it."""
+
+    def __init__(self, *known: Certificate) -> None:
+        self.book = CertificateBook()
+        self.book.add_all(known)
+        self.commits: list[StateReference] = []
+        self.asked: list[tuple[str, ...]] = []
+        self.failure: Exception | None = None
+        self.served: tuple[Certificate, ...] = ()
+        """What the holders of any chain give."""
+        self.listeners: list[Callable[[Certificate], None]] = []
+
+    def all(self) -> tuple[Certificate, ...]:
+        return self.book.all()
+
+    def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
+        return self.book.chain(module, digest)
+
+    def listen(self, listener: Callable[[Certificate], None]) -> None:
+        self.listeners.append(listener)
+
+    def sign(
+        self, state: StateReference, parent: str, table: Sequence[Contribution]
+    ) -> Certificate:
+        statement = CommitStatement(
+            "run", state.module, state.version, parent, state.digest, state.last_round, tuple(table)
+        )
+        return Certificate(statement, {row.peer: b"" for row in table})
+
+    def committed(self, state: StateReference, parent: str, table: Sequence[Contribution]) -> None:
+        self.commits.append(state)
+        self.book.add(self.sign(state, parent, table))
+
+    def fetch_chain(
+        self, reference: StateReference, holders: tuple[str, ...]
+    ) -> tuple[Certificate, ...]:
+        self.asked.append(holders)
+        if self.failure is not None:
+            raise self.failure
+        return self.served
 
 
 class FakeSwarm:

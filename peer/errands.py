@@ -1,0 +1,316 @@
+"""What a member wants done that concerns other peers: look, fetch, ask, call, offer.
+
+Everything that can take long runs on threads of its own and reports its outcome as an event. Used
+by training peers and bootstrap nodes alike; neither models nor averaging are needed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from dipaco.dht.certificates import Certificate
+from dipaco.modules.errors import DipacoError, ProtocolVersionError
+from dipaco.modules.state import ModuleState, StateReference
+
+from .events import EventLog
+from .interfaces import StateFetcher, Swarm
+from .member import actions as a
+from .member import events as e
+from .publisher import Claim, PeerStatus
+
+logger = logging.getLogger("dipaco.peer.errands")
+
+CALL_TIMEOUT_S = 5.0
+POLL_S = 0.2
+# Peers that are called or asked at the same time.
+AT_ONCE = 16
+# States that were fetched and not used yet; a path and a few more.
+MOST_FETCHED = 12
+
+
+class OtherPeers(Protocol):
+    """Short calls to other peers: the exchange."""
+
+    def holdings(self, peer: str, module: str) -> StateReference | None:
+        """Ask what a peer holds of a module. Raises a `DipacoError` without an answer."""
+        ...
+
+    def offer(self, peer: str, held: StateReference, timeout_s: float) -> bool:
+        """Ask a peer to fetch a state from here."""
+        ...
+
+    def hello(self, peer: str) -> object:
+        """Say hello. Raises a `DipacoError` without an answer."""
+        ...
+
+
+class Chains(Protocol):
+    """The certificates that this peer knows and gets: the certifier."""
+
+    def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
+        """Return the certificates of a state and of those before it that are here."""
+        ...
+
+    def fetch_chain(
+        self, reference: StateReference, holders: tuple[str, ...]
+    ) -> tuple[Certificate, ...]:
+        """Return the checked certificates of a state's chain, empty if nobody gives any."""
+        ...
+
+
+class Holdings(Protocol):
+    """What is served here: the held states."""
+
+    def get(self, module: str) -> StateReference | None: ...
+
+    def load(self, module: str) -> ModuleState | None: ...
+
+    def hold(self, state: ModuleState) -> None: ...
+
+    def save(self, state: ModuleState) -> None: ...
+
+    def save_all(self) -> None: ...
+
+    def drop(self, module: str) -> None: ...
+
+
+class Errands:
+    """Carries out the actions of a member that every node has.
+
+    `genesis` gives a module's first state; a bootstrap node needs none.
+    """
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        fetcher: StateFetcher,
+        others: OtherPeers,
+        chains: Chains,
+        held: Holdings,
+        status: PeerStatus,
+        events: EventLog,
+        report: Callable[[e.Event], None],
+        *,
+        genesis: Callable[[str], ModuleState] | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        self._swarm = swarm
+        self._fetcher = fetcher
+        self._others = others
+        self._chains = chains
+        self._held = held
+        self._status = status
+        self._events = events
+        self._report = report
+        self._genesis = genesis
+        self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
+        self._lock = threading.Lock()
+        self._fetched: dict[str, ModuleState] = {}
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Begin nothing more and end waits; what is under way is reported to nobody."""
+        self._stopping.set()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def carry_out(self, action: a.Action) -> bool:
+        """Do an action, or begin to; returns whether it is one of these."""
+        match action:
+            case a.Say():
+                self._say(action)
+            case a.Warn():
+                logger.warning("%s", action.text)
+            case a.Look():
+                self._submit(self._look, action)
+            case a.FetchState():
+                self._submit(self._fetch_state, action)
+            case a.FetchChain():
+                self._submit(self._fetch_chain, action)
+            case a.Ask():
+                self._submit(self._ask, action)
+            case a.Call():
+                self._submit(self._call, action)
+            case a.Offer():
+                self._submit(self._offer, action)
+            case a.Keep():
+                self._submit(self._keep, action)
+            case a.Drop():
+                logger.info("others keep copies of %s: dropped here", action.module)
+                self._submit(self._drop, action)
+            case a.SaveAll():
+                self._held.save_all()
+            case _:
+                return False
+        return True
+
+    def take(self, state: StateReference) -> ModuleState:
+        """Hand out a state that was fetched; called once for each."""
+        with self._lock:
+            return self._fetched.pop(state.digest)
+
+    def look_up(self, digest: str) -> ModuleState | None:
+        """Return a fetched state without taking it."""
+        with self._lock:
+            return self._fetched.get(digest)
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        """Do other work on the same threads; it reports its outcome itself."""
+        return self._executor.submit(work)
+
+    def _submit(self, work: Callable[[Any], None], action: a.Action) -> None:
+        def run() -> None:
+            try:
+                work(action)
+            except Exception as error:
+                # Nothing that another peer sends ends this one, and the member must not wait.
+                logger.exception("an errand failed: %s", type(action).__name__)
+                failure = _failure(action, f"{type(error).__name__}: {error}")
+                if failure is not None:
+                    self._report(failure)
+
+        self._executor.submit(run)
+
+    def _say(self, action: a.Say) -> None:
+        self._status.claim = Claim(
+            action.state,
+            action.path,
+            since_s=action.since_s,
+            reason=action.reason,
+            pinned=action.pinned,
+        )
+        self._swarm.announce()
+
+    def _look(self, action: a.Look) -> None:
+        try:
+            view = self._swarm.refresh()
+        except DipacoError as error:
+            self._report(e.LookFailed(str(error)))
+            return
+        self._report(e.Viewed(view, is_answer=True))
+
+    # -- states
+
+    def _fetch_state(self, action: a.FetchState) -> None:
+        wanted = action.reference
+        try:
+            state = self._state(action)
+        except DipacoError as error:
+            if action.purpose == "keep":
+                logger.info("could not copy %s: %s", wanted.module, error)
+            else:
+                logger.warning("state %s of %s: %s", wanted.digest[:12], wanted.module, error)
+            self._report(e.FetchFailed(wanted.module, wanted.digest, str(error)))
+            return
+        reference = state.reference
+        with self._lock:
+            self._fetched[reference.digest] = state
+            while len(self._fetched) > MOST_FETCHED:
+                del self._fetched[next(iter(self._fetched))]
+        chain = self._chains.chain(wanted.module, reference.digest)
+        self._report(e.StateFetched(reference, dict(state.progress), chain))
+
+    def _state(self, action: a.FetchState) -> ModuleState:
+        wanted = action.reference
+        held = self._held.get(wanted.module)
+        if held is not None and held.digest == wanted.digest:
+            state = self._held.load(wanted.module)
+            if state is not None and state.digest == wanted.digest:
+                return state
+        if wanted.version == 0 and self._genesis is not None:
+            return self._genesis(wanted.module)
+        return self._fetcher.state(wanted, action.holders)
+
+    def _fetch_chain(self, action: a.FetchChain) -> None:
+        chain: tuple[Certificate, ...] = ()
+        try:
+            chain = self._chains.fetch_chain(action.reference, action.holders)
+        except DipacoError as error:
+            logger.debug("certificates of %s: %s", action.reference.module, error)
+        self._report(e.ChainFetched(action.reference, chain))
+
+    def _keep(self, action: a.Keep) -> None:
+        state = self.take(action.reference)
+        self._held.hold(state)
+        self._held.save(state)
+        self._swarm.announce()
+        self._events.emit("kept", module=state.module, version=state.version)
+
+    def _drop(self, action: a.Drop) -> None:
+        self._held.drop(action.module)
+        self._swarm.announce()
+
+    # -- other peers
+
+    def _ask(self, action: a.Ask) -> None:
+        held: dict[str, StateReference | None] = {}
+
+        def ask(peer: str) -> None:
+            try:
+                held[peer] = self._others.holdings(peer, action.module)
+            except DipacoError as error:
+                logger.debug("%s does not answer: %s", peer, error)
+
+        _all_at_once(ask, action.peers)
+        self._report(e.Answered(action.module, dict(sorted(held.items()))))
+
+    def _call(self, action: a.Call) -> None:
+        answered: list[str] = []
+
+        def call(peer: str) -> None:
+            try:
+                self._others.hello(peer)
+            except ProtocolVersionError:
+                pass
+            except DipacoError as error:
+                logger.debug("%s does not answer: %s", peer, error)
+                return
+            answered.append(peer)
+
+        _all_at_once(call, action.peers)
+        self._report(e.CallAnswered(action.peers, tuple(sorted(answered))))
+
+    def _offer(self, action: a.Offer) -> None:
+        """Offer a state, and wait until the other peer says that it holds it."""
+        state, peer = action.reference, action.peer
+        deadline = time.monotonic() + action.limit_s
+        is_kept = False
+        try:
+            timeout_s = max(0.1, min(CALL_TIMEOUT_S, action.limit_s))
+            is_noted = self._others.offer(peer, state, timeout_s)
+            while is_noted and not is_kept and time.monotonic() < deadline:
+                held = self._others.holdings(peer, state.module)
+                is_kept = held is not None and held.digest == state.digest
+                if not is_kept and self._stopping.wait(POLL_S):
+                    break
+        except DipacoError as error:
+            logger.debug("%s did not take %s: %s", peer, state.module, error)
+        self._report(e.OfferAnswered(state.module, state.digest, peer, is_kept))
+
+
+def _all_at_once(work: Callable[[str], None], peers: tuple[str, ...]) -> None:
+    if peers:
+        with ThreadPoolExecutor(max_workers=min(len(peers), AT_ONCE)) as pool:
+            list(pool.map(work, peers))
+
+
+def _failure(action: a.Action, reason: str) -> e.Event | None:
+    """Return what an errand has come to that nobody foresaw could fail."""
+    match action:
+        case a.Look():
+            return e.LookFailed(reason)
+        case a.FetchState(reference=state):
+            return e.FetchFailed(state.module, state.digest, reason)
+        case a.FetchChain(reference=state):
+            return e.ChainFetched(state, ())
+        case a.Ask():
+            return e.Answered(action.module, {})
+        case a.Call():
+            return e.CallAnswered(action.peers, ())
+        case a.Offer(reference=state):
+            return e.OfferAnswered(state.module, state.digest, action.peer, is_kept=False)
+    return None

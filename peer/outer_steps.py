@@ -1,0 +1,203 @@
+"""Averaging and stepping for a member, on worker threads while the inner loop goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from dipaco.dht.certificates import Certificate
+from dipaco.dht.view import greatest_contribution
+from dipaco.modules.errors import DipacoError, IntegrityError
+from dipaco.modules.grid import Grid
+from dipaco.modules.outer import AveragingRule, Contribution, outer_step
+from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import ModuleState, StateReference
+
+from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
+from .averaging.group import group_bits
+from .member import actions as a
+from .member import events as e
+from .member.gathering import longest_wait_s
+from .trainer import Snapshot
+
+logger = logging.getLogger("dipaco.peer.outer_steps")
+
+# A meeting that is waited for is told of its members this much later than the member at most.
+GRACE_S = 1.0
+
+
+class Pool(Protocol):
+    """The averagers of a peer: the averaging pool."""
+
+    rule: AveragingRule
+
+    def for_level(self, level: str) -> ExactAverager:
+        """Return a living averager. On the main thread."""
+        ...
+
+    def members_together(self, level: str) -> int:
+        """How many members a group has here, as it forms; 0: another peer knows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """An outer step that was computed: the member may commit it."""
+
+    state: ModuleState
+    table: tuple[Contribution, ...]
+    snapshot: Snapshot
+    begin_s: float
+    seconds: float
+
+
+class OuterSteps:
+    """Called by the session, on its thread; reports from others."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        grid: Grid,
+        me: str,
+        pool: Pool,
+        sign: Callable[[StateReference, str, tuple[Contribution, ...]], Certificate],
+        local_time: Callable[[float], float],
+        report: Callable[[e.Event], None],
+    ) -> None:
+        self._plan = plan
+        self._grid = grid
+        self._me = me
+        self._pool = pool
+        self._sign = sign
+        self._local_time = local_time
+        self._report = report
+        self._executor = ThreadPoolExecutor(len(grid.level_names) + 1, thread_name_prefix="outer")
+        self._stopping = threading.Event()
+        self._awaited: dict[str, frozenset[str] | None] = {}
+        self._outcomes: dict[str, AveragingOutcome] = {}
+        self._steps: dict[str, Step] = {}
+        self._began: dict[str, tuple[float, float]] = {}
+
+    def stop(self) -> None:
+        """Begin nothing more; the averagers are stopped by whoever made them."""
+        self._stopping.set()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self) -> None:
+        """The path in training has changed: nothing that was computed is needed."""
+        self._outcomes.clear()
+        self._steps.clear()
+
+    def take(self, digest: str) -> Step:
+        """Hand out the step that came to a state, for committing it."""
+        return self._steps.pop(digest)
+
+    def average(self, action: a.Average, snapshot: Snapshot) -> e.Event | None:
+        """Begin to meet and average; returns the failure if there is no averager."""
+        try:
+            averager = self._pool.for_level(self._grid.level_of(action.module))
+        except DipacoError as error:
+            return e.AverageFailed(action.module, action.attempt, str(error))
+        self._awaited[action.module] = action.awaited
+        if action.attempt == 0:
+            self._began[action.module] = (action.begin_s, time.monotonic())
+        self._executor.submit(self._average, action, snapshot, averager)
+        return None
+
+    def awaits(self, action: a.Await) -> None:
+        """Tell the meeting under way for whom it waits."""
+        self._awaited[action.module] = action.peers
+
+    def _average(self, action: a.Average, snapshot: Snapshot, averager: ExactAverager) -> None:
+        module, attempt = action.module, action.attempt
+        try:
+            outcome = self._meet(action, snapshot, averager)
+        except AveragingFailed as failure:
+            logger.debug("%s attempt %d: %s", module, attempt, failure)
+            self._report(
+                e.AverageFailed(
+                    module,
+                    attempt,
+                    str(failure),
+                    tuple(failure.culprits),
+                    tuple(failure.peers_seen),
+                )
+            )
+        except Exception as error:
+            # An unforeseen failure costs the commit, never the peer.
+            logger.debug("averaging of %s failed", module, exc_info=True)
+            self._report(e.AverageFailed(module, attempt, f"{type(error).__name__}: {error}"))
+        else:
+            self._outcomes[module] = outcome
+            self._report(e.Averaged(module, attempt, outcome.table))
+
+    def _meet(
+        self, action: a.Average, snapshot: Snapshot, averager: ExactAverager
+    ) -> AveragingOutcome:
+        self._stopping.wait(max(0.0, self._local_time(action.begin_s) - time.time()))
+        close_s, end_s = self._local_time(action.close_s), self._local_time(action.end_s)
+        is_counted = self._plan.rounds.inner_steps > 0
+        return averager.average(
+            snapshot.outer_gradient(),
+            group_bits=group_bits(
+                self._grid.modules().index(action.module),
+                action.round_index,
+                action.attempt,
+                action.anchor,
+            ),
+            contribution=Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens),
+            module=action.module,
+            round_index=action.round_index,
+            anchor_digest=action.anchor,
+            greatest_tokens=greatest_contribution(self._plan, action.begin_s, action.round_index),
+            scheduled_time=close_s,
+            timeout_s=max(end_s - time.time(), close_s - time.time() + GRACE_S),
+            expected_peers=None if is_counted else max(2, len(action.candidates)),
+            awaited=(lambda: self._awaited[action.module]) if is_counted else None,
+            longest_wait_s=longest_wait_s(self._plan.rounds) if is_counted else 0.0,
+            exclude=action.excluded,
+        )
+
+    def take_step(self, action: a.TakeOuterStep, snapshot: Snapshot) -> None:
+        """Begin to compute the state after an outer step."""
+        outcome = None if action.alone else self._outcomes.pop(action.module)
+        self._executor.submit(self._step, action, snapshot, outcome)
+
+    def _step(
+        self, action: a.TakeOuterStep, snapshot: Snapshot, outcome: AveragingOutcome | None
+    ) -> None:
+        module = action.module
+        try:
+            if outcome is None:
+                outcome = self._alone(snapshot)
+            state = outer_step(
+                snapshot.anchor,
+                outcome.average,
+                outcome.table,
+                self._plan.outer,
+                snapshot.round_index,
+            )
+            certificate = self._sign(state.reference, snapshot.anchor.digest, outcome.table)
+        except IntegrityError as error:
+            self._report(e.OuterStepFailed(module, str(error)))
+            return
+        except Exception as error:
+            logger.debug("outer step of %s failed", module, exc_info=True)
+            self._report(e.OuterStepFailed(module, f"{type(error).__name__}: {error}"))
+            return
+        begin_s, started = self._began.pop(module, (0.0, time.monotonic()))
+        self._steps[state.digest] = Step(
+            state, outcome.table, snapshot, begin_s, time.monotonic() - started
+        )
+        self._report(e.OuterStepped(module, state.reference, certificate))
+
+    def _alone(self, snapshot: Snapshot) -> AveragingOutcome:
+        """Be a group of one; the gradient passes through the codec like everybody's."""
+        mine = Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens)
+        average = self._pool.rule.average([snapshot.outer_gradient()], (mine,))
+        return AveragingOutcome(average=average, table=(mine,))

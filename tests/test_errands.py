@@ -1,0 +1,336 @@
+"""What concerns other peers: every errand reports exactly one outcome, failures too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dipaco.dht.view import SwarmView
+from dipaco.modules.errors import IntegrityError, NetworkError, ProtocolVersionError
+from dipaco.modules.state import StateReference
+from dipaco.peer import errands as errands_file
+from dipaco.peer.errands import Errands
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.publisher import PeerStatus
+from support.fake_swarm import (
+    AtOnce,
+    FakeCertifier,
+    FakeEvents,
+    FakeFetcher,
+    FakeSwarm,
+    Impatient,
+    held_state,
+)
+from support.family import Family, genesis
+
+MODULE = "L0.E0"
+
+
+class Held:
+    """What is served here."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+        self.saved: list[str] = []
+        self.all_saved = 0
+
+    def get(self, module: str) -> StateReference | None:
+        state = self.states.get(module)
+        return state.reference if state is not None else None
+
+    def load(self, module: str) -> Any:
+        return self.states.get(module)
+
+    def hold(self, state: Any) -> None:
+        self.states[state.module] = state
+
+    def save(self, state: Any) -> None:
+        self.saved.append(state.digest)
+
+    def save_all(self) -> None:
+        self.all_saved += 1
+
+    def drop(self, module: str) -> None:
+        del self.states[module]
+
+
+class Others:
+    """The other peers: what each holds; who is not named does not answer."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[StateReference | None]] = {}
+        """What a peer says that it holds, one answer after the other, the last for ever."""
+        self.takes = True
+        self.versions: set[str] = set()
+        self.offers: list[tuple[str, float]] = []
+
+    def holdings(self, peer: str, module: str) -> StateReference | None:
+        if peer not in self.held:
+            raise NetworkError(f"{peer} does not answer")
+        answers = self.held[peer]
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    def offer(self, peer: str, held: StateReference, timeout_s: float) -> bool:
+        self.offers.append((peer, timeout_s))
+        if peer not in self.held:
+            raise NetworkError(f"{peer} does not answer")
+        return self.takes
+
+    def hello(self, peer: str) -> object:
+        if peer in self.versions:
+            raise ProtocolVersionError("another protocol")
+        if peer not in self.held:
+            raise NetworkError(f"{peer} does not answer")
+        return None
+
+
+class Rig:
+    """Errands that are done at once."""
+
+    def __init__(self, *, has_genesis: bool = True) -> None:
+        self.swarm, self.fetcher, self.others = FakeSwarm(), FakeFetcher(), Others()
+        self.certifier, self.held, self.status = FakeCertifier(), Held(), PeerStatus()
+        self.events = FakeEvents()
+        self.reports: list[e.Event] = []
+        log: Any = self.events
+        self.errands = Errands(
+            self.swarm,
+            self.fetcher,
+            self.others,
+            self.certifier,
+            self.held,
+            self.status,
+            log,
+            self.reports.append,
+            genesis=(lambda module: stored(genesis(module))) if has_genesis else None,
+            executor=AtOnce(),
+        )
+        self.errands._stopping = Impatient()
+
+    def outcome(self, action: a.Action) -> e.Event:
+        """Carry an action out; it has exactly one outcome."""
+        self.reports.clear()
+        assert self.errands.carry_out(action)
+        (event,) = self.reports
+        return event
+
+
+def stored(reference: StateReference) -> Any:
+    """Return what stands for a state with this reference."""
+    return SimpleNamespace(
+        module=reference.module,
+        version=reference.version,
+        digest=reference.digest,
+        reference=reference,
+        progress={},
+    )
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(errands_file, "ThreadPoolExecutor", lambda *_, **__: AtOnce())
+    return Rig()
+
+
+def fetch(state: StateReference, purpose: a.Purpose = "adopt") -> a.FetchState:
+    return a.FetchState(state, ("A", "B"), purpose)
+
+
+# -- the swarm
+
+
+def test_a_look_brings_a_view_or_says_why_not(rig: Rig) -> None:
+    assert rig.outcome(a.Look()) == e.Viewed(rig.swarm.view, is_answer=True)
+
+    def fail() -> SwarmView:
+        raise NetworkError("the DHT did not answer for 30 s")
+
+    rig.swarm.refresh = fail  # type: ignore[method-assign]
+    assert rig.outcome(a.Look()) == e.LookFailed("the DHT did not answer for 30 s")
+
+
+def test_a_claim_is_published(rig: Rig) -> None:
+    rig.errands.carry_out(a.Say("training", 2, 9.0, "nobody trains it", True))
+    claim = rig.status.claim
+    assert (claim.state, claim.path, claim.since_s, claim.pinned) == ("training", 2, 9.0, True)
+    assert rig.swarm.announced == 1
+    assert rig.reports == []
+
+
+def test_who_answers_is_there_also_with_another_protocol(rig: Rig) -> None:
+    rig.others.held, rig.others.versions = {"B": [None]}, {"C"}
+    called = ("C", "B", "A")
+    assert rig.outcome(a.Call(called)) == e.CallAnswered(called, ("B", "C"))
+    assert rig.outcome(a.Call(())) == e.CallAnswered((), ())
+
+
+def test_what_others_hold_is_what_those_say_that_answer(rig: Rig) -> None:
+    state = held_state(MODULE)
+    rig.others.held = {"B": [state], "A": [None]}
+    assert rig.outcome(a.Ask(MODULE, ("A", "B", "C"))) == e.Answered(
+        MODULE, {"A": None, "B": state}
+    )
+    assert rig.outcome(a.Ask(MODULE, ())) == e.Answered(MODULE, {})
+
+
+# -- states
+
+
+def test_a_state_is_fetched_with_its_chain_and_handed_out_once(rig: Rig) -> None:
+    family = Family()
+    state = family.commits(genesis(), range(2), "AB")
+    rig.certifier.book = family.book
+    rig.fetcher.states[state.digest] = stored(state)
+    assert rig.outcome(fetch(state)) == e.StateFetched(state, {}, family.chain(state))
+    assert rig.errands.look_up(state.digest) is not None
+    assert rig.errands.take(state).reference == state
+    assert rig.errands.look_up(state.digest) is None
+
+
+@pytest.mark.parametrize("failure", [NetworkError("nobody answers"), IntegrityError("not it")])
+@pytest.mark.parametrize("purpose", ["begin", "adopt", "keep"])
+def test_a_state_that_cannot_be_had_is_said(
+    rig: Rig, failure: Exception, purpose: a.Purpose
+) -> None:
+    rig.fetcher.failure = failure
+    state = held_state(MODULE)
+    assert rig.outcome(fetch(state, purpose)) == e.FetchFailed(MODULE, state.digest, str(failure))
+
+
+def test_what_lies_here_is_not_fetched(rig: Rig) -> None:
+    state = held_state(MODULE)
+    rig.held.states[MODULE] = stored(state)
+    event = rig.outcome(fetch(state, "begin"))
+    assert isinstance(event, e.StateFetched)
+    assert rig.fetcher.asked == []
+
+
+def test_what_should_lie_here_and_does_not_is_fetched(rig: Rig) -> None:
+    """The file is damaged: an older one was read in its place."""
+    state, older = held_state(MODULE, version=2, digest="b"), held_state(MODULE)
+    rig.held.states[MODULE] = stored(state)
+    rig.held.load = lambda module: stored(older)  # type: ignore[method-assign]
+    rig.fetcher.states[state.digest] = stored(state)
+    event = rig.outcome(fetch(state))
+    assert isinstance(event, e.StateFetched)
+    assert rig.fetcher.asked == [state.digest]
+
+
+def test_a_first_state_comes_from_the_run(rig: Rig) -> None:
+    event = rig.outcome(fetch(StateReference.untrained(MODULE), "begin"))
+    assert event == e.StateFetched(genesis(), {}, ())
+
+
+def test_a_chain_that_nobody_gives_is_empty(rig: Rig) -> None:
+    family = Family()
+    state = family.commit(genesis(), 0, "AB")
+    rig.certifier.served = family.chain(state)
+    wanted = a.FetchChain(state, ("A",))
+    assert rig.outcome(wanted) == e.ChainFetched(state, family.chain(state))
+    rig.certifier.failure = NetworkError("nobody answers")
+    assert rig.outcome(wanted) == e.ChainFetched(state, ())
+    assert rig.certifier.asked == [("A",), ("A",)]
+
+
+def test_a_copy_is_served_saved_and_announced(rig: Rig) -> None:
+    state = held_state(MODULE, version=3)
+    rig.fetcher.states[state.digest] = stored(state)
+    rig.outcome(fetch(state, "keep"))
+    rig.errands.carry_out(a.Keep(state))
+    assert rig.held.get(MODULE) == state
+    assert rig.held.saved == [state.digest]
+    assert rig.swarm.announced == 1
+    assert rig.events.of("kept") == [{"module": MODULE, "version": 3}]
+    rig.errands.carry_out(a.Drop(MODULE))
+    assert rig.held.get(MODULE) is None
+    assert rig.swarm.announced == 2
+
+
+def test_before_leaving_all_is_saved(rig: Rig) -> None:
+    rig.errands.carry_out(a.SaveAll())
+    assert rig.held.all_saved == 1
+
+
+# -- offers
+
+
+def offer(limit_s: float = 30.0) -> a.Offer:
+    return a.Offer(held_state(MODULE), "A", limit_s)
+
+
+def answered(is_kept: bool) -> e.OfferAnswered:
+    return e.OfferAnswered(MODULE, held_state(MODULE).digest, "A", is_kept)
+
+
+def test_an_offer_is_taken_once_the_peer_holds_the_state(rig: Rig) -> None:
+    rig.others.held["A"] = [None, held_state(MODULE, digest="e"), held_state(MODULE)]
+    assert rig.outcome(offer()) == answered(is_kept=True)
+
+
+def test_an_offer_that_is_not_noted_is_not_waited_for(rig: Rig) -> None:
+    rig.others.held["A"] = [held_state(MODULE)]
+    rig.others.takes = False
+    assert rig.outcome(offer()) == answered(is_kept=False)
+
+
+def test_an_offer_to_who_does_not_answer_is_not_taken(rig: Rig) -> None:
+    assert rig.outcome(offer()) == answered(is_kept=False)
+
+
+def test_an_offer_has_its_limit(rig: Rig) -> None:
+    rig.others.held["A"] = [None]
+    assert rig.outcome(offer(limit_s=0.0)) == answered(is_kept=False)
+    ((_, timeout_s),) = rig.others.offers
+    assert 0 < timeout_s <= 0.1
+
+
+def test_stopping_ends_the_wait_for_an_offer(rig: Rig) -> None:
+    rig.others.held["A"] = [None]
+    rig.errands.stop()
+    assert rig.outcome(offer(limit_s=1e9)) == answered(is_kept=False)
+
+
+# -- whatever happens
+
+
+def everything() -> Sequence[a.Action]:
+    state = held_state(MODULE)
+    return (
+        a.Look(),
+        fetch(state, "begin"),
+        fetch(state, "keep"),
+        a.FetchChain(state, ("A",)),
+        a.Ask(MODULE, ("A", "B")),
+        a.Call(("A", "B")),
+        offer(),
+    )
+
+
+@pytest.mark.parametrize("action", everything(), ids=lambda action: action.kind)
+def test_also_what_nobody_foresaw_has_an_outcome(rig: Rig, action: a.Action) -> None:
+    """A member that is never answered would wait for ever."""
+
+    def break_down(*_: object, **__: object) -> Any:
+        raise KeyError("x")
+
+    for part in (rig.swarm, rig.fetcher, rig.others, rig.certifier):
+        for name in ("refresh", "state", "holdings", "offer", "hello", "fetch_chain"):
+            if hasattr(part, name):
+                setattr(part, name, break_down)
+    event = rig.outcome(action)
+    assert event.kind in (
+        "look_failed",
+        "fetch_failed",
+        "chain_fetched",
+        "answered",
+        "call_answered",
+        "offer_answered",
+    )
+
+
+def test_what_concerns_the_model_is_not_an_errand(rig: Rig) -> None:
+    assert not rig.errands.carry_out(a.TakeSnapshot(MODULE, 1))
+    assert not rig.errands.carry_out(a.FetchPath(1))

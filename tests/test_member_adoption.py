@@ -1,0 +1,306 @@
+"""Taking over a state that others made: which one, whether it is believed, and the own work."""
+
+from __future__ import annotations
+
+import pytest
+from dipaco.modules.state import StateReference
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.adoption import MAX_LOSS_INCREASE, RETRY_PERIODS
+from dipaco.peer.member.chains import RETRY_PERIODS as CHAIN_RETRY_PERIODS
+from dipaco.peer.member.chains import refresh_period_s
+from support.family import Family, genesis
+from support.lone_member import ME, LoneMember, claim, of
+
+MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
+
+
+class Peer(LoneMember):
+    """A member that stands on three commits of itself and others, in round 3."""
+
+    def __init__(self, *others: str, rounds: int = 3) -> None:
+        family = Family()
+        members = (*others, ME)
+        anchors = [family.commits(genesis(m), range(rounds), members) for m in (MODULE, LAST)]
+        super().__init__(family=family)
+        self.claims = [claim(peer) for peer in others]
+        self.now_s += rounds * ROUND_S
+        self.begin(*anchors)
+        self.look()
+        self.done.clear()
+
+    @property
+    def anchor(self) -> StateReference:
+        return self.member.anchors[MODULE]
+
+    def announce(self, state: StateReference, *holders: str) -> list[a.Action]:
+        """Let peers say that they hold a state, and the member see it."""
+        self.held = {peer: [state] for peer in holders}
+        return self.look()
+
+    def tell(self, state: StateReference) -> list[a.Action]:
+        """Let the certificates of a state come, and what is announced be seen again."""
+        self.happen(e.ChainFetched(state, self.family.chain(state)))
+        return self.look()
+
+    def bring(self, state: StateReference, after: float = 1.0) -> list[a.Action]:
+        """Let a state come; the held-out loss with it is `after`, and 1 with the anchor."""
+        found = self.happen(e.StateFetched(state, {}, self.family.chain(state)))
+        found += self.turn()
+        for check in of(a.CheckState, found):
+            found += self.happen(e.Checked(check.module, check.digest, 1.0, after))
+        return found
+
+    def adopts(self, state: StateReference, *holders: str) -> a.Adopt:
+        """Take a state all the way, and return how."""
+        self.announce(state, *holders)
+        self.tell(state)
+        (adopted,) = of(a.Adopt, self.bring(state))
+        assert adopted.reference == state == self.anchor
+        return adopted
+
+
+# -- which one
+
+
+def test_a_state_is_fetched_once_its_certificates_say_that_it_wins() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    actions = peer.announce(state, "Pa", "Pc")
+    assert of(a.FetchChain, actions) == [a.FetchChain(state, ("Pa", "Pc"))]
+    assert of(a.FetchState, actions) == []
+    actions = peer.tell(state)
+    assert of(a.FetchState, actions) == [a.FetchState(state, ("Pa", "Pc"), "adopt")]
+    assert of(a.FetchState, peer.look()) == []
+
+
+def test_counts_that_nobody_signed_move_nothing() -> None:
+    peer = Peer("Pa")
+    invented = StateReference(MODULE, 99, "f" * 64, 2**53, 98, 1)
+    peer.announce(invented, "V", "W", "X", "Y", "Z")
+    peer.happen(e.ChainFetched(invented, ()))
+    peer.look()
+    assert peer.of(a.FetchState) == []
+    # It is asked for again, but not at every look.
+    assert len(peer.of(a.FetchChain)) == 1
+    peer.now_s += CHAIN_RETRY_PERIODS * refresh_period_s(ROUND_S) + 0.1
+    peer.look()
+    assert len(peer.of(a.FetchChain)) == 2
+
+
+def test_one_fast_machine_that_was_alone_does_not_outweigh_two() -> None:
+    peer = Peer("Pa")
+    fork = peer.family.chain(peer.anchor)[1].reference
+    fast = peer.family.commits(fork, range(2, 40), ["Pz"], tokens=10**9)
+    peer.announce(fast, "Pz")
+    peer.tell(fast)
+    assert peer.of(a.FetchState) == []
+
+
+def test_more_contributors_since_the_fork_win_over_more_tokens() -> None:
+    peer = Peer("Pa")
+    fork = peer.family.chain(peer.anchor)[1].reference
+    many = peer.family.commit(fork, 2, ["Pc", "Pd", "Pe"], tokens=1)
+    peer.adopts(many, "Pc")
+
+
+def test_of_several_the_best_is_fetched() -> None:
+    peer = Peer("Pa")
+    states = [peer.family.commit(peer.anchor, 3, ["Pa", *more]) for more in ("c", "cd", "")]
+    peer.held = {f"H{n}": [state] for n, state in enumerate(states)}
+    peer.look()
+    for state in states:
+        peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    peer.look()
+    assert [wanted.reference for wanted in peer.of(a.FetchState)] == [states[1]]
+
+
+# -- when it is put under the work
+
+
+def test_it_waits_while_its_level_averages() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.announce(state, "Pa")
+    peer.tell(state)
+    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
+    assert of(a.Average, peer.turn()) != []
+    assert of(a.CheckState, peer.bring(state)) == []
+    peer.happen(e.AverageFailed(MODULE, 0, "it broke"))
+    peer.happen(e.Answered(MODULE, {}))
+    for attempt in (1,):
+        peer.happen(e.AverageFailed(MODULE, attempt, "it broke"))
+        peer.happen(e.Answered(MODULE, {}))
+    actions = peer.turn()
+    for check in of(a.CheckState, actions):
+        actions += peer.happen(e.Checked(check.module, check.digest, 1.0, 1.0))
+    assert [adopted.reference for adopted in of(a.Adopt, actions)] == [state]
+
+
+def test_what_wins_no_more_when_it_comes_is_left() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.announce(state, "Pa")
+    peer.tell(state)
+    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
+    peer.turn()
+    peer.averaged(MODULE, ["Pa", ME, "Pd"])
+    own = peer.stepped(MODULE, ["Pa", ME, "Pd"], 3)
+    assert of(a.Adopt, peer.bring(state)) == []
+    assert peer.anchor == own
+
+
+def test_an_adopted_state_is_served_and_saved_when_it_is_due() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    assert peer.adopts(state, "Pa").save
+    assert peer.member.known.held[MODULE] == state
+
+
+# -- whether it is believed
+
+
+def test_one_that_wrecks_the_held_out_loss_is_refused_for_good() -> None:
+    peer = Peer("Pa")
+    before = peer.anchor
+    state = peer.family.commit(before, 3, ["Py", "Pz"])
+    peer.announce(state, "Pz")
+    peer.tell(state)
+    actions = peer.bring(state, after=1.0 + MAX_LOSS_INCREASE + 0.1)
+    (warning,) = of(a.Warn, actions)
+    assert "refused state" in warning.text
+    assert peer.anchor == before
+    peer.now_s += 1000.0
+    peer.look()
+    assert len(peer.of(a.FetchState)) == 1
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    peer = Peer("Pa")
+    before = peer.anchor
+    state = peer.family.commit(before, 3, ["Py", "Pz"])
+    peer.announce(state, "Pz")
+    peer.tell(state)
+    peer.bring(state, after=float("nan"))
+    assert peer.anchor == before
+
+
+@pytest.mark.parametrize("losses", [(1.0, 1.0 + MAX_LOSS_INCREASE), (None, None)])
+def test_a_little_worse_is_believed_and_so_is_what_cannot_be_scored(
+    losses: tuple[float | None, float | None],
+) -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Py", "Pz"])
+    peer.announce(state, "Pz")
+    peer.tell(state)
+    peer.happen(e.StateFetched(state, {}, ()))
+    assert len(of(a.CheckState, peer.turn())) == 1
+    assert of(a.Adopt, peer.happen(e.Checked(MODULE, state.digest, *losses))) != []
+
+
+def test_what_most_of_those_it_trained_with_stand_on_is_settled() -> None:
+    peer = Peer("Pa", "Pc", "Pd")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.announce(state, "Pa")
+    peer.tell(state)
+    actions = peer.bring(state, after=99.0)
+    assert of(a.CheckState, actions) == []
+    assert [adopted.reference for adopted in of(a.Adopt, actions)] == [state]
+
+
+def test_strangers_settle_nothing_however_many() -> None:
+    peer = Peer("Pa", "Pc", "Pd")
+    before = peer.anchor
+    state = peer.family.commit(before, 3, ["Pa", "V", "W", "X", "Y", "Z"])
+    peer.announce(state, "V")
+    peer.tell(state)
+    assert of(a.CheckState, peer.bring(state, after=99.0)) != []
+    assert peer.anchor == before
+
+
+def test_a_state_that_nobody_serves_is_left_alone_for_a_while() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.announce(state, "Pa")
+    peer.tell(state)
+    peer.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers"))
+    peer.look()
+    assert len(peer.of(a.FetchState)) == 1
+    peer.now_s += RETRY_PERIODS * refresh_period_s(ROUND_S)
+    peer.look()
+    assert len(peer.of(a.FetchState)) == 2
+
+
+def test_another_state_that_wins_is_tried_when_the_best_cannot_be_had() -> None:
+    peer = Peer("Pa")
+    best, second = (peer.family.commit(peer.anchor, 3, ["Pa", *more]) for more in ("cd", "c"))
+    peer.held = {"H1": [best], "H2": [second]}
+    peer.look()
+    for state in (best, second):
+        peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    peer.look()
+    peer.happen(e.FetchFailed(MODULE, best.digest, "none of 1 holders answers"))
+    peer.look()
+    assert [wanted.reference for wanted in peer.of(a.FetchState)] == [best, second]
+
+
+# -- own work
+
+
+def missed(peer: Peer, *group: str) -> StateReference:
+    """Let a meeting break here after the group had formed, and go well elsewhere."""
+    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
+    peer.turn()
+    peer.happen(e.AverageFailed(MODULE, 0, "it broke", (), group))
+    return peer.family.commit(peer.anchor, 3, group)
+
+
+def test_own_work_that_the_group_merged_is_merged_by_name() -> None:
+    peer = Peer("Pa", "Pc")
+    state = missed(peer, "Pa", ME, "Pc")
+    peer.happen(e.Answered(MODULE, {"Pa": state}))
+    peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    actions = peer.bring(state)
+    assert [adopted.merged_round for adopted in of(a.Adopt, actions)] == [3]
+    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3)]
+
+
+def test_own_work_that_the_group_left_out_stays_on_top() -> None:
+    peer = Peer("Pa", "Pc")
+    missed(peer, "Pa", ME, "Pc")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.happen(e.Answered(MODULE, {"Pa": state}))
+    peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    actions = peer.bring(state)
+    assert [adopted.merged_round for adopted in of(a.Adopt, actions)] == [None]
+    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3)]
+
+
+def committed(peer: Peer, round_index: int, *group: str) -> StateReference:
+    peer.now_s = peer.plan.start_s + (round_index + 0.5) * ROUND_S
+    peer.turn()
+    peer.averaged(MODULE, group)
+    return peer.stepped(MODULE, group, round_index)
+
+
+def test_a_fork_that_loses_is_put_back_from_its_first_round_on() -> None:
+    peer = Peer("Pa", "Pc", "Pd", "Pe")
+    both = committed(peer, 3, "Pa", ME, "Pc", "Pd", "Pe")
+    committed(peer, 4, "Pa", ME, "Pc")
+    committed(peer, 5, "Pa", ME, "Pc")
+    winner = peer.family.commits(both, (4, 5), ["Pd", "Pe", "Pf", "Pg"])
+    adopted = peer.adopts(winner, "Pd")
+    # Two still claimed to train that took no part: either step may be the fork.
+    assert (adopted.merged_round, adopted.put_back, adopted.weight) == (None, (4, 5), 1.0)
+
+
+def test_what_both_sides_have_is_not_put_back() -> None:
+    peer = Peer("Pa", "Pc", "Pd", "Pe")
+    both = committed(peer, 3, "Pa", ME, "Pc", "Pd", "Pe")
+    assert peer.adopts(peer.family.commit(both, 4, ["Pa", "Pc"]), "Pa").put_back == ()
+
+
+def test_work_of_long_ago_is_shortened() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commits(peer.anchor, range(3, 11), ["Pa", "Pc"])
+    assert peer.adopts(state, "Pa").weight == 0.5

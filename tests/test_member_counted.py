@@ -1,0 +1,143 @@
+"""Outer rounds of fixed steps: a group waits for its members, and not for those that are gone."""
+
+from __future__ import annotations
+
+from dipaco.modules.state import StateReference
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.outer import AGAIN_AFTER_S
+from support.lone_member import ME, LoneMember, claim, of, small_plan
+
+MODULE = "L0.E0"
+
+
+def fail(
+    peer: LoneMember,
+    attempt: int = 0,
+    members: tuple[str, ...] = (),
+    culprits: tuple[str, ...] = (),
+) -> list[a.Action]:
+    return peer.happen(e.AverageFailed(MODULE, attempt, "it broke", culprits, members))
+
+
+def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Action]:
+    found: dict[str, StateReference | None] = dict.fromkeys(alive)
+    return peer.happen(e.Answered(MODULE, {**found, **held}))
+
+
+def counted(*peers: str, steps: int = 4) -> LoneMember:
+    """Return a member of a run of fixed steps that has done those before L0's boundary."""
+    made = LoneMember(small_plan(inner_steps=steps, duration_s=60.0))
+    made.claims = [claim(peer) for peer in peers]
+    made.begin()
+    made.look()
+    for _ in range(steps // 2):
+        made.happen(e.Stepped(10))
+    made.done.clear()
+    return made
+
+
+def test_a_group_waits_for_all_that_train_the_module() -> None:
+    peer = counted("Pa")
+    (meeting,) = of(a.Average, peer.turn())
+    assert meeting.awaited == {"Pa", ME}
+    assert meeting.close_s > peer.now_s + 30.0
+    assert of(a.TakeStep, peer.turn()) == []
+
+
+def test_without_a_group_the_same_attempt_begins_anew() -> None:
+    """The others may be there already: another attempt would part the peer from them."""
+    peer = counted("Pa")
+    peer.turn()
+    assert of(a.Ask, fail(peer)) == []
+    peer.now_s += AGAIN_AFTER_S
+    (again,) = of(a.Average, peer.turn())
+    assert again.attempt == 0
+
+
+def test_survivors_of_a_broken_group_wait_for_the_living_alone() -> None:
+    peer = counted("Pa", "Pc")
+    peer.turn()
+    fail(peer, 0, ("Pa", ME, "Pc"), ("Pc",))
+    (again,) = of(a.Average, answers(peer, "Pa"))
+    assert (again.attempt, again.awaited) == (1, {"Pa", ME})
+
+
+def test_a_claim_that_expires_is_waited_for_no_more() -> None:
+    peer = counted("Pa", "Pc")
+    peer.turn()
+    peer.claims = [claim("Pa")]
+    assert of(a.Await, peer.look()) == [a.Await(MODULE, frozenset({"Pa", ME}))]
+    assert of(a.Await, peer.look()) == []
+    peer.claims, peer.serving = [], ["Pz"]
+    assert of(a.Await, peer.look()) == [a.Await(MODULE, None)]
+    fail(peer)
+    answers(peer)
+    assert [step.alone for step in peer.of(a.TakeOuterStep)] == [True]
+
+
+def test_who_is_in_a_later_round_is_not_waited_for() -> None:
+    peer = counted("Pa", "Pc")
+    peer.claims = [claim("Pa"), claim("Pc", round=1)]
+    peer.look()
+    (meeting,) = of(a.Average, peer.turn())
+    assert meeting.awaited == {"Pa", ME}
+
+
+def test_who_is_overtaken_takes_the_others_state() -> None:
+    peer = counted("Pa", "Pc")
+    state = peer.family.commit(peer.member.anchors[MODULE], 0, ["Pa", "Pc"])
+    peer.held = {"Pa": [state], "Pc": [state]}
+    peer.look()
+    assert of(a.Average, actions := peer.turn()) == []
+    assert of(a.Ask, actions) == [a.Ask(MODULE, ("Pa", "Pc"))]
+    answers(peer, Pa=state, Pc=state)
+    assert [wanted.reference for wanted in peer.of(a.FetchChain)][-1] == state
+    peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    assert a.FetchState(state, ("Pa", "Pc"), "adopt") in peer.done
+    assert "committed without" in peer.of(a.CarryOn)[0].reason
+    peer.happen(e.StateFetched(state, {}, peer.family.chain(state)))
+    peer.turn()
+    peer.happen(e.Checked(MODULE, state.digest, 1.0, 1.0))
+    assert peer.member.anchors[MODULE] == state
+    # Its step has been taken by others: the next steps may be taken.
+    assert of(a.TakeStep, peer.turn()) != []
+
+
+def test_of_a_newer_anchor_of_an_earlier_round_the_boundary_comes_again() -> None:
+    """The others wait for this peer at the same boundary, and it stands on their anchor now."""
+    peer = counted("Pa", "Pc")
+    peer.turn()
+    fail(peer, 0, ("Pa", ME, "Pc"))
+    other = peer.family.commit(peer.member.anchors[MODULE], -1, ["Pa", "Pc"])
+    answers(peer, Pa=other, Pc=other)
+    peer.happen(e.ChainFetched(other, peer.family.chain(other)))
+    peer.happen(e.StateFetched(other, {}, peer.family.chain(other)))
+    peer.turn()
+    peer.happen(e.Checked(MODULE, other.digest, 1.0, 1.0))
+    peer.turn()
+    meetings = peer.of(a.Average)
+    assert [m.anchor == other.digest for m in meetings] == [False, True]
+    assert meetings[-1].round_index == 0
+
+
+def test_after_the_limit_the_rules_are_those_of_the_clock() -> None:
+    """The others live and did not come: a third of the module's peers commits nothing."""
+    peer = counted("Pa", "Pc")
+    (meeting,) = of(a.Average, peer.turn())
+    peer.now_s = meeting.close_s
+    fail(peer)
+    answers(peer, "Pa", "Pc")
+    assert peer.of(a.TakeOuterStep) == []
+    assert len(peer.of(a.CarryOn)) == 1
+
+
+def test_what_is_waited_for_is_said() -> None:
+    peer = counted("Pa", "Pc")
+    peer.turn()
+    peer.now_s += 2.0
+    peer.turn()
+    peer.now_s += 2.0
+    (wait,) = of(a.Wait, peer.happen(e.Turn(0.0, {"L0": 2})))
+    assert wait.what == "the outer step of L0: have 2 of 3 peers"
+    assert wait.limit_s > 0

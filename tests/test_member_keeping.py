@@ -1,0 +1,365 @@
+"""Copies of states: enough peers have shown that they hold one, and none is kept in vain."""
+
+from __future__ import annotations
+
+import pytest
+from dipaco.dht.keeping import keepers
+from dipaco.modules.state import StateReference
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.chains import refresh_period_s
+from dipaco.peer.member.keeping import (
+    DROP_EVERY_S,
+    GREATEST_OFFERS,
+    GREATEST_PLACE,
+    HANDED_TO,
+    OFFER_LIMIT_S,
+    PASSED_OVER_PERIODS,
+)
+from dipaco.peer.member.knowledge import MemberSettings
+from dipaco.peer.member.member import Member
+from support.family import Family, genesis
+from support.lone_member import ME, LoneMember, claim, grid_of, of, record, small_plan, view_of
+
+MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
+COPIES = 3
+PERIOD_S = refresh_period_s(ROUND_S)
+
+
+class Trainer(LoneMember):
+    """A member that trains the only path alone, and stands on three commits."""
+
+    def __init__(self, *others: str, serving: tuple[str, ...] = (), **settings: object) -> None:
+        family = Family()
+        members = (*others, ME)
+        anchors = [family.commits(genesis(m), range(3), members) for m in (MODULE, LAST)]
+        super().__init__(family=family, **settings)
+        self.claims = [claim(peer, since_s=1e9) for peer in others]
+        self.now_s += 3 * ROUND_S
+        self.begin(*anchors)
+        self.serving = list(serving)
+
+    @property
+    def state(self) -> StateReference:
+        return self.member.anchors[MODULE]
+
+    def offered(self, actions: list[a.Action] | None = None) -> list[str]:
+        """Return who was asked to keep the module."""
+        found = of(a.Offer, self.look() if actions is None else actions)
+        return [offer.peer for offer in found if offer.reference.module == MODULE]
+
+    def answer(self, peer: str, *, is_kept: bool) -> list[a.Action]:
+        return self.happen(e.OfferAnswered(MODULE, self.state.digest, peer, is_kept))
+
+
+SERVING = ("Ps", "Pt", "Pu", "Pv", "Pw")
+ORDER = keepers(MODULE, SERVING, len(SERVING))
+
+
+# -- giving
+
+
+def test_copies_are_offered_in_rendezvous_order_until_there_are_enough() -> None:
+    peer = Trainer(serving=SERVING)
+    assert peer.offered() == list(ORDER[: COPIES - 1])
+    assert peer.offered() == []
+    for keeper in ORDER[: COPIES - 1]:
+        assert peer.offered(peer.answer(keeper, is_kept=True)) == []
+    assert peer.member._keeping.acknowledged(MODULE) == tuple(sorted(ORDER[: COPIES - 1]))
+    assert peer.offered() == []
+
+
+def test_an_offer_names_the_state_and_its_limit() -> None:
+    peer = Trainer(serving=SERVING)
+    offer = of(a.Offer, peer.look())[0]
+    assert offer.limit_s == OFFER_LIMIT_S
+    assert offer.reference == peer.member.anchors[offer.reference.module]
+
+
+def test_those_that_do_not_take_a_copy_are_passed_over_at_once() -> None:
+    peer = Trainer(serving=SERVING)
+    first, second, third, *_ = ORDER
+    peer.offered()
+    assert peer.offered(peer.answer(first, is_kept=False)) == [third]
+    peer.answer(second, is_kept=True)
+    peer.answer(third, is_kept=True)
+    assert peer.offered() == []
+
+
+def test_an_announcement_alone_is_no_copy() -> None:
+    peer = Trainer(serving=SERVING)
+    peer.held = {liar: [peer.state] for liar in SERVING}
+    assert len(peer.offered()) == COPIES - 1
+
+
+def test_who_was_passed_over_is_asked_again_after_a_while() -> None:
+    peer = Trainer(serving=("Ps",))
+    assert peer.offered() == ["Ps"]
+    peer.answer("Ps", is_kept=False)
+    assert peer.offered() == []
+    peer.now_s += PASSED_OVER_PERIODS * PERIOD_S
+    assert peer.offered() == ["Ps"]
+
+
+def test_an_offer_that_nobody_answers_for_is_made_again() -> None:
+    peer = Trainer(serving=("Ps",))
+    assert peer.offered() == ["Ps"]
+    peer.now_s += OFFER_LIMIT_S
+    assert peer.offered() == ["Ps"]
+
+
+def test_a_new_state_is_offered_again_and_an_acknowledgement_of_old_counts_no_more() -> None:
+    peer = Trainer(serving=("Ps",))
+    peer.offered()
+    peer.answer("Ps", is_kept=True)
+    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
+    peer.turn()
+    peer.done.clear()
+    new = peer.stepped(MODULE, [ME], 3)
+    assert [offer.reference for offer in peer.of(a.Offer)] == [new]
+
+
+def test_a_keeper_that_has_gone_is_replaced() -> None:
+    peer = Trainer(serving=SERVING)
+    for keeper in peer.offered():
+        peer.answer(keeper, is_kept=True)
+    peer.serving = [p for p in SERVING if p != ORDER[0]]
+    assert peer.offered() == [ORDER[2]]
+
+
+def test_other_trainers_are_copies_and_a_leaving_peer_is_asked_nothing() -> None:
+    peer = Trainer("Pa", serving=SERVING)
+    assert peer.offered() == [ORDER[0]]
+    peer = Trainer("Pa", "Pc", serving=SERVING)
+    assert peer.offered() == []
+    peer = Trainer()
+    peer.serving = [record("Ps", "leaving"), "Pt"]
+    assert peer.offered() == ["Pt"]
+
+
+def test_the_longest_in_training_alone_looks_after_the_copies() -> None:
+    peer = Trainer("Pa", serving=SERVING)
+    peer.claims = [claim("Pa", since_s=1.0)]
+    assert peer.offered() == []
+
+
+# -- taking
+
+
+class Keeper:
+    """A bootstrap node: it trains nothing."""
+
+    def __init__(self, *others: str, trainer: str = "Pa") -> None:
+        self.plan = small_plan()
+        self.family = Family()
+        self.trainer = trainer
+        self.others = others
+        self.claims = [claim(trainer)]
+        self.holders: dict[str, list[StateReference]] = {}
+        self.now_s = self.plan.start_s + 3 * ROUND_S
+        self.member = Member(MemberSettings(ME, trains=False), self.plan, grid_of(self.plan))
+        self.happen(e.Turn())
+        self.look()
+
+    def happen(self, event: e.Event) -> list[a.Action]:
+        return self.member.handle(event, self.now_s)
+
+    def look(self) -> list[a.Action]:
+        there = [ME, *self.others]
+        view = view_of(self.now_s, self.claims, there, self.holders, duration_s=ROUND_S)
+        return self.happen(e.Viewed(view))
+
+    def state(self, rounds: int = 3, module: str = MODULE) -> StateReference:
+        return self.family.commits(genesis(module), range(rounds), [self.trainer])
+
+    def offer(self, state: StateReference) -> list[a.Action]:
+        return self.happen(e.Offered(self.trainer, state))
+
+    def keeps(self, state: StateReference) -> list[a.Action]:
+        """Take a copy all the way."""
+        self.offer(state)
+        self.happen(e.ChainFetched(state, self.family.chain(state)))
+        return self.happen(e.StateFetched(state, {}, self.family.chain(state)))
+
+
+def test_a_certified_state_is_fetched_from_who_offers_it_and_kept() -> None:
+    keeper = Keeper()
+    state = keeper.state()
+    assert of(a.FetchChain, keeper.offer(state)) == [a.FetchChain(state, ("Pa",))]
+    actions = keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
+    assert of(a.FetchState, actions) == [a.FetchState(state, ("Pa",), "keep")]
+    assert of(a.Keep, keeper.happen(e.StateFetched(state, {}, ()))) == [a.Keep(state)]
+    assert keeper.member.known.held == {MODULE: state}
+    assert keeper.offer(state) == []
+
+
+def test_what_nobody_signed_is_not_fetched() -> None:
+    keeper = Keeper()
+    invented = StateReference(MODULE, 9, "f" * 64, 2**53, 8, 1)
+    keeper.offer(invented)
+    assert of(a.FetchState, keeper.happen(e.ChainFetched(invented, ()))) == []
+    assert keeper.member.known.held == {}
+
+
+def test_a_worse_state_than_the_copy_is_refused_and_a_better_one_replaces_it() -> None:
+    keeper = Keeper()
+    old, new = keeper.state(2), keeper.state(3)
+    keeper.keeps(new)
+    assert of(a.FetchState, keeper.offer(old)) == []
+    newest = keeper.state(4)
+    assert of(a.Keep, keeper.keeps(newest)) == [a.Keep(newest)]
+
+
+def test_unknown_modules_and_genesis_states_are_refused() -> None:
+    keeper = Keeper()
+    assert keeper.offer(StateReference("L7.E7", 1, "a" * 64, 1, 0, 1)) == []
+    assert keeper.offer(genesis()) == []
+
+
+def test_a_state_of_a_module_in_training_is_refused() -> None:
+    peer = Trainer(serving=SERVING)
+    state = peer.family.commit(peer.state, 3, ["V", "W"])
+    peer.look()
+    peer.done.clear()
+    assert peer.happen(e.Offered("V", state)) == []
+
+
+def crowd(*, is_near: bool) -> tuple[str, ...]:
+    """Return peers among which this one is a keeper of the module, or is none."""
+    peers = tuple(f"P{number}" for number in range(5 if is_near else 60))
+    assert (ME in keepers(MODULE, [ME, *peers], GREATEST_PLACE * COPIES)) is is_near
+    return peers
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_an_offer_to_who_is_far_down_the_order_is_refused(is_near: bool) -> None:
+    keeper = Keeper(*crowd(is_near=is_near))
+    assert bool(keeper.offer(keeper.state())) is is_near
+
+
+def test_a_copy_that_cannot_be_had_can_be_offered_again() -> None:
+    keeper = Keeper()
+    state = keeper.state()
+    keeper.offer(state)
+    keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
+    keeper.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers"))
+    assert of(a.FetchState, keeper.offer(state)) == [a.FetchState(state, ("Pa",), "keep")]
+
+
+def test_offers_that_wait_for_certificates_are_few() -> None:
+    keeper = Keeper()
+    for number in range(GREATEST_OFFERS + 50):
+        keeper.offer(StateReference(MODULE, 9, f"{number:064x}", 1, 8, 1))
+    assert len(keeper.member._keeping._offers) == GREATEST_OFFERS
+
+
+def test_an_honest_offer_waits_for_its_turn_behind_invented_ones() -> None:
+    keeper = Keeper()
+    invented = [StateReference(MODULE, 9, f"{number:064x}", 1, 8, 1) for number in range(20)]
+    for state in invented:
+        keeper.offer(state)
+    honest = keeper.state()
+    keeper.offer(honest)
+    asked: list[a.FetchChain] = []
+    for state in invented:
+        asked += of(a.FetchChain, keeper.happen(e.ChainFetched(state, ())))
+    assert honest in [chain.reference for chain in asked]
+
+
+def test_an_orphan_is_looked_after_by_a_holder() -> None:
+    keeper = Keeper("Ps", "Pt", "Pu")
+    state = keeper.state()
+    keeper.keeps(state)
+    keeper.claims = []
+    actions = keeper.look()
+    holders = keepers(MODULE, [ME], 1)
+    assert holders == (ME,)
+    assert len(of(a.Offer, actions)) == COPIES - 1
+
+
+# -- dropping
+
+
+def dropping(others_hold: int) -> Keeper:
+    """Return a keeper of a copy that is not its to keep any more."""
+    keeper = Keeper()
+    state = keeper.state()
+    keeper.keeps(state)
+    keeper.others = crowd(is_near=False)
+    keeper.holders = {peer: [state] for peer in keeper.others[:others_hold]}
+    keeper.now_s += DROP_EVERY_S
+    keeper.member.known.doubts.prove(keeper.others, keeper.now_s)
+    return keeper
+
+
+def test_a_copy_that_others_keep_is_dropped() -> None:
+    keeper = dropping(others_hold=COPIES)
+    assert of(a.Drop, keeper.look()) == [a.Drop(MODULE)]
+    assert keeper.member.known.held == {}
+
+
+def test_what_peers_say_that_never_answered_is_no_copy() -> None:
+    keeper = dropping(others_hold=COPIES)
+    keeper.member.known.doubts._proven.clear()
+    assert of(a.Drop, keeper.look()) == []
+
+
+def test_a_copy_that_too_few_others_have_is_not_dropped() -> None:
+    assert of(a.Drop, dropping(others_hold=COPIES - 1).look()) == []
+
+
+def test_a_module_in_training_is_not_dropped() -> None:
+    peer = Trainer(serving=SERVING)
+    peer.held = {keeper: [peer.state] for keeper in SERVING}
+    peer.now_s += 10 * DROP_EVERY_S
+    assert of(a.Drop, peer.look()) == []
+
+
+# -- leaving
+
+
+def test_who_leaves_hands_over_what_nobody_else_holds() -> None:
+    peer = Trainer(serving=SERVING)
+    peer.look()
+    peer.held = {"Ps": [peer.member.anchors[LAST]]}
+    peer.look()
+    actions = peer.happen(e.LeaveWanted())
+    assert {offer.reference.module for offer in of(a.Offer, actions)} == {MODULE}
+    assert len(of(a.Offer, actions)) == HANDED_TO
+    assert of(a.Left, peer.turn()) == []
+    assert "take over" in of(a.Wait, peer.turn())[0].what
+    peer.answer(ORDER[0], is_kept=True)
+    (left,) = of(a.Left, peer.turn())
+    assert set(left.handed_over) == {MODULE, LAST}
+    assert peer.of(a.Warn) == []
+
+
+def test_what_nobody_took_over_is_said() -> None:
+    peer = Trainer(serving=("Ps",))
+    peer.look()
+    peer.happen(e.LeaveWanted())
+    for module in (MODULE, LAST):
+        digest = peer.member.anchors[module].digest
+        peer.happen(e.OfferAnswered(module, digest, "Ps", is_kept=False))
+    (left,) = of(a.Left, peer.turn())
+    assert left.handed_over == ()
+    (warning,) = peer.of(a.Warn)
+    assert warning.text.startswith(f"{MODULE}, {LAST}: nobody took over")
+
+
+def test_leaving_does_not_wait_for_ever() -> None:
+    peer = Trainer(serving=("Ps",))
+    peer.look()
+    peer.happen(e.LeaveWanted())
+    peer.now_s += 9.0
+    assert len(of(a.Left, peer.turn())) == 1
+
+
+def test_the_last_peer_of_all_leaves_its_states_on_its_disk_and_says_so() -> None:
+    peer = Trainer()
+    peer.look()
+    peer.happen(e.LeaveWanted())
+    (left,) = of(a.Left, peer.turn())
+    assert left.handed_over == ()
+    assert a.SaveAll() in peer.done
+    assert len(peer.of(a.Warn)) == 1

@@ -1,0 +1,441 @@
+"""When an outer round commits, tries again, gives way to another's commit, or carries on."""
+
+from __future__ import annotations
+
+import pytest
+from dipaco.modules.state import StateReference
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.culprits import EXCLUDED_ROUNDS
+from dipaco.peer.member.gathering import ISOLATED_ROUNDS
+from dipaco.peer.member.outer import TRACING_S
+from support.family import Family, genesis
+from support.lone_member import ME, LoneMember, claim, of, record
+
+MODULE, LAST = "L0.E0", "L1.E0"
+# Level L0 ends its rounds in the middle, L1 at their end, see `small_plan`.
+ROUND_S = 20.0
+
+
+def boundary_s(round_index: int) -> float:
+    return (round_index + 0.5) * ROUND_S
+
+
+def group(*peers: str, others: str = "", rounds: int = 3, **settings: object) -> LoneMember:
+    """Return a member that has committed `rounds` rounds with `peers`; `others` claim it too.
+
+    It stands before the boundary of L0 in round `rounds`.
+    """
+    family = Family()
+    members = (*peers, ME)
+    anchors = [family.commits(genesis(m), range(rounds), members) for m in (MODULE, LAST)]
+    made = LoneMember(family=family, **settings)
+    made.claims = [claim(peer) for peer in (*peers, *others)]
+    made.now_s += rounds * ROUND_S
+    made.begin(*(anchors if rounds else ()))
+    made.now_s = made.plan.start_s + boundary_s(rounds) - 1.0
+    made.look()
+    made.done.clear()
+    return made
+
+
+def fail(
+    peer: LoneMember,
+    attempt: int = 0,
+    members: tuple[str, ...] = (),
+    culprits: tuple[str, ...] = (),
+) -> list[a.Action]:
+    return peer.happen(e.AverageFailed(MODULE, attempt, "it broke", culprits, members))
+
+
+def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Action]:
+    found: dict[str, StateReference | None] = dict.fromkeys(alive)
+    return peer.happen(e.Answered(MODULE, {**found, **held}))
+
+
+# -- the calm case
+
+
+def test_a_lone_peer_needs_nobody() -> None:
+    peer = group()
+    actions = peer.at(boundary_s(3))
+    assert of(a.Average, actions) == []
+    assert of(a.TakeOuterStep, actions) == [a.TakeOuterStep(MODULE, 3, alone=True)]
+    state = peer.stepped(MODULE, [ME], 3)
+    assert [c.reference for c in peer.of(a.Commit)] == [state]
+    assert peer.member.anchors[MODULE] == state
+
+
+def test_nothing_happens_before_the_boundary_and_each_comes_once() -> None:
+    peer = group("Pa")
+    assert of(a.TakeSnapshot, peer.at(boundary_s(3) - 0.1)) == []
+    assert len(of(a.TakeSnapshot, peer.at(boundary_s(3)))) == 1
+    assert of(a.TakeSnapshot, peer.at(boundary_s(3) + 0.1)) == []
+
+
+def test_all_that_train_the_module_meet_and_commit() -> None:
+    peer = group("Pa", "Pc")
+    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
+    start_s, rounds = peer.plan.start_s, peer.plan.rounds
+    assert set(meeting.candidates) == {"Pa", ME, "Pc"}
+    assert meeting.anchor == peer.member.anchors[MODULE].digest
+    assert meeting.begin_s == start_s + boundary_s(3)
+    assert meeting.close_s == meeting.begin_s + rounds.matchmaking_s
+    assert meeting.close_s < meeting.end_s <= meeting.begin_s + rounds.window_s
+    assert of(a.TakeOuterStep, peer.averaged(MODULE, ["Pa", ME, "Pc"])) == [
+        a.TakeOuterStep(MODULE, 3, alone=False)
+    ]
+    peer.stepped(MODULE, ["Pa", ME, "Pc"], 3)
+    (commit,) = peer.of(a.Commit)
+    assert (commit.round_index, commit.attempt, commit.expected) == (3, 0, 3)
+    assert peer.of(a.CarryOn) == []
+
+
+def test_a_peer_that_comes_early_says_when_the_others_come() -> None:
+    """With steps of many seconds the boundary is taken before its time."""
+    peer = group("Pa")
+    peer.now_s = peer.plan.start_s + boundary_s(3) - 3.0
+    (meeting,) = of(a.Average, peer.turn(step_s=8.0))
+    assert meeting.begin_s == peer.plan.start_s + boundary_s(3)
+
+
+def test_who_can_be_called_leads_the_longest_in_training_first() -> None:
+    peer = group("Pa", "Pc")
+    peer.claims = [claim("Pa", since_s=50.0), claim("Pc", since_s=7.0), claim("Pd", since_s=1.0)]
+    peer.serving = [record("Pd", reachable="outgoing")]
+    peer.look()
+    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
+    assert meeting.candidates == ("Pc", "Pa", ME, "Pd")
+
+
+def test_a_peer_that_is_about_to_join_is_met() -> None:
+    """It may have begun since the view was read; two who step alone would fork the module."""
+    peer = group()
+    peer.claims = [claim("Pn", state="joining")]
+    peer.look()
+    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
+    assert set(meeting.candidates) == {ME, "Pn"}
+
+
+def test_the_first_commit_of_a_bundle_begins_it_and_states_are_saved_when_due() -> None:
+    peer = group("Pa")
+    for round_index in (3, 4):
+        peer.at(boundary_s(round_index))
+        peer.averaged(MODULE, ["Pa", ME])
+        peer.stepped(MODULE, ["Pa", ME], round_index)
+    assert [c.begins_bundle for c in peer.of(a.Commit)] == [True, False]
+    assert all(c.save for c in peer.of(a.Commit))
+
+
+# -- who counts
+
+
+def test_half_of_those_who_count_commit_nothing() -> None:
+    peer = group("Pa", "Pc", "Pd")
+    peer.at(boundary_s(3))
+    actions = peer.averaged(MODULE, ["Pa", ME])
+    assert of(a.TakeOuterStep, actions) == []
+    (said,) = of(a.CarryOn, actions)
+    assert said.reason == f"have 2 of 4 peers of {MODULE}, need 3"
+    # Others may have more than this peer saw: its contribution may be in a state.
+    assert of(a.ForgetSnapshot, actions) == []
+
+
+def test_invented_claims_stop_nobody() -> None:
+    peer = group("Pa", others="VWXYZ")
+    peer.at(boundary_s(3))
+    assert of(a.TakeOuterStep, peer.averaged(MODULE, ["Pa", ME])) != []
+
+
+def test_newcomers_that_come_count_at_once() -> None:
+    """A newcomer and one of two old ones: the other old one may be anywhere."""
+    peer = group("Pa")
+    peer.at(boundary_s(3))
+    assert of(a.TakeOuterStep, peer.averaged(MODULE, [ME, "Pn"])) != []
+
+
+def test_before_the_first_commit_claims_are_believed_for_some_rounds() -> None:
+    peer = group("Pa", "Pc", "Pd", rounds=0)
+    for round_index in range(2):
+        peer.at(boundary_s(round_index))
+        peer.averaged(MODULE, ["Pa", ME])
+    assert [c.round_index for c in peer.of(a.CarryOn) if c.module == MODULE] == [0, 1]
+    peer.at(boundary_s(2))
+    assert of(a.TakeOuterStep, peer.averaged(MODULE, ["Pa", ME])) != []
+
+
+def test_one_alone_whose_others_only_claim_commits_in_the_end() -> None:
+    peer = group(others="VW", rounds=3)
+    for attempt in range(2):
+        if attempt == 0:
+            peer.at(boundary_s(3))
+        fail(peer, attempt)
+        answers(peer)
+        if peer.of(a.TakeOuterStep):
+            break
+    assert peer.of(a.TakeOuterStep) == [a.TakeOuterStep(MODULE, 3, alone=True)]
+
+
+# -- retry
+
+
+def test_survivors_meet_again_under_another_attempt_without_the_culprits() -> None:
+    peer = group("Pa", "Pc", "Pd")
+    peer.at(boundary_s(3))
+    actions = fail(peer, 0, (ME, "Pa", "Pc", "Pd"), ("Pd",))
+    assert of(a.Ask, actions) == [a.Ask(MODULE, ("Pa", "Pc", "Pd"))]
+    (again,) = of(a.Average, answers(peer, "Pa", "Pc"))
+    assert (again.attempt, again.excluded) == (1, ("Pd",))
+    peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)
+    peer.stepped(MODULE, ["Pa", ME, "Pc"], 3)
+    assert [(c.attempt, c.expected) for c in peer.of(a.Commit)] == [(1, 4)]
+    # The copy was kept in case the first group had committed after all: it is not needed now.
+    assert a.ForgetSnapshot(MODULE, 3) in peer.done
+
+
+def test_after_two_attempts_the_work_is_carried_on() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    for attempt in range(2):
+        fail(peer, attempt)
+        answers(peer, "Pa", "Pc")
+    assert [said.reason for said in peer.of(a.CarryOn)] == ["it broke"]
+    assert peer.of(a.TakeOuterStep) == []
+    assert a.ForgetSnapshot(MODULE, 3) in peer.done
+    assert len(of(a.TakeSnapshot, peer.at(boundary_s(4)))) == 1
+
+
+def test_without_time_for_a_second_group_there_is_none() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    peer.now_s += peer.plan.rounds.window_s
+    fail(peer)
+    assert of(a.Average, answers(peer, "Pa", "Pc")) == []
+    assert len(peer.of(a.CarryOn)) == 1
+
+
+def test_answers_of_an_earlier_attempt_change_nothing() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    fail(peer)
+    answers(peer, "Pa", "Pc")
+    assert of(a.TakeOuterStep, peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=0)) == []
+    assert fail(peer, 0) == []
+    assert of(a.TakeOuterStep, peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)) != []
+
+
+# -- asking before stepping
+
+
+def others_went_on(peer: LoneMember, *peers: str) -> StateReference:
+    return peer.family.commit(peer.member.anchors[MODULE], 3, peers)
+
+
+def test_a_state_that_others_committed_is_taken_once_its_certificate_is_here() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    fail(peer, 0, ("Pa", ME, "Pc"))
+    state = others_went_on(peer, "Pa", ME, "Pc")
+    asked = of(a.FetchChain, answers(peer, "Pc", Pa=state))
+    assert asked == [a.FetchChain(state, ("Pa",))]
+    assert peer.of(a.FetchState) == []
+    actions = peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    (wanted,) = of(a.FetchState, actions)
+    assert (wanted.reference.digest, wanted.holders) == (state.digest, ("Pa",))
+    assert wanted.purpose == "adopt"
+    assert [c.reason for c in of(a.CarryOn, actions)] == ["the group committed without this peer"]
+    # What of the own work is in it is told by this copy.
+    assert of(a.ForgetSnapshot, peer.done) == []
+
+
+def test_a_state_without_a_certificate_does_not_keep_the_others_from_meeting() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    fail(peer, 0, ("Pa", ME, "Pc"))
+    invented = StateReference(MODULE, 4, "f" * 64, 2**53, 3, 1)
+    answers(peer, "Pc", Pa=invented)
+    (again,) = of(a.Average, peer.happen(e.ChainFetched(invented, ())))
+    assert again.attempt == 1
+
+
+def test_certificates_that_do_not_come_are_not_waited_for_long() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    fail(peer, 0, ("Pa", ME, "Pc"))
+    answers(peer, "Pc", Pa=StateReference(MODULE, 4, "f" * 64, 99, 3, 1))
+    peer.now_s += TRACING_S - 0.1
+    peer.turn()
+    assert len(peer.of(a.Average)) == 1
+    peer.now_s += 0.2
+    peer.turn()
+    assert len(peer.of(a.Average)) + len(peer.of(a.CarryOn)) == 2
+
+
+def test_an_older_state_of_others_does_not_stop_a_second_attempt() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    fail(peer)
+    older = peer.family.chain(peer.member.anchors[MODULE])[1].reference
+    (again,) = of(a.Average, answers(peer, "Pa", Pc=older))
+    assert again.attempt == 1
+
+
+# -- alone
+
+
+def test_the_survivor_of_two_carries_on_while_the_other_counts() -> None:
+    """It cannot know that the other is gone: that one may step alone, too."""
+    peer = group("Pa")
+    peer.at(boundary_s(3))
+    fail(peer, 0, ("Pa", ME), ("Pa",))
+    answers(peer)
+    assert peer.of(a.TakeOuterStep) == []
+    assert len(peer.of(a.CarryOn)) == 1
+
+
+def test_the_survivor_of_two_steps_once_the_other_claims_nothing() -> None:
+    peer = group("Pa")
+    peer.claims, peer.serving = [], ["Pz"]
+    peer.look()
+    assert of(a.TakeOuterStep, peer.at(boundary_s(3))) == [a.TakeOuterStep(MODULE, 3, alone=True)]
+
+
+@pytest.mark.parametrize(("since_s", "steps"), [(1.0, False), (10**9, True)])
+def test_of_two_that_live_and_do_not_meet_only_the_older_steps(since_s: float, steps: bool) -> None:
+    peer = group()
+    peer.claims = [claim("Pa", since_s=since_s)]
+    peer.look()
+    peer.at(boundary_s(3))
+    for attempt in range(2):
+        fail(peer, attempt)
+        answers(peer, "Pa")
+    assert bool(peer.of(a.TakeOuterStep)) is steps
+
+
+def test_nobody_waits_for_ever_for_an_older_peer_that_hangs() -> None:
+    peer = group(others="V")
+    for round_index in range(3, 6):
+        peer.at(boundary_s(round_index))
+        for attempt in range(2):
+            fail(peer, attempt)
+            answers(peer, "V")
+    assert [step.round_index for step in peer.of(a.TakeOuterStep)] == [5]
+
+
+# -- isolation
+
+
+def test_a_peer_that_reaches_nobody_it_knew_commits_nothing_that_others_share() -> None:
+    peer = group("Pa")
+    peer.claims = []
+    peer.look()
+    actions = peer.at(boundary_s(3))
+    assert of(a.Average, actions) == of(a.TakeOuterStep, actions) == []
+    assert [c.reason.split(":")[0] for c in of(a.CarryOn, actions)] == ["isolated"]
+    assert any("isolated" in warning.text for warning in peer.of(a.Warn))
+
+
+def test_after_many_rounds_the_others_count_as_gone() -> None:
+    peer = group("Pa")
+    peer.claims = []
+    for round_index in range(3, 6 + ISOLATED_ROUNDS):
+        peer.now_s = peer.plan.start_s + boundary_s(round_index) - 1.0
+        peer.look()
+        peer.at(boundary_s(round_index))
+        if peer.of(a.TakeOuterStep):
+            break
+    said = [c for c in peer.of(a.CarryOn) if c.module == MODULE]
+    assert len(said) in (ISOLATED_ROUNDS, ISOLATED_ROUNDS + 1)
+    assert peer.of(a.TakeOuterStep)
+
+
+def test_who_said_goodbye_leaves_nobody_isolated() -> None:
+    peer = group("Pa")
+    peer.claims, peer.serving = [], [record("Pa", "leaving")]
+    peer.look()
+    peer.serving = []
+    peer.look()
+    assert of(a.TakeOuterStep, peer.at(boundary_s(3))) != []
+
+
+# -- own faults
+
+
+def test_work_that_is_no_number_is_thrown_away() -> None:
+    peer = group("Pa")
+    peer.is_finite = False
+    actions = peer.at(boundary_s(3))
+    assert of(a.Discard, actions) == [a.Discard(MODULE)]
+    assert [c.reason for c in of(a.CarryOn, actions)] == ["own outer gradient is not finite"]
+    assert of(a.Average, actions) == []
+
+
+def test_who_trained_nothing_does_not_come() -> None:
+    peer = group("Pa")
+    peer.tokens = 0
+    actions = peer.at(boundary_s(3))
+    assert of(a.Average, actions) == []
+    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3)]
+
+
+def test_an_average_that_no_state_can_be_made_of_changes_nothing() -> None:
+    peer = group("Pa")
+    before = peer.member.anchors
+    peer.at(boundary_s(3))
+    peer.averaged(MODULE, ["Pa", ME])
+    actions = peer.happen(e.OuterStepFailed(MODULE, "not finite"))
+    assert [c.reason for c in of(a.CarryOn, actions)] == ["not finite"]
+    assert peer.member.anchors == before
+
+
+def test_a_boundary_that_is_long_over_is_skipped_and_a_late_one_is_met() -> None:
+    peer = group("Pa")
+    assert of(a.Average, peer.at(boundary_s(3) + 2.5)) != []
+    peer = group("Pa")
+    actions = peer.at(boundary_s(3) + 9.0)
+    assert of(a.TakeSnapshot, actions) == []
+    assert [c.reason for c in of(a.CarryOn, actions)] == ["came 9.0 s after the boundary"]
+
+
+def test_a_round_that_has_not_ended_keeps_the_next_from_starting() -> None:
+    peer = group("Pa")
+    peer.at(boundary_s(3))
+    actions = [x for x in peer.at(boundary_s(4)) if getattr(x, "module", "") == MODULE]
+    assert [c.reason for c in of(a.CarryOn, actions)] == ["the round before had not ended"]
+
+
+def test_a_leaving_peer_asks_nobody() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    peer.happen(e.LeaveWanted())
+    assert of(a.Ask, fail(peer)) == []
+
+
+# -- culprits
+
+
+def test_who_makes_two_rounds_fail_is_left_out_of_the_next_ones() -> None:
+    peer = group("Pa", "Pc", "Pd")
+    for round_index in (3, 4):
+        peer.at(boundary_s(round_index))
+        fail(peer, 0, (ME, "Pa", "Pc", "Pd"), ("Pd",))
+        answers(peer, "Pa", "Pc", "Pd")
+        peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)
+        peer.stepped(MODULE, ["Pa", ME, "Pc"], round_index)
+    for round_index in range(5, 7 + EXCLUDED_ROUNDS):
+        (meeting,) = of(a.Average, peer.at(boundary_s(round_index)))
+        is_out = round_index <= 4 + EXCLUDED_ROUNDS
+        assert meeting.excluded == (("Pd",) if is_out else ()), round_index
+        peer.averaged(MODULE, ["Pa", ME, "Pc"])
+        peer.stepped(MODULE, ["Pa", ME, "Pc"], round_index)
+
+
+def test_nobody_is_left_out_for_one_bad_round_and_never_oneself() -> None:
+    peer = group("Pa", "Pc")
+    peer.at(boundary_s(3))
+    fail(peer, 0, (ME, "Pa", "Pc"), ("Pa", ME))
+    answers(peer, "Pa", "Pc")
+    peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)
+    peer.stepped(MODULE, ["Pa", ME, "Pc"], 3)
+    (meeting,) = of(a.Average, peer.at(boundary_s(4)))
+    assert meeting.excluded == ()
