@@ -1,0 +1,373 @@
+"""Meetings and reduces: how the members of a group find each other, and average.
+
+The meeting is the real one (`dipaco.peer.member.meeting`) over simulated calls. The reduce is
+modelled: when all members have come, each sends its parts to those that can be called, which takes
+what the slowest link takes; then each gets the averaged parts from all of them. A member that is
+missing in the first half makes it fail for all, and a reducer that is missing in the second half
+for those that had not got its part: some may end with the average, and others without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dipaco.dht.view import greatest_contribution
+from dipaco.modules.outer import Contribution, canonical_table
+from dipaco.peer.member import calls, events
+from dipaco.peer.member.actions import Average, Await
+from dipaco.peer.member.meeting import Meeting
+from dipaco.peer.member.reception import Reception
+
+from .network import CALL_BYTES
+from .work import Content, Snapshot
+from .world import Body
+
+# How long a reduce waits for a member that says nothing, as a share of the commit window.
+STALL_SHARE = 0.15
+# The numbers of a machine's calls, for each meeting.
+NUMBERS = 10_000
+
+OnAveraged = Callable[[str, tuple[Contribution, ...], dict[str, Content]], None]
+
+
+class _Average:
+    """One action under way: first the meeting, then the reduce."""
+
+    def __init__(self, action: Average, key: str, snapshot: Snapshot) -> None:
+        self.action, self.key, self.snapshot = action, key, snapshot
+        self.meeting: Meeting | None = None
+        self.waking = 0
+        self.is_over = False
+
+
+class Averaging:
+    """Of one life of one machine."""
+
+    def __init__(self, machine: Body, on_averaged: OnAveraged) -> None:
+        self._machine = machine
+        self._world = machine.world
+        self._on_averaged = on_averaged
+        self._under_way: dict[str, _Average] = {}
+        """By the key of the meeting."""
+        self._reception = Reception()
+        self._calls: dict[tuple[str, int, bool], str] = {}
+        """Open calls: the other side, the caller's number, whether made here; and the key."""
+        self._meetings = 0
+
+    # -- actions
+
+    def begin(self, action: Average) -> None:
+        """Meet the others."""
+        machine = self._machine
+        work = machine.works.get(action.module)
+        snapshot = work.snapshots.get(action.round_index) if work is not None else None
+        if snapshot is None:
+            self._world.watch.wrong(machine, f"averages {action.module} without a snapshot")
+            return
+        key = f"{action.module}/{action.round_index}/{action.attempt}/{action.anchor}"
+        average = _Average(action, key, snapshot)
+        rounds, links = self._world.plan.rounds, self._world.network.links
+        now_s = self._world.now_s
+        close_s = machine.true_s(action.close_s)
+        self._meetings += 1
+        average.meeting = Meeting(
+            machine.peer,
+            action.candidates,
+            self._row(average),
+            lambda peer, row: self._objection(average, peer, row),
+            now_s=now_s,
+            window_s=rounds.matchmaking_s,
+            start_s=None if rounds.inner_steps else machine.true_s(action.begin_s),
+            close_s=close_s,
+            give_up_s=min(machine.true_s(action.end_s), close_s + 2 * rounds.matchmaking_s),
+            awaited=action.awaited,
+            excluded=action.excluded,
+            undialable=[p for p in action.candidates if p in links and not links[p].can_be_called],
+            first_number=self._meetings * NUMBERS,
+        )
+        self._under_way[key] = average
+        machine.later(max(0.0, machine.true_s(action.end_s) - now_s), self._time_is_up, average)
+        self._step(average, calls.Passed())
+        for heard in self._reception.begin(key):
+            self._step(average, heard)
+
+    def await_peers(self, action: Await) -> None:
+        """Tell the meeting of a module whom it waits for."""
+        for average in list(self._under_way.values()):
+            if average.action.module == action.module:
+                self._step(average, calls.Awaiting(action.peers))
+
+    def end(self) -> None:
+        """The path in training has changed, or the machine is down: all calls break."""
+        for average in self._under_way.values():
+            average.is_over = True
+        self._under_way.clear()
+        world, me = self._world, self._machine.peer
+        if not self._machine.link.hangs:
+            for (peer, number, mine), key in list(self._calls.items()):
+                other = world.machines.get(peer)
+                if other is not None and world.network.links[peer].side == self._machine.link.side:
+                    world.engine.after(
+                        0.1,
+                        world.network.run,
+                        peer,
+                        other.link.life,
+                        other.hear_broken_call,
+                        me,
+                        number,
+                        not mine,
+                        key,
+                    )
+        self._calls.clear()
+
+    # -- the meeting
+
+    def _row(self, average: _Average) -> bytes:
+        path, tokens = self._machine.path, average.snapshot.tokens
+        return json.dumps([path, self._machine.peer, tokens]).encode()
+
+    def _objection(self, average: _Average, peer: str, row: bytes) -> str | None:
+        """Say why a row is refused, as the group of the real averager does."""
+        path, name, tokens = json.loads(row)
+        world, module = self._world, average.action.module
+        if name != peer or path not in world.grid.paths_of_module(module):
+            return f"its row names {name} and path {path}"
+        now_s = self._machine.believed_s
+        greatest = greatest_contribution(world.plan, now_s, average.action.round_index)
+        if not 0 < tokens <= greatest:
+            return f"{tokens} tokens are impossible"
+        return None
+
+    def _step(self, average: _Average, event: calls.MeetingEvent) -> None:
+        meeting = average.meeting
+        if meeting is None or average.is_over:
+            return
+        for action in meeting.step(self._world.now_s, event):
+            if isinstance(action, calls.Call):
+                self._open(average.key, action)
+            elif isinstance(action, calls.Tell):
+                self._tell(average.key, action)
+            elif isinstance(action, calls.Met):
+                self._met(average, action.group)
+                return
+            else:
+                self._fail(average, action.reason)
+                return
+        average.waking += 1
+        delay_s = max(0.01, meeting.wake_s - self._world.now_s)
+        self._machine.later(delay_s, self._wake, average, average.waking)
+
+    def _wake(self, average: _Average, number: int) -> None:
+        if number == average.waking:
+            self._step(average, calls.Passed())
+
+    def _open(self, key: str, action: calls.Call) -> None:
+        world, me = self._world, self._machine.peer
+        network, peer = world.network, action.peer
+        self._machine.link.traffic.requests += 1
+        self._calls[peer, action.number, True] = key
+        other = world.machines.get(peer)
+        if other is not None and network.can_call(me, peer):
+            network.tell(me, peer, other.hear_call, me, action.number, False, key, action.message)
+            return
+        link = network.links.get(peer)
+        if link is not None and (link.hangs or link.side != self._machine.link.side):
+            return  # Silence.
+        self._machine.later(0.2, self.call_broke, peer, action.number, True, key)
+
+    def _tell(self, key: str, action: calls.Tell) -> None:
+        other = self._world.machines.get(action.peer)
+        if isinstance(action.message, calls.LAST_MESSAGES):
+            self._calls.pop((action.peer, action.number, action.mine), None)
+        if other is not None:
+            me = self._machine.peer
+            self._world.network.tell(
+                me,
+                action.peer,
+                other.hear_call,
+                me,
+                action.number,
+                not action.mine,
+                key,
+                action.message,
+                size=CALL_BYTES,
+            )
+
+    def hear(self, peer: str, number: int, mine: bool, key: str, message: calls.Message) -> None:
+        """The other side of a call has said something; `mine`: this machine made the call."""
+        if isinstance(message, calls.LAST_MESSAGES):
+            self._calls.pop((peer, number, mine), None)
+        elif not mine:
+            self._calls[peer, number, mine] = key
+        average = self._under_way.get(key)
+        if average is not None and average.meeting is not None:
+            self._step(average, calls.Heard(peer, number, mine, message))
+        elif not mine:
+            assert isinstance(message, calls.CallerMessage)
+            answer = self._reception.hold(key, peer, number, message)
+            if answer is not None:
+                self._tell(key, calls.Tell(peer, number, False, answer))
+
+    def call_broke(self, peer: str, number: int, mine: bool, key: str) -> None:
+        """The other side of a call is gone."""
+        if self._calls.pop((peer, number, mine), None) is None:
+            return
+        average = self._under_way.get(key)
+        if average is not None:
+            self._step(average, calls.Lost(peer, number, mine))
+        elif not mine:
+            self._reception.lost(key, peer, number)
+
+    # -- how it ends
+
+    def _met(self, average: _Average, group: calls.Group) -> None:
+        """The group is closed: reduce."""
+        average.meeting = None
+        self._reception.end(average.key)
+        rows = [json.loads(row) for row in group.rows]
+        table = canonical_table(Contribution(path, peer, tokens) for path, peer, tokens in rows)
+        place = (average.key, group.peers)
+        reduces = self._world.reduces
+        if place not in reduces:
+            reduces[place] = Reduce(self._machine, table, average.action)
+        machine = self._machine
+        self._world.say(machine.peer, "meets", f"{average.key[:20]} {','.join(group.peers)}")
+
+        def done(shifts: dict[str, Content] | None, reason: str, culprits: tuple[str, ...]) -> None:
+            if average.is_over:
+                return
+            if shifts is None:
+                self._fail(average, reason, culprits, group.peers)
+                return
+            self._close(average)
+            module, attempt = average.action.module, average.action.attempt
+            self._on_averaged(module, table, shifts)
+            machine.deliver(events.Averaged(module, attempt, table))
+
+        reduces[place].come(machine, average.snapshot.shift, done)
+
+    def _time_is_up(self, average: _Average) -> None:
+        if not average.is_over:
+            self._fail(average, "the window has passed")
+
+    def _fail(
+        self,
+        average: _Average,
+        reason: str,
+        culprits: tuple[str, ...] = (),
+        members: tuple[str, ...] = (),
+    ) -> None:
+        if average.is_over:
+            return
+        self._close(average)
+        action = average.action
+        self._machine.deliver(
+            events.AverageFailed(action.module, action.attempt, reason, culprits, members)
+        )
+
+    def _close(self, average: _Average) -> None:
+        average.is_over = True
+        self._under_way.pop(average.key, None)
+        self._reception.end(average.key)
+
+
+class Reduce:
+    """The exchange of one group, seen from above."""
+
+    def __init__(self, first: Body, table: tuple[Contribution, ...], action: Average) -> None:
+        self._world = first.world
+        self._peers = [row.peer for row in table]
+        self._lives: dict[str, int] = {}
+        self._done: dict[str, Callable[..., None]] = {}
+        self._shifts: dict[str, Content] = {}
+        self._half_s = self._needs_s()
+        stall_s = STALL_SHARE * self._world.plan.rounds.window_s
+        self._patience_s = max(3.0, stall_s)
+        self._world.engine.after(self._patience_s, self._nobody_else_comes)
+
+    def _needs_s(self) -> float:
+        """Return what one half takes over the slowest link, and count the bytes."""
+        world, count = self._world, len(self._peers)
+        links = [world.network.links[peer] for peer in self._peers]
+        reducers = max(1, sum(link.can_be_called for link in links))
+        size = world.state_bytes / 4  # Half of the state is parameters, sent in 16 bits.
+        slowest = 0.0
+        for link in links:
+            reduces = link.can_be_called
+            sent = size * (reducers - reduces) / reducers
+            received = size * (count - 1) / reducers if reduces else 0.0
+            link.traffic.bytes += 2 * (sent + received)
+            slowest = max(slowest, sent / link.uplink, received / link.downlink)
+        return slowest + 2 * max(link.latency_s for link in links)
+
+    def come(self, machine: Body, shift: Content, done: Callable[..., None]) -> None:
+        """A member is ready; `done` gets everybody's contribution, or why there is none."""
+        peer = machine.peer
+        self._lives[peer] = machine.link.life
+        self._shifts[peer] = dict(shift)
+        self._done[peer] = done
+        if len(self._lives) == len(self._peers):
+            self._world.engine.after(self._half_s, self._half)
+
+    def _nobody_else_comes(self) -> None:
+        missing = tuple(peer for peer in self._peers if peer not in self._lives)
+        if missing:
+            for peer in list(self._done):
+                self._fail(peer, "did not come to the reduce", missing)
+
+    def _is_there(self, peer: str) -> bool:
+        link = self._world.network.links[peer]
+        awake = link.awake_s <= self._world.now_s
+        return link.is_up and link.life == self._lives[peer] and awake
+
+    def _reaches(self, one: str, other: str) -> bool:
+        """Tell whether two members can exchange what they have to."""
+        if one == other:
+            return True
+        links = self._world.network.links
+        if not (links[one].can_be_called or links[other].can_be_called):
+            return True  # Neither reduces a part for the other.
+        return self._is_there(other) and self._world.network.can_talk(one, other)
+
+    def _half(self) -> None:
+        """Everybody has sent its parts, or not."""
+        saboteurs = [p for p in self._peers if self._world.machines[p].spoils_reduces]
+        broken = {
+            peer: tuple(p for p in self._peers if not self._reaches(peer, p) or p in saboteurs)
+            for peer in self._peers
+        }
+        for peer in self._peers:
+            engine = self._world.engine
+            if any(broken.values()):
+                # Who is not there itself learns of it, if ever, when it is back.
+                missing = broken[peer] or tuple(p for p in self._peers if broken[p])[:1]
+                why = "did not send its parts"
+                delay_s = engine.between(0.3, 1.0) * self._patience_s
+                engine.after(delay_s, self._fail, peer, why, missing)
+            else:
+                delay_s = self._half_s + engine.between(0.0, 1.0)
+                engine.after(delay_s, self._finish, peer)
+
+    def _finish(self, peer: str) -> None:
+        """A member has got all averaged parts, or not."""
+        links = self._world.network.links
+        missing = tuple(
+            other
+            for other in self._peers
+            if links[other].can_be_called and not self._reaches(peer, other)
+        )
+        if missing:
+            self._fail(peer, "did not send its averaged part", missing)
+        else:
+            self._end(peer, self._shifts, "", ())
+
+    def _fail(self, peer: str, why: str, missing: tuple[str, ...]) -> None:
+        culprits = tuple(other for other in missing if other != peer)
+        self._end(peer, None, f"peer {', '.join(culprits) or 'nobody'} {why}", culprits)
+
+    def _end(self, peer: str, *result: Any) -> None:
+        done = self._done.pop(peer, None)
+        if done is not None:
+            self._world.network.run(peer, self._lives[peer], done, *result)

@@ -1,0 +1,220 @@
+"""Peers that lie, in each way that costs them little.
+
+Bare identities only write records: claims, and holdings with invented digests. A liar also answers
+calls: it holds states of 2^53 tokens, serves invented states and forged chains, signed by nobody
+but itself and its inventions, and offers them to everybody. An insider trains like anybody, and
+spoils every reduce that it is in, or says that it has trained far more than it has.
+
+Nobody can sign for another, change another's record, or make bytes that have a given digest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dipaco.dht.certificates import Certificate, CommitStatement
+from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
+from dipaco.dht.view import greatest_contribution
+from dipaco.modules.outer import Contribution
+from dipaco.modules.state import StateReference
+
+from .machine import Machine
+from .network import Link, Reply
+from .work import ModuleWork, SimulatedState, signature
+from .world import World
+
+RECORD_LIFE_S = 600.0
+GREATEST_TOKENS = 2**53
+# Rows of an invented group, and how long an invented chain is.
+INVENTED_SIGNERS, INVENTED_CHAIN = 12, 6
+
+
+class BareIdentities:
+    """Many names with records, and nobody behind them."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self._world = world
+        self._names = [f"bare{number}" for number in range(count)]
+        self._since_s = world.now_s
+        self.publish()
+
+    def publish(self) -> None:
+        """Write the records again and again: the oldest claims, on every path."""
+        world = self._world
+        modules = world.grid.modules()
+        now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
+        for number, name in enumerate(self._names):
+            path = number % world.grid.path_count
+            claim = ClaimRecord.model_construct(
+                peer_id=name,
+                path=path,
+                state="training" if number % 3 else "joining",
+                since_s=self._since_s,
+                round=now_round,
+                pinned=number % 4 == 0,
+            )
+            world.directory.write(name, "claim", claim, RECORD_LIFE_S)
+            world.directory.write(name, "peer", _peer_record(world, name, path), RECORD_LIFE_S)
+            module = modules[number % len(modules)]
+            tokens = GREATEST_TOKENS if number % 2 else 1000 * (now_round + 1)
+            digest = f"{number:02x}" * 32
+            holding = _holding(
+                name, StateReference(module, now_round + 1, digest, tokens, now_round, 1000)
+            )
+            world.directory.write(name, module, holding, RECORD_LIFE_S)
+        world.engine.after(20.0, self.publish)
+
+
+class Liar:
+    """A machine without a member, that answers calls."""
+
+    def __init__(self, world: World, peer: str, link: Link, *, serves: bool) -> None:
+        self._world, self._peer, self._link = world, peer, link
+        self._serves = serves
+        """Whether it made the states that it announces, or only their digests."""
+        self._lies: dict[str, tuple[SimulatedState, tuple[Certificate, ...]]] = {}
+        self._since_s = world.now_s
+        world.network.join(peer, link, self)
+        world.engine.after(world.engine.between(1.0, 30.0), self._act)
+
+    def _act(self) -> None:
+        """Publish lies, and offer them to everybody."""
+        world, engine = self._world, self._world.engine
+        now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
+        path = engine.random.randrange(world.grid.path_count)
+        claim = ClaimRecord.model_construct(
+            peer_id=self._peer,
+            path=path,
+            state="training",
+            since_s=self._since_s,
+            round=now_round,
+            pinned=False,
+        )
+        world.directory.write(self._peer, "claim", claim, RECORD_LIFE_S)
+        world.directory.write(
+            self._peer, "peer", _peer_record(world, self._peer, path), RECORD_LIFE_S
+        )
+        for module in world.grid.modules():
+            state, _ = self._lies[module] = self._lie(module, now_round)
+            announced = state.reference
+            if engine.chance(0.3):
+                announced = StateReference(
+                    module, announced.version, announced.digest, GREATEST_TOKENS, now_round, 1000
+                )
+            world.directory.write(
+                self._peer, module, _holding(self._peer, announced), RECORD_LIFE_S
+            )
+            for machine in world.machines.values():
+                if machine.is_alive and engine.chance(0.5):
+                    world.network.call(
+                        self._peer,
+                        machine.peer,
+                        "offer",
+                        announced,
+                        _ignore,
+                        limit_s=10.0,
+                    )
+        engine.after(engine.between(0.3, 1.5) * world.plan.rounds.duration_s, self._act)
+
+    def _lie(self, module: str, now_round: int) -> tuple[SimulatedState, tuple[Certificate, ...]]:
+        """Invent a chain from a true state, and the state at its end."""
+        world, engine = self._world, self._world.engine
+        random = engine.random
+        real = [s for s in world.stock.states.values() if s.reference.module == module]
+        parent = random.choice(real[-6:]).reference if engine.chance(0.5) else real[0].reference
+        path = world.grid.paths_of_module(module)[0]
+        signers = [self._peer, *(f"bare{n}" for n in range(INVENTED_SIGNERS))]
+        tokens = GREATEST_TOKENS if engine.chance(0.3) else parent.tokens + 100_000
+        chain: list[Certificate] = []
+        version, digest, state = parent.version, parent.digest, world.stock.states[parent.digest]
+        length = random.randrange(1, INVENTED_CHAIN)
+        for step in range(length):
+            version += 1
+            round_index = max(0, now_round - length + 1 + step)
+            name = f"{self._peer} {module} {world.now_s} {step}"
+            state = world.stock.invent(module, version, name, tokens, round_index)
+            table = tuple(Contribution(path, peer, 1 + tokens // 20) for peer in sorted(signers))
+            statement = CommitStatement(
+                world.plan.run_id,
+                module,
+                version,
+                digest,
+                state.reference.digest,
+                round_index,
+                table,
+            )
+            signed = {peer: signature(peer, statement) for peer in signers}
+            chain.insert(0, Certificate(statement, signed))
+            digest = state.reference.digest
+        return state, tuple(chain)
+
+    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
+        """Answer as suits a liar."""
+        if what == "ping":
+            reply(True)
+        elif what == "holdings":
+            lie = self._lies.get(content)
+            reply((lie[0].reference if lie is not None else None,))
+        elif what in ("chain", "state"):
+            lie = self._lies.get(content.module)
+            if lie is None or lie[0].reference.digest != content.digest:
+                reply(None)
+            elif what == "chain":
+                reply(lie[1])
+            else:
+                reply(lie if self._serves else None)
+        elif what == "offer":
+            reply((False,))
+        else:
+            reply(None)
+
+
+class Saboteur(Machine):
+    """An insider in whose groups no reduce succeeds."""
+
+    is_honest = False
+    spoils_reduces = True
+
+
+class Braggart(Machine):
+    """An insider that says of every boundary that it trained as much as can be believed."""
+
+    is_honest = False
+
+    def claimed_tokens(self, work: ModuleWork) -> int:
+        """Return the greatest number that is not refused."""
+        now_round = self.world.plan.rounds.round_at(self.believed_s - self.world.plan.start_s)
+        return greatest_contribution(self.world.plan, self.believed_s - 1.0, max(0, now_round))
+
+
+def _peer_record(world: World, peer: str, path: int) -> PeerRecord:
+    return PeerRecord.model_construct(
+        peer_id=peer,
+        protocol=world.plan.protocol_version,
+        software="simulated",
+        device="cpu",
+        state="training",
+        path=path,
+        tokens_per_s=1e6,
+        round=0,
+        reachable="direct",
+        addresses=(),
+        bytes_up=0,
+        bytes_down=0,
+    )
+
+
+def _holding(peer: str, held: StateReference) -> HoldingRecord:
+    return HoldingRecord.model_construct(
+        peer_id=peer,
+        module=held.module,
+        version=held.version,
+        digest=held.digest,
+        tokens=held.tokens,
+        round=max(0, held.last_round),
+        bytes=held.bytes,
+    )
+
+
+def _ignore(answer: Any) -> None:
+    """Nobody waits for this answer."""

@@ -1,0 +1,366 @@
+"""What has to hold in every history, checked while it runs and when it has come to rest.
+
+`agreement`: at rest, all honest trainers of a module stand on one state.
+`work`: at rest, every step that an honest peer trained is in that state once or in the peer's
+unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
+were no numbers) the last steps may be missing: those after its last merged boundary.
+`descent`: no honest member replaces a chain by one with fewer certified contributors since their
+common ancestor, as far as its certificates go.
+`liveness`: while an honest trainer of a module lives, connected to more than half of those that
+train it, the module commits at least every `LIVENESS_ROUNDS` rounds.
+`coverage`: with more paths than trainers and no faults, every path is trained within
+ceil(K/P)+1 dwells.
+`copies`: two rounds after a commit, three honest peers hold that state or a later one, where three
+can be reached.
+`cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
+reading the swarm is counted apart.
+`contract`: a member answers every turn, wants only what the contract allows, and never raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from dipaco.peer.member.actions import Adopt, Commit
+
+from .work import SimulatedState, counts_of
+from .world import Body, World
+
+INVARIANTS = (
+    "agreement",
+    "work",
+    "descent",
+    "liveness",
+    "coverage",
+    "copies",
+    "cost",
+    "contract",
+)
+LIVENESS_ROUNDS = 4
+COPIES = 3
+COPY_ROUNDS = 2
+# In a round and for each module of the path: requests, and states of bytes.
+REQUESTS_PER_MODULE, REQUESTS = 150, 150
+STATES_PER_MODULE, STATES = 12, 12
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What did not hold, when, and at whom."""
+
+    invariant: str
+    time_s: float
+    what: str
+
+
+@dataclass
+class Stay:
+    """Steps of a peer while it trained a module: [begin, end); no end while it lasts."""
+
+    begin: int
+    end: int | None = None
+
+
+@dataclass
+class Figures:
+    """What a history came to, besides violations."""
+
+    commits: int = 0
+    forks: int = 0
+    adoptions: int = 0
+    put_back: int = 0
+    trained_steps: int = 0
+    kept_steps: int = 0
+    greatest_requests: int = 0
+    greatest_states: float = 0.0
+    rounds_to_rest: float = 0.0
+
+
+class Invariants:
+    """The watch of one world."""
+
+    def __init__(self, world: World, *, coverage: bool) -> None:
+        self._world = world
+        self._checks_coverage = coverage
+        self.violations: list[Violation] = []
+        self.figures = Figures()
+        self.faulty_s = -math.inf
+        """When something last went wrong that many notice: a split, a sleep, a crash."""
+        self._round_s = world.plan.rounds.duration_s
+        self._stays: dict[tuple[str, str], list[Stay]] = {}
+        self._versions: dict[tuple[str, int], str] = {}
+        self._forked: set[tuple[str, int]] = set()
+        self._commits: dict[str, list[tuple[float, SimulatedState]]] = {}
+        self._alive_since: dict[str, float] = {}
+        """When the present chance of a module to commit began."""
+        self._up_since: dict[str, float] = {}
+        self._trained: dict[int, tuple[float, int]] = {}
+        self._seen_steps: Counter[str] = Counter()
+        self._traffic: dict[str, tuple[int, float]] = {}
+        self._unsettled: set[str] = set()
+        world.engine.after(self._round_s / 2, self._sample)
+        world.engine.after(self._round_s, self._count_traffic)
+
+    def _violated(self, invariant: str, what: str) -> None:
+        world = self._world
+        self.violations.append(Violation(invariant, round(world.now_s, 2), what))
+        world.say("*", "!", f"VIOLATION of {invariant}: {what}")
+        world.engine.stop()
+
+    # -- what happens
+
+    def started(self, machine: Body) -> None:
+        """A machine begins to train a path."""
+        for module in machine.works:
+            self._stays.setdefault((machine.peer, module), []).append(Stay(machine.steps))
+
+    def lost(self, machine: Body, module: str, why: str) -> None:
+        """The unmerged work of a module is gone."""
+        stay = self._stays[machine.peer, module][-1]
+        stay.end = machine.steps
+        if why == "it went back to its anchor":
+            self._stays[machine.peer, module].append(Stay(machine.steps))
+
+    def wrong(self, machine: Body, what: str) -> None:
+        """The contract is broken."""
+        self._violated("contract", f"{machine.peer}: {what}")
+
+    def committed(self, machine: Body, action: Commit, state: SimulatedState) -> None:
+        """A machine carries out a commit."""
+        if not machine.is_honest:
+            return
+        reference = state.reference
+        place = (reference.module, reference.version)
+        if self._versions.setdefault(place, reference.digest) != reference.digest:
+            self._forked.add(place)
+            self.figures.forks = len(self._forked)
+        commits = self._commits.setdefault(reference.module, [])
+        if all(known is not state for _, known in commits[-4:]):
+            self.figures.commits += 1
+        commits.append((self._world.now_s, state))
+        self._alive_since[reference.module] = self._world.now_s
+
+    def adopted(self, machine: Body, action: Adopt, old: SimulatedState) -> None:
+        """A machine is about to put a foreign state under its work."""
+        if not machine.is_honest:
+            return
+        self.figures.adoptions += 1
+        self.figures.put_back += len(action.put_back)
+        book, module = machine.book, action.module
+        new, before = action.reference.digest, old.reference.digest
+        if old.reference.version == 0:
+            return
+        ancestor = book.common_ancestor(module, new, before)
+        if ancestor is None:
+            return
+        mine = book.contributors_since(module, before, ancestor)
+        theirs = book.contributors_since(module, new, ancestor)
+        if len(theirs) < len(mine):
+            self._violated(
+                "descent",
+                f"{machine.peer} takes {new[:8]} of {module}, with {sorted(theirs)} since "
+                f"{ancestor[:8]}, for {before[:8]}, with {sorted(mine)}",
+            )
+
+    # -- while it runs
+
+    def _honest(self) -> list[Body]:
+        machines = self._world.machines.values()
+        return [m for m in machines if m.is_honest and m.is_alive]
+
+    def _sample(self) -> None:
+        world = self._world
+        world.engine.after(self._round_s / 2, self._sample)
+        for machine in world.machines.values():
+            if not machine.is_awake:
+                self._up_since.pop(machine.peer, None)
+            else:
+                self._up_since.setdefault(machine.peer, world.now_s)
+            if machine.path is not None and machine.steps > self._seen_steps[machine.peer]:
+                self._trained[machine.path] = (world.now_s, machine.steps)
+            self._seen_steps[machine.peer] = machine.steps
+        for module in world.grid.modules():
+            self._check_liveness(module)
+            self._check_copies(module)
+        if self._checks_coverage:
+            self._check_coverage()
+
+    def _check_liveness(self, module: str) -> None:
+        """Does the module commit while it could?"""
+        now_s = self._world.now_s
+        trainers = [m for m in self._honest() if module in m.works]
+        # Who is slow has nothing to contribute in most rounds.
+        fit = [
+            m
+            for m in trainers
+            if m.is_awake and m.step_s <= 0.2 * self._round_s and abs(m.clock_error_s) < 1.0
+        ]
+        sides = Counter(m.link.side for m in fit)
+        together = max(sides.values(), default=0)
+        machines = self._world.machines.values()
+        others = sum(m.path is None and m.trains for m in self._honest())
+        others += sum(m.is_alive and not m.is_honest and module in m.works for m in machines)
+        if not fit or 2 * together <= len(trainers) + others:
+            self._alive_since.pop(module, None)
+            return
+        since_s = self._alive_since.setdefault(module, now_s)
+        if now_s - since_s > (LIVENESS_ROUNDS + 0.5) * self._round_s:
+            self._violated(
+                "liveness",
+                f"{module} has not committed for {(now_s - since_s) / self._round_s:.1f} rounds; "
+                f"{', '.join(m.peer for m in fit)} train it",
+            )
+
+    def _check_copies(self, module: str) -> None:
+        now_s = self._world.now_s
+        before_s = now_s - COPY_ROUNDS * self._round_s
+        if self._world.network.split or self.faulty_s > before_s - self._round_s:
+            return
+        reachable = [
+            m
+            for m in self._honest()
+            if m.link.can_be_called and self._up_since.get(m.peer, now_s) <= before_s
+        ]
+        commits = [state for time_s, state in self._commits.get(module, ()) if time_s <= before_s]
+        if len(reachable) < COPIES or not commits:
+            return
+        wanted = commits[-1].reference
+        holders = [
+            m.peer
+            for m in self._honest()
+            if module in m.served and m.served[module].reference.version >= wanted.version
+        ]
+        if len(holders) < COPIES:
+            self._violated(
+                "copies",
+                f"{COPY_ROUNDS} rounds after version {wanted.version} of {module} only "
+                f"{', '.join(holders) or 'nobody'} hold it, of {len(reachable)} that could",
+            )
+
+    def _check_coverage(self) -> None:
+        world, now_s = self._world, self._world.now_s
+        trainers = sum(m.trains for m in self._honest())
+        count = world.grid.path_count
+        if count <= trainers or not trainers:
+            return
+        dwells = math.ceil(count / trainers) + 1
+        rounds = dwells * world.plan.rounds.dwell_rounds + 1
+        for path in range(count):
+            since_s, _ = self._trained.get(path, (world.plan.start_s, 0))
+            if now_s - since_s > rounds * self._round_s:
+                self._violated(
+                    "coverage", f"path {path} was not trained for {rounds} rounds ({dwells} dwells)"
+                )
+
+    def _count_traffic(self) -> None:
+        world = self._world
+        world.engine.after(self._round_s, self._count_traffic)
+        levels = len(world.grid.level_names)
+        for machine in self._honest():
+            traffic = machine.link.traffic
+            before = self._traffic.get(machine.peer, (0, 0.0))
+            requests = traffic.requests - before[0]
+            states = (traffic.bytes - before[1]) / world.state_bytes
+            self._traffic[machine.peer] = (traffic.requests, traffic.bytes)
+            self.figures.greatest_requests = max(self.figures.greatest_requests, requests)
+            self.figures.greatest_states = max(self.figures.greatest_states, states)
+            most_requests = REQUESTS + REQUESTS_PER_MODULE * levels
+            most_states = STATES + STATES_PER_MODULE * levels
+            if requests > most_requests or states > most_states:
+                self._violated(
+                    "cost",
+                    f"{machine.peer} made {requests} requests and moved {states:.1f} states "
+                    f"in a round; at most {most_requests} and {most_states}",
+                )
+
+    # -- at rest
+
+    def begin_rest(self) -> None:
+        """All faults are over: from now on modules are expected to settle."""
+        self._unsettled = set(self._world.grid.modules())
+        self._rest_s = self._world.now_s
+        self._settle()
+
+    def _settle(self) -> None:
+        """Look again and again whether all stand on one state: while they commit, they do not."""
+        for module in sorted(self._unsettled):
+            machines = [m for m in self._honest() if module in m.works]
+            digests = {m.works[module].anchor.reference.digest for m in machines}
+            if len(digests) <= 1:
+                self._unsettled.discard(module)
+                self._check_work(module)
+        rested_s = self._world.now_s - self._rest_s
+        if self._unsettled:
+            self.figures.rounds_to_rest = rested_s / self._round_s
+            self._world.engine.after(self._round_s / 25, self._settle)
+
+    def end(self) -> None:
+        """The rest is over."""
+        for module in sorted(self._unsettled):
+            anchors = [
+                f"{m.peer}: v{m.works[module].anchor.reference.version} "
+                f"{m.works[module].anchor.reference.digest[:8]}"
+                for m in self._honest()
+                if module in m.works
+            ]
+            rounds = (self._world.now_s - self._rest_s) / self._round_s
+            self._violated(
+                "agreement", f"{module} after {rounds:.1f} calm rounds: {'; '.join(anchors)}"
+            )
+
+    def _final(self, module: str) -> SimulatedState | None:
+        machines = self._honest()
+        for machine in machines:
+            if module in machine.works:
+                return machine.works[module].anchor
+        held = [m.served[module] for m in machines if module in m.served]
+        return max(held, key=lambda s: (s.reference.version, s.reference.digest), default=None)
+
+    def _check_work(self, module: str) -> None:
+        state = self._final(module)
+        if state is None:
+            return
+        world = self._world
+        for machine in world.machines.values():
+            work = machine.works.get(module) if machine.is_alive else None
+            machine.count_steps()
+            counts: Counter[int] = Counter()
+            contents = [state.content] + ([work.shift] if work is not None else [])
+            for content in contents:
+                for begin, end, count in counts_of(content, machine.peer):
+                    for step in range(begin, end):
+                        counts[step] += count
+            if machine.is_honest:
+                self._check_steps(machine, module, counts)
+            strangers = {peer for peer, _ in work.shift} - {machine.peer} if work else set()
+            if strangers and machine.is_honest:
+                self._violated(
+                    "work", f"{machine.peer} has work of {sorted(strangers)} on top of {module}"
+                )
+
+    def _check_steps(self, machine: Body, module: str, counts: Counter[int]) -> None:
+        for stay in self._stays.get((machine.peer, module), ()):
+            end = machine.steps if stay.end is None else stay.end
+            is_missing = False
+            self.figures.trained_steps += end - stay.begin
+            for step in range(stay.begin, end):
+                count = counts.pop(step, 0)
+                self.figures.kept_steps += count
+                if count == 1 and not is_missing:
+                    continue
+                where = f"step {step} of {machine.peer} in {module} (its stay: {stay})"
+                if count not in (0, 1):
+                    self._violated("work", f"{where} counts {count} times")
+                    return
+                if count == 1 and is_missing:
+                    self._violated("work", f"{where} is there, but earlier ones are not")
+                    return
+                if stay.end is None:
+                    self._violated("work", f"{where} is lost")
+                    return
+                is_missing = True
+        if any(counts.values()):
+            step = next(step for step, count in sorted(counts.items()) if count)
+            self._violated("work", f"step {step} of {machine.peer} is in {module}; not its work")

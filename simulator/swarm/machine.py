@@ -1,0 +1,346 @@
+"""One machine: the other shell around a member, with virtual time in place of threads.
+
+It asks the member what to do between two inner steps, tells it what happened, and carries out what
+it wants (`carrying`). It can crash at any event, sleep, restart with its old disk or an empty one,
+and its clock can be wrong.
+
+What is simplified: inner steps that nothing interrupts are taken as one, up to the next boundary
+or a share of a round; what happens meanwhile waits for the end of the real step under way. A wait
+is asked again after a quarter of a second first, later after a whole one.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from dipaco.dht.certificates import Certificate
+from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressRecord
+from dipaco.modules.state import StateReference
+from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
+from dipaco.peer.member.events import Event, LeaveWanted, Stepped, Turn, Viewed
+
+from .carrying import Carrying
+from .network import Link, Reply
+from .world import Body, Disk, World
+
+LIFE_PERIODS = 3.5
+PROGRESS_LIFE_S = 24 * 3600.0
+# Of a round: the longest stretch of inner steps that is taken as one.
+STRETCH_SHARE = 1 / 6
+
+
+@dataclass
+class _Stretch:
+    """Inner steps under way."""
+
+    begin_s: float
+    steps: int
+    number: int
+
+
+class Machine(Body):
+    """See the module's text. Everything that is not on disk is gone when `start` is called."""
+
+    def __init__(
+        self,
+        world: World,
+        peer: str,
+        link: Link,
+        *,
+        step_s: float,
+        trains: bool = True,
+        pinned: int | None = None,
+        clock_error_s: float = 0.0,
+    ) -> None:
+        super().__init__(world, peer, link)
+        self.step_s, self.trains, self.pinned = step_s, trains, pinned
+        self.clock_error_s = clock_error_s
+        self.has_left = False
+        world.network.join(peer, link, self)
+        link.is_up = False
+
+    def forget(self) -> None:
+        """Be as after a start: nothing in memory."""
+        super().forget()
+        self.carrying = Carrying(self)
+        self._inbox: deque[Event] = deque()
+        self._stretch: _Stretch | None = None
+        self._is_waiting = False
+        self._waits = 0
+        self._turns = 0
+        self._written: set[str] = set()
+        self._records: dict[str, Any] = {}
+
+    # -- life
+
+    def start(self) -> None:
+        """Begin, with what lies on the disk, unless it runs."""
+        if self.link.is_up:
+            return
+        self.link.is_up, self.link.hangs = True, False
+        self.link.life += 1
+        self.link.awake_s = 0.0
+        self.has_left = False
+        self.forget()
+        for kept in self.disk.states.values():
+            self.serve_state(kept[-1])
+            for state in kept:
+                self.book.add_all(self.disk.chains.get(state.reference.digest, ()))
+        held = tuple(kept[-1].reference for kept in self.disk.states.values())
+        self.world.say(self.peer, "!", f"starts with {len(held)} states on disk")
+        self.member = self.world.make_member(self, self.book, held)
+        self.later(0.0, self._turn, self._turns)
+        self.later(self.world.engine.between(0.1, 1.0), self._refresh)
+
+    def crash(self, *, hangs: bool, empty_disk: bool) -> None:
+        """End without a word. `hangs`: callers find nobody who would refuse."""
+        if not self.link.is_up:
+            return
+        self.world.say(self.peer, "!", "crashes" + (" and loses its disk" if empty_disk else ""))
+        self._lose_all("it crashed")
+        self.link.is_up, self.link.hangs = False, hangs
+        self.carrying.end()
+        if empty_disk:
+            self.disk = Disk()
+
+    def _lose_all(self, why: str) -> None:
+        for module in list(self.works):
+            self.world.watch.lost(self, module, why)
+        self.works.clear()
+
+    def suspend(self, seconds: float) -> None:
+        """Sleep; everything that is due meanwhile happens at the end."""
+        self.world.say(self.peer, "!", f"sleeps for {seconds:.0f} s")
+        self.link.awake_s = max(self.link.awake_s, self.world.now_s + seconds)
+
+    def step_clock(self, seconds: float) -> None:
+        """Put the clock forward or back."""
+        self.world.say(self.peer, "!", f"its clock jumps by {seconds:.1f} s")
+        self.clock_error_s += seconds
+
+    def ask_to_leave(self) -> None:
+        """Press Ctrl+C."""
+        self.world.network.run(
+            self.peer, self.link.life, self.deliver, LeaveWanted("Ctrl+C was pressed")
+        )
+
+    def _stop(self) -> None:
+        """The member has left."""
+        self._lose_all("it left")
+        self.has_left = True
+        for item in sorted(self._written):
+            if item != "progress":
+                self.world.directory.write(self.peer, item, None, 60.0)
+        self.link.is_up = False
+        self.carrying.end()
+
+    # -- the loop
+
+    def deliver(self, event: Event) -> None:
+        """Report an event: at once, or when the inner step under way has ended."""
+        if not self.link.is_up:
+            return
+        if self._stretch is not None:
+            self._inbox.append(event)
+            self._cut_short(self._stretch)
+            return
+        self._handle(event)
+        if self._is_waiting:
+            self._is_waiting = False
+            self._waits = 0
+            self._turns += 1
+            self.later(0.0, self._turn, self._turns)
+
+    def _handle(self, event: Event) -> list[Action]:
+        """Let the member handle an event, and all that is answered at once."""
+        self.carrying.note(event)
+        actions = self._ask_member(event)
+        self.carrying.review_offers()
+        while self.answers and self.link.is_up:
+            self._ask_member(self.answers.popleft())
+        return actions
+
+    def _ask_member(self, event: Event) -> list[Action]:
+        world = self.world
+        world.say(self.peer, "hears", event)
+        self.handled += 1
+        try:
+            actions = self.member.handle(event, self.believed_s)
+        except Exception:
+            last = traceback.format_exc().strip().splitlines()
+            world.watch.wrong(self, f"handling {event.kind} raised: {' | '.join(last[-5:])}")
+            return []
+        for action in actions:
+            if not self.link.is_up:
+                break
+            world.say(self.peer, "wants", action)
+            self.carrying.do(action)
+        return actions
+
+    def _turn(self, number: int) -> None:
+        if number != self._turns or self._stretch is not None:
+            return
+        self._is_waiting = False
+        actions = self._handle(Turn(self.step_s if self.steps else 0.0))
+        if not self.link.is_up:
+            return
+        answers = [a for a in actions if isinstance(a, TakeStep | Wait | Left)]
+        if len(answers) != 1:
+            found = ", ".join(answer.kind for answer in answers) or "nothing"
+            self.world.watch.wrong(self, f"a turn was answered with {found}")
+        elif isinstance(answers[0], Left):
+            self._stop()
+            return
+        elif isinstance(answers[0], TakeStep):
+            self._waits = 0
+            self._begin_steps(answers[0].slack_s)
+            return
+        self._is_waiting = True
+        self._turns += 1
+        self._waits += 1
+        self.later(0.25 if self._waits < 8 else 1.0, self._turn, self._turns)
+
+    def _begin_steps(self, slack_s: float) -> None:
+        rounds = self.world.plan.rounds
+        steps = 1
+        if not rounds.inner_steps:
+            longest_s = min(slack_s, STRETCH_SHARE * rounds.duration_s)
+            steps = max(1, int(longest_s / self.step_s))
+        self._turns += 1
+        self._stretch = _Stretch(self.world.now_s, steps, self._turns)
+        self.later(steps * self.step_s, self._stepped, self._stretch.number)
+
+    def _cut_short(self, stretch: _Stretch) -> None:
+        """Let a stretch end with the real step that is under way."""
+        passed_s = self.world.now_s - stretch.begin_s
+        steps = max(1, -int(-passed_s // self.step_s))
+        if steps < stretch.steps:
+            self._turns += 1
+            stretch.steps, stretch.number = steps, self._turns
+            end_s = stretch.begin_s + steps * self.step_s
+            self.later(end_s - self.world.now_s, self._stepped, stretch.number)
+
+    def _stepped(self, number: int) -> None:
+        stretch = self._stretch
+        if stretch is None or stretch.number != number:
+            return
+        self._stretch = None
+        self.steps += stretch.steps
+        self._handle(Stepped(stretch.steps * self.world.tokens_per_step))
+        while self._inbox and self.link.is_up:
+            self._handle(self._inbox.popleft())
+        self._turn(self._turns)
+
+    # -- what is published and read
+
+    @property
+    def refresh_period_s(self) -> float:
+        """How often records are renewed: as `peer.publisher` does."""
+        return min(20.0, max(1.0, self.world.plan.rounds.duration_s / 4))
+
+    def _refresh(self) -> None:
+        """Publish and read, once a refresh period."""
+        self.publish()
+        engine = self.world.engine
+        self.later(engine.between(*self.world.conditions.look_s), self.read, False)
+        self.later(self.refresh_period_s * engine.between(0.95, 1.05), self._refresh)
+
+    def read(self, is_answer: bool) -> None:
+        """Read the swarm and tell the member."""
+        view = self.world.directory.read(self.peer, self.believed_s)
+        self.deliver(Viewed(view, is_answer))
+
+    def publish(self) -> None:
+        """Write all records."""
+        for item in ("claim", "peer", "progress", *sorted(self.served)):
+            self.publish_item(item)
+
+    def publish_item(self, item: str) -> None:
+        """Write one record, or withdraw it."""
+        record = self._record(item)
+        if record is None and item not in self._written:
+            return
+        if record is None:
+            self._written.discard(item)
+        else:
+            self._written.add(item)
+        life_s = LIFE_PERIODS * self.refresh_period_s + 2.0
+        life_s = PROGRESS_LIFE_S if item == "progress" else life_s
+        self.world.directory.write(self.peer, item, record, life_s)
+
+    @property
+    def _spoken_round(self) -> int:
+        plan = self.world.plan
+        if plan.rounds.inner_steps:
+            return self.round_index
+        return max(0, plan.rounds.round_at(self.believed_s - plan.start_s))
+
+    def _record(self, item: str) -> Any:
+        claim = self.claim
+        if item == "claim":
+            if claim.path is None or claim.state not in ("joining", "training"):
+                return None
+            return ClaimRecord.model_construct(
+                peer_id=self.peer,
+                path=claim.path,
+                state=claim.state,
+                since_s=claim.since_s,
+                round=self._spoken_round,
+                pinned=claim.pinned,
+            )
+        if item == "peer":
+            return PeerRecord.model_construct(
+                peer_id=self.peer,
+                protocol=self.world.plan.protocol_version,
+                software="simulated",
+                device="cpu",
+                state=claim.state,
+                path=claim.path,
+                tokens_per_s=self.world.tokens_per_step / self.step_s,
+                round=self._spoken_round,
+                reachable="direct" if self.link.can_be_called else "relayed",
+                addresses=(),
+                bytes_up=0,
+                bytes_down=0,
+            )
+        if item == "progress":
+            entries = sorted(self.progress.values(), key=lambda entry: -entry.last_round)
+            if not entries:
+                return None
+            return ProgressRecord.model_construct(peer_id=self.peer, entries=tuple(entries[:64]))
+        state = self.served.get(item)
+        return self._holding(state.reference) if state is not None else None
+
+    def _holding(self, held: StateReference) -> HoldingRecord:
+        known = self._records.get(held.module)
+        if known is None or known.digest != held.digest:
+            known = HoldingRecord.model_construct(
+                peer_id=self.peer,
+                module=held.module,
+                version=held.version,
+                digest=held.digest,
+                tokens=held.tokens,
+                round=max(0, held.last_round),
+                bytes=held.bytes,
+            )
+            self._records[held.module] = known
+        return known
+
+    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
+        """Answer a call."""
+        self.carrying.serve(caller, what, content, reply)
+
+    def hear_call(self, *said: Any) -> None:
+        """Take what the other side of a call of a meeting says."""
+        self.carrying.averaging.hear(*said)
+
+    def hear_broken_call(self, *call: Any) -> None:
+        """Take note that a call of a meeting broke."""
+        self.carrying.averaging.call_broke(*call)
+
+    def hear_signature(self, certificate: Certificate) -> None:
+        """Take the signature of another member of a group."""
+        self.carrying.hear_signature(certificate)

@@ -1,0 +1,254 @@
+"""The swarm simulator: it is deterministic, it sees what is wrong, and members hold in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from dipaco.dht.certificates import CertificateBook
+from dipaco.dht.records import PeerRecord
+from dipaco.modules.state import StateReference
+from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
+from dipaco.peer.member.events import Event
+from dipaco.simulator.swarm.engine import Engine
+from dipaco.simulator.swarm.history import real_member, run_history
+from dipaco.simulator.swarm.invariants import Invariants
+from dipaco.simulator.swarm.machine import Machine
+from dipaco.simulator.swarm.network import Link, Network
+from dipaco.simulator.swarm.scenario import draw_scenario, small_plan
+from dipaco.simulator.swarm.trace import Trace
+from dipaco.simulator.swarm.work import Content, ModuleWork, add, counts_of, steps_in
+from dipaco.simulator.swarm.world import Decider, World
+
+# Seeds of each profile that every run of the tests lives through, in chunks.
+SEEDS, CHUNK = 24, 8
+PROFILES = ("calm",)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize("profile", PROFILES)
+def test_members_hold_in_histories_with_faults(profile: str, first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        result = run_history(seed, profile, members=2 + seed % 4, rounds=8)
+        assert result.violations == [], f"{result.command} --members {2 + seed % 4} --rounds 8"
+
+
+def test_a_seed_is_the_same_history_on_any_machine() -> None:
+    program = (
+        "from dipaco.simulator.swarm.history import run_history\n"
+        "from dipaco.simulator.swarm.trace import Trace\n"
+        "results = [run_history(s, rounds=3, trace=Trace(keep=True)) for s in range(2)]\n"
+        "print([(r.events, r.trace.digest()) for r in results])"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": number},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in ("1", "2")
+    ]
+    first, second = (process.communicate(timeout=250)[0] for process in running)
+    assert first == second
+    assert first.count("(") == 2
+
+
+class _Spoiled:
+    """A member some of whose answers are changed: what the invariants have to notice."""
+
+    def __init__(self, member: Decider, change: Callable[[Action], Action | None]) -> None:
+        self._member, self._change = member, change
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        changed = [self._change(action) for action in self._member.handle(event, now_s)]
+        return [action for action in changed if action is not None]
+
+
+def _violated_by(
+    change: Callable[[Action], Action | None], profile: str, seeds: int = 12, **sizes: int
+) -> set[str]:
+    def make(machine: Machine, book: CertificateBook, held: tuple[StateReference, ...]) -> Decider:
+        return _Spoiled(real_member(machine, book, held), change)
+
+    found = set()
+    for seed in range(seeds):
+        result = run_history(seed, profile, make_member=make, **sizes)
+        found |= {violation.invariant for violation in result.violations}
+    return found
+
+
+def test_lost_work_is_noticed() -> None:
+    def forget(action: Action) -> Action:
+        return replace(action, put_back=()) if isinstance(action, Adopt) else action
+
+    assert "work" in _violated_by(forget, "split", seeds=4, members=4, paths=1, rounds=8)
+
+
+def test_work_that_is_merged_twice_is_noticed() -> None:
+    world = World(small_plan((1,), duration_s=60.0), Engine(0, 1000.0), real_member, Trace())
+    world.watch = watch = Invariants(world, coverage=False)
+    machine = Machine(world, "a", Link(), step_s=1.0)
+    machine.link.is_up, machine.path, machine.steps = True, 0, 5
+    steps: Content = {("a", 0): 1, ("a", 5): -1}
+    anchor = replace(world.stock.genesis["L0.E0"], content=dict(steps))
+    machine.works = {"L0.E0": ModuleWork(anchor, 5)}
+    watch.started(machine)
+    watch.begin_rest()
+    assert "not its work" in watch.violations[0].what
+    watch.violations.clear()
+    machine.steps = 0
+    watch.started(machine)
+    machine.steps = 5
+    watch.begin_rest()
+    assert watch.violations == []
+    machine.works["L0.E0"].shift = dict(steps)
+    watch.begin_rest()
+    assert "counts 2 times" in watch.violations[0].what
+
+
+def test_a_fork_that_stays_is_noticed() -> None:
+    def stay(action: Action) -> Action | None:
+        return None if isinstance(action, Adopt) else action
+
+    assert "agreement" in _violated_by(stay, "split", seeds=4, members=4, paths=1, rounds=8)
+
+
+def test_a_module_without_commits_is_noticed() -> None:
+    def never(action: Action) -> Action | None:
+        return None if isinstance(action, Average | Commit) else action
+
+    assert "liveness" in _violated_by(never, "calm", seeds=1, members=3, rounds=8)
+
+
+def test_missing_copies_are_noticed() -> None:
+    def keep_all(action: Action) -> Action | None:
+        return None if isinstance(action, Offer) else action
+
+    assert "copies" in _violated_by(keep_all, "calm", seeds=1, members=4, paths=4, rounds=8)
+
+
+def test_a_turn_without_an_answer_is_noticed() -> None:
+    def say_nothing(action: Action) -> Action | None:
+        return None if isinstance(action, Wait | TakeStep) else action
+
+    assert _violated_by(say_nothing, "calm", seeds=1) == {"contract"}
+
+
+def test_contents_are_sums() -> None:
+    content: Content = {}
+    add(content, {("a", 0): 1, ("a", 5): -1})
+    add(content, {("a", 5): 1, ("a", 9): -1})
+    assert content == {("a", 0): 1, ("a", 9): -1}
+    assert (steps_in(content), counts_of(content, "a")) == (9, [(0, 9, 1)])
+    add(content, {("a", 3): 1, ("a", 4): -1})
+    assert counts_of(content, "a") == [(0, 3, 1), (3, 4, 2), (4, 9, 1)]
+    add(content, {("a", 0): 1, ("a", 9): -1}, -1)
+    assert (counts_of(content, "a"), counts_of(content, "b")) == ([(3, 4, 1)], [])
+
+
+class _Host:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def serve(self, caller: str, what: str, content: object, reply: Callable[..., None]) -> None:
+        self.heard.append(caller)
+        reply(what)
+
+
+def _network(**links: Link) -> tuple[Engine, Network, dict[str, _Host]]:
+    engine = Engine(0, 0.0)
+    network = Network(engine)
+    hosts = {name: _Host() for name in links}
+    for name, link in links.items():
+        network.join(name, link, hosts[name])
+    return engine, network, hosts
+
+
+def _ask(engine: Engine, network: Network, caller: str, callee: str) -> tuple[object, float]:
+    answers: list[tuple[object, float]] = []
+    network.call(
+        caller, callee, "hello", None, lambda a: answers.append((a, engine.now_s)), limit_s=5.0
+    )
+    begin_s = engine.now_s
+    engine.run(begin_s + 20.0)
+    ((answer, end_s),) = answers
+    return answer, end_s - begin_s
+
+
+def test_calls_reach_who_can_be_called() -> None:
+    closed = Link(can_be_called=False)
+    engine, network, hosts = _network(a=Link(), b=Link(), c=closed)
+    assert _ask(engine, network, "a", "b")[0] == "hello"
+    refused, soon_s = _ask(engine, network, "a", "c")
+    assert (refused, hosts["c"].heard) == (None, [])
+    assert soon_s < 1.0
+    assert _ask(engine, network, "c", "a")[0] == "hello"
+    assert _ask(engine, network, "a", "c")[0] == "hello"
+    network.cut({"a": 1})
+    assert _ask(engine, network, "a", "b") == (None, 5.0)
+    network.heal()
+    assert _ask(engine, network, "a", "b")[0] == "hello"
+
+
+def test_who_sleeps_answers_when_it_wakes_and_the_dead_never() -> None:
+    engine, network, _ = _network(a=Link(), b=Link())
+    network.links["b"].awake_s = engine.now_s + 3.0
+    answer, waited_s = _ask(engine, network, "a", "b")
+    assert answer == "hello"
+    assert 3.0 <= waited_s < 4.0
+    network.links["b"].awake_s = engine.now_s + 9.0
+    assert _ask(engine, network, "a", "b") == (None, 5.0)
+    network.links["b"].is_up = False
+    assert _ask(engine, network, "a", "b")[1] < 1.0
+    network.links["b"].hangs = True
+    assert _ask(engine, network, "a", "b") == (None, 5.0)
+
+
+def test_transfers_share_an_uplink() -> None:
+    _, network, _ = _network(a=Link(uplink=1e6), b=Link(), c=Link())
+    first_s, second_s = (network.arrival_s("a", peer, 2e6) for peer in ("b", "c"))
+    assert 2.0 < first_s < 2.2
+    assert 4.0 < second_s < 4.2
+
+
+def _peer_record(state: str) -> PeerRecord:
+    return PeerRecord.model_construct(peer_id="a", state=state, path=None)
+
+
+def test_records_are_late_and_each_side_of_a_split_has_its_own() -> None:
+    engine = Engine(0, 1000.0)
+    plan = small_plan((2, 2), duration_s=60.0)
+    world = World(plan, engine, real_member, Trace())
+    for name in ("a", "b"):
+        world.network.join(name, Link(), _Host())
+    directory = world.directory
+    directory.write_s = (2.0, 2.0)
+
+    def seen(reader: str) -> str | None:
+        record = directory.read(reader, engine.now_s).peers.get("a")
+        return record.state if record else None
+
+    directory.write("a", "peer", _peer_record("joining"), 60.0)
+    assert seen("b") is None
+    engine.run(1003.0)
+    assert seen("b") == "joining"
+    world.network.cut({"b": 1})
+    directory.write("a", "peer", _peer_record("training"), 60.0)
+    engine.run(1006.0)
+    assert (seen("a"), seen("b")) == ("training", "joining")
+    world.network.heal()
+    assert seen("b") == "training"
+    engine.run(1070.0)
+    assert seen("b") is None
+
+
+def test_what_is_given_is_not_drawn() -> None:
+    drawn = draw_scenario(3, "churn", members=5, paths=6, rounds=9)
+    assert (drawn.members, drawn.rounds, drawn.faults) == (5, 9, ("churn",))
+    with pytest.raises(ValueError, match="profile must be one of calm"):
+        draw_scenario(0, "rain")
