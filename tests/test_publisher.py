@@ -9,13 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dipaco.dht.policy import Decision
 from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.claimer import Claimer
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Claim, PeerStatus, Publisher
 from support.fake_swarm import (
@@ -65,16 +63,9 @@ class Peer:
         self.publisher.start(tuple)
         self.publisher.refresh()
 
-    def claimer(self, pinned: int | None = None) -> Claimer:
-        return Claimer(
-            self.grid,
-            self.publisher,
-            self.status,
-            self.time.clock,
-            self.events,
-            me=ME,
-            pinned=pinned,
-        )
+    def claim(self, path: int, *, pinned: bool = False) -> None:
+        """Claim a path now."""
+        self.status.claim = Claim("joining", path, self.time.clock.now(), pinned=pinned)
 
 
 @pytest.fixture
@@ -93,16 +84,14 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
             peer.publisher.refresh()
             inside.release()
 
-    stopping = threading.Event()
-    stopping.set()
     peer.time.on_look = publish_meanwhile
     for path, now_s in enumerate((1000.0, 2000.0, 3000.0)):
         peer.time.now_s = now_s
-        peer.claimer().claim(stopping, Decision(path, "said"))
+        peer.claim(path)
     peer.time.now_s = 4000.0
-    peer.claimer(pinned=1).claim(stopping)
+    peer.claim(1, pinned=True)
     peer.time.now_s = 5000.0
-    peer.claimer().take_back(2)
+    peer.claim(2)
     peer.publisher.refresh()
     said = [(c.path, c.since_s, c.pinned) for c in peer.directory.claims if c is not None]
     whole = [(0, 1000.0, False), (1, 2000.0, False), (2, 3000.0, False), (1, 4000.0, True)]
@@ -110,7 +99,7 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
 
 
 def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
-    peer.claimer(pinned=1).claim(threading.Event())
+    peer.claim(1, pinned=True)
     view = peer.publisher.refresh()
     assert view.claims[ME].path == 1
     assert peer.directory.holdings["L0.E0"].tokens == 64
