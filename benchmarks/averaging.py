@@ -36,17 +36,19 @@ def main() -> int:
     rounds: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in KINDS}
     try:
         addresses: list[str] = []
+        candidates: list[str] = []
         for number in range(chosen.peers):
             hosts.append(HostProcess(HERE / "averaging_host.py", number, addresses, flags))
             # The others start together, once there is somebody to join.
-            addresses = addresses or hosts[0].answer()["addresses"]
-        for host in hosts[1:]:
-            host.answer()
+            if number == 0:
+                hello = hosts[0].answer()
+                addresses, candidates = hello["addresses"], [hello["peer_id"]]
+        candidates += [host.answer()["peer_id"] for host in hosts[1:]]
         # The first round of each opens connections and does not count.
         for round_index in range(chosen.rounds + 1):
             for kind in KINDS:
                 for host in hosts:
-                    host.tell(kind=kind, round=round_index, peers=chosen.peers)
+                    host.tell(kind=kind, round=round_index, candidates=candidates)
                 answers = [host.answer() for host in hosts]
                 if round_index > 0:
                     rounds[kind].append(answers)

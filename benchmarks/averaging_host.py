@@ -16,7 +16,7 @@ import torch
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import AveragingRule, Contribution
 from dipaco.peer.averaging.averager import ExactAverager
-from dipaco.peer.averaging.group import averager_prefix, group_bits
+from dipaco.peer.averaging.group import averager_prefix
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Float16Compression, NoCompression
@@ -32,14 +32,14 @@ def exact(averager: ExactAverager, flat: torch.Tensor, command: dict[str, Any]) 
     """Average with ours."""
     outcome = averager.average(
         flat,
-        group_bits=group_bits(0, command["round"], 0, ANCHOR),
-        scheduled_time=time.time() + MATCHMAKING_S,
-        timeout_s=TIMEOUT_S,
+        candidates=command["candidates"],
+        close_s=time.time() + MATCHMAKING_S,
+        end_s=time.time() + TIMEOUT_S,
+        attempt=0,
         contribution=Contribution(0, averager.peer_id.to_base58(), 1000),
         module="L0.E0",
         round_index=command["round"],
         anchor_digest=ANCHOR,
-        expected_peers=command["peers"],
     )
     return {"reduce_s": outcome.reduce_s, "average": outcome.average, "group": len(outcome.table)}
 
@@ -98,7 +98,8 @@ def main() -> None:
         reducer_timeout=40.0,
     )
     addresses = [str(address) for address in dht.get_visible_maddrs()]
-    print(json.dumps({"addresses": addresses}), flush=True)
+    hello = {"addresses": addresses, "peer_id": dht.peer_id.to_base58()}
+    print(json.dumps(hello), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         flat = outer_gradient(options.number, command["round"], options.size)

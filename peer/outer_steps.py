@@ -19,10 +19,8 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateReference
 
 from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
-from .averaging.group import group_bits
 from .member import actions as a
 from .member import events as e
-from .member.gathering import longest_wait_s
 from .trainer import Snapshot
 
 logger = logging.getLogger("dipaco.peer.outer_steps")
@@ -41,7 +39,7 @@ class Pool(Protocol):
         ...
 
     def members_together(self, level: str) -> int:
-        """How many members a group has here, as it forms; 0: another peer knows."""
+        """How many members a group has as it forms, as far as this peer knows; 0: none yet."""
         ...
 
 
@@ -144,22 +142,16 @@ class OuterSteps:
         is_counted = self._plan.rounds.inner_steps > 0
         return averager.average(
             snapshot.outer_gradient(),
-            group_bits=group_bits(
-                self._grid.modules().index(action.module),
-                action.round_index,
-                action.attempt,
-                action.anchor,
-            ),
+            candidates=action.candidates,
+            close_s=close_s,
+            end_s=max(end_s, close_s + GRACE_S),
             contribution=Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens),
             module=action.module,
             round_index=action.round_index,
+            attempt=action.attempt,
             anchor_digest=action.anchor,
             greatest_tokens=greatest_contribution(self._plan, action.begin_s, action.round_index),
-            scheduled_time=close_s,
-            timeout_s=max(end_s - time.time(), close_s - time.time() + GRACE_S),
-            expected_peers=None if is_counted else max(2, len(action.candidates)),
             awaited=(lambda: self._awaited[action.module]) if is_counted else None,
-            longest_wait_s=longest_wait_s(self._plan.rounds) if is_counted else 0.0,
             exclude=action.excluded,
         )
 

@@ -21,8 +21,8 @@ from support.host_process import SILENCE_S, HostProcess, digest, outer_gradient
 pytestmark = pytest.mark.swarm
 
 SIZE = 400_000
-# A group whose members are counted closes as soon as they are together, this is only its limit; the
-# others close then, so all must have come by that time.
+# In a first attempt all come in the three seconds before it closes; in a later one at any time, and
+# the limit only matters if somebody does not.
 LIMIT_S = 60.0
 CLOSE_S = 8.0
 HOST_SCRIPT = Path(__file__).parent / "support" / "averager_host.py"
@@ -52,10 +52,15 @@ def start(hosts: list[Host], count: int, *flags: str) -> None:
 
 
 def average(hosts: list[Host], round_index: int, **command: Any) -> list[dict[str, Any]]:
-    close_s = time.time() + (LIMIT_S if command.get("expected") else CLOSE_S)
-    for host in hosts:
-        host.tell(round=round_index, close_s=close_s, **command)
+    close_s = time.time() + (LIMIT_S if command.get("attempt") else CLOSE_S)
+    tell(hosts, hosts, round=round_index, close_s=close_s, **command)
     return [host.answer() for host in hosts]
+
+
+def tell(hosts: list[Host], candidates: list[Host], **command: Any) -> None:
+    """Have hosts average with these candidates, who lead in this order."""
+    for host in hosts:
+        host.tell(candidates=[candidate.peer_id for candidate in candidates], **command)
 
 
 def reference(hosts: list[Host], round_index: int, codec: str) -> str:
@@ -71,14 +76,14 @@ def reference(hosts: list[Host], round_index: int, codec: str) -> str:
 @pytest.mark.parametrize("codec", ["float16", "blockwise8bit"])
 def test_all_peers_hold_the_digest_of_the_reference(hosts: list[Host], codec: str) -> None:
     start(hosts, 3, f"--codec={codec}")
-    for round_index, expected_peers in enumerate([None, 3]):
-        answers = average(hosts, round_index, expected=expected_peers)
+    for round_index, attempt in enumerate([0, 1]):
+        answers = average(hosts, round_index, attempt=attempt)
         assert [answer.get("failed") for answer in answers] == [None] * 3
         assert {answer["digest"] for answer in answers} == {reference(hosts, round_index, codec)}
         assert all(answer["unchanged"] for answer in answers)
         assert len({json.dumps(answer["table"]) for answer in answers}) == 1
-        if expected_peers:
-            assert max(answer["seconds"] for answer in answers) < LIMIT_S
+        # All have come, so nobody waits for the end.
+        assert max(answer["seconds"] for answer in answers) < LIMIT_S
     for host in hosts:
         host.close()
         assert host.process.returncode == 0
@@ -89,8 +94,7 @@ def test_death_in_the_middle_of_a_reduce_changes_nothing(hosts: list[Host]) -> N
     start(hosts, 3)
     victim = Host(3, hosts[0].addresses, "--die-after-parts=6")
     close_s = time.time() + LIMIT_S
-    for host in [*hosts, victim]:
-        host.tell(round=0, close_s=close_s, expected=4)
+    tell([*hosts, victim], [victim, *hosts], round=0, attempt=1, close_s=close_s)
     victim.process.wait(LIMIT_S)
     died = time.monotonic()
     answers = [host.answer() for host in hosts]
@@ -102,7 +106,7 @@ def test_death_in_the_middle_of_a_reduce_changes_nothing(hosts: list[Host]) -> N
     for child in victim.children:
         with pytest.raises(ProcessLookupError):
             _wait_for_end(child)
-    retried = average(hosts, 0, attempt=1, expected=3)
+    retried = average(hosts, 0, attempt=2)
     assert {answer.get("digest") for answer in retried} == {reference(hosts, 0, "float16")}
 
 
@@ -118,23 +122,22 @@ def test_bad_rows_keep_a_peer_out_and_say_why(hosts: list[Host]) -> None:
     hosts.append(bad)
     good = hosts[:2]
     close_s = time.time() + CLOSE_S
-    for host in good:
-        host.tell(round=0, close_s=close_s)
-    # The same key as the others', but another anchor behind it.
-    bad.tell(round=0, close_s=close_s + 0.5, anchor="ab" * 32)
+    tell(good, hosts, round=0, close_s=close_s)
+    # It thinks that a peer can have trained more than the others do.
+    tell([bad], hosts, round=0, close_s=close_s, tokens=20_000, greatest_tokens=30_000)
     answers = [host.answer() for host in good]
     assert {answer.get("digest") for answer in answers} == {reference(good, 0, "float16")}
     assert "failed" in bad.answer()
     lines = [line for host in good for line in host.errors if "not admitted" in line]
     assert lines
-    assert all(bad.peer_id in line and "anchor" in line for line in lines)
+    assert all(bad.peer_id in line and "20000 tokens" in line for line in lines)
 
 
 def test_alone_and_other_rounds_do_not_meet(hosts: list[Host]) -> None:
     start(hosts, 2)
     close_s = time.time() + 3.0
-    hosts[0].tell(round=1, close_s=close_s)
-    hosts[1].tell(round=2, close_s=close_s)
+    tell(hosts[:1], hosts, round=1, close_s=close_s)
+    tell(hosts[1:], hosts, round=2, close_s=close_s)
     for host in hosts:
         answer = host.answer()
         assert "no other peer" in answer["failed"]
@@ -144,9 +147,9 @@ def test_alone_and_other_rounds_do_not_meet(hosts: list[Host]) -> None:
 
 def test_shutdown_ends_a_waiting_call(hosts: list[Host]) -> None:
     start(hosts, 1)
-    hosts[0].tell(round=0, close_s=time.time() + 2 * LIMIT_S, shutdown_after_s=1.0)
+    tell(hosts, hosts, round=0, close_s=time.time() + 2 * LIMIT_S, shutdown_after_s=1.0)
     answer = hosts[0].answer()
     assert "stopped" in answer["failed"] or "given up" in answer["failed"]
     assert answer["seconds"] < LIMIT_S
-    hosts[0].tell(round=0, close_s=time.time() + LIMIT_S)
+    tell(hosts, hosts, round=0, close_s=time.time() + LIMIT_S)
     assert "stopped" in hosts[0].answer()["failed"]

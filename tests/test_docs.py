@@ -23,7 +23,7 @@ from dipaco.modules.outer import AveragingRule, Contribution, canonical_table, o
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer import cli as peer_cli
 from dipaco.peer import replay_cli
-from dipaco.peer.averaging.group import GatherRow, group_bits, reduce_shares
+from dipaco.peer.averaging.group import GatherRow, meeting_key, reduce_shares
 from dipaco.peer.exchange import messages
 from dipaco.routing.batches import batch_indices
 from dipaco.simulator import cli as simulator_cli
@@ -284,7 +284,7 @@ def test_the_test_vectors_of_the_protocol() -> None:
         "state_digest": state.digest,
         "weights": repr(list(rule.weights(table))),
         "stepped_digest": stepped.digest,
-        "group_bits": group_bits(3, 12, 0, "ab" * 32),
+        "meeting_key": meeting_key("L0.E3", 12, 0, "ab" * 32),
         "gather_row": row.to_bytes().hex(),
         "reduce_shares": repr(list(reduce_shares([100, 50, 10, 0]))),
         "batch_0": repr(batch_indices(0, 0, 0, 0, 4, 10).tolist()),

@@ -12,6 +12,8 @@ from dipaco.peer.member.reception import GREATEST_GROUP, GREATEST_HELD, Receptio
 from support.meeting_net import Faults, MeetingNet
 
 WINDOW_S = 2.0
+# A group that somebody is missing from closes then, and an answer and a list later it is known.
+LATEST_S = WINDOW_S + 0.7
 
 
 def names(count: int) -> list[str]:
@@ -46,7 +48,7 @@ def by_the_clock(
             window_s=WINDOW_S,
             start_s=start_s,
             close_s=close_s,
-            give_up_s=close_s + 0.5 * WINDOW_S,
+            give_up_s=close_s + 0.5 * WINDOW_S + 0.5,
             undialable=undialable,
             excluded=excluded,
         ),
@@ -120,14 +122,14 @@ def test_without_faults_all_meet_in_one_group(count: int, seeds: int) -> None:
 
 @pytest.mark.parametrize("count", [3, 16])
 def test_peers_that_come_late_or_early_meet_the_others(count: int) -> None:
-    """Nobody is more than a third of the window late; the leader is among the late ones."""
+    """Nobody is more than half of the window late; the leader is among the late ones."""
     for seed in range(150):
         chance = random.Random(seed)
         net = MeetingNet(seed, Faults(latency_s=(0.0, 0.2)))
         for name in names(count):
-            by_the_clock(net, name, names(count), comes_s=chance.uniform(-5.0, 0.35 * WINDOW_S))
+            by_the_clock(net, name, names(count), comes_s=chance.uniform(-5.0, 0.5 * WINDOW_S))
         net.run()
-        assert together_at(net) <= WINDOW_S + 0.2, f"seed {seed}"
+        assert together_at(net) <= LATEST_S, f"seed {seed}"
 
 
 def test_views_that_differ_by_a_newcomer_or_in_their_order_still_meet() -> None:
@@ -141,7 +143,7 @@ def test_views_that_differ_by_a_newcomer_or_in_their_order_still_meet() -> None:
             unseen = chance.choice([peer for peer in seen if peer != name])
             by_the_clock(net, name, [peer for peer in seen if peer != unseen])
         net.run()
-        assert together_at(net) <= WINDOW_S + 0.2, f"seed {seed}"
+        assert together_at(net) <= LATEST_S, f"seed {seed}"
 
 
 def test_a_peer_that_the_leader_cannot_hear_comes_by_another_way() -> None:
@@ -155,7 +157,7 @@ def test_a_peer_that_the_leader_cannot_hear_comes_by_another_way() -> None:
         for name in everybody:
             by_the_clock(net, name, everybody)
         net.run()
-        assert together_at(net) <= WINDOW_S + 0.2, f"seed {seed}"
+        assert together_at(net) <= LATEST_S, f"seed {seed}"
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -170,7 +172,7 @@ def test_candidates_that_are_dead_are_passed_over(frozen: bool) -> None:
             by_the_clock(net, name, everybody)
         net.run()
         assert [set(group) for group in groups(net)] == [set(everybody[2:])], f"seed {seed}"
-        assert max(peer.ended_s for peer in net.peers.values()) <= WINDOW_S + 0.2
+        assert max(peer.ended_s for peer in net.peers.values()) <= LATEST_S
 
 
 def test_a_leader_that_dies_is_replaced() -> None:
@@ -240,16 +242,21 @@ def test_a_bad_row_is_refused_with_the_reason() -> None:
         names(3)[2], names(3), b"bad", fine, now_s=0.0, window_s=2.0, close_s=2.0, give_up_s=3.0
     )
     net.peers[names(3)[2]].make = lambda now_s: bad
+    leads: list[Meeting] = []
+    make = net.peers[names(3)[0]].make
+    net.peers[names(3)[0]].make = lambda now_s: leads.append(make(now_s)) or leads[0]  # type: ignore[func-returns-value]
     net.run()
     assert [set(group) for group in groups(net)] == [set(names(3)[:2])]
     assert "its row is bad" in net.peers[names(3)[2]].missed
-    assert any("its row is bad" in line for line in bad.notices)
+    (notice,) = leads[0].notices
+    assert names(3)[2] in notice
+    assert "its row is bad" in notice
 
 
 def test_who_comes_after_the_closing_is_told() -> None:
     net = MeetingNet(3, Faults())
     for name in names(4):
-        by_the_clock(net, name, names(4), comes_s=2.1 if name == names(4)[3] else 0.0)
+        by_the_clock(net, name, names(4), comes_s=2.6 if name == names(4)[3] else 0.0)
     net.run()
     assert [set(group) for group in groups(net)] == [set(names(4)[:3])]
     assert "the group has closed" in net.peers[names(4)[3]].missed
@@ -351,10 +358,10 @@ def test_the_group_has_a_limit() -> None:
     for name in everybody:
         by_the_clock(net, name, everybody)
     net.run()
-    assert [len(group) for group in groups(net)] == [GREATEST_GROUP]
-    late = [peer for peer in net.peers.values() if peer.group is None]
-    assert len(late) == 6
-    assert all("full" in peer.missed for peer in late)
+    greatest, *others = sorted((len(group) for group in groups(net)), reverse=True)
+    assert greatest == GREATEST_GROUP
+    # Those that were refused may find each other, too few to commit.
+    assert sum(others) <= 6
 
 
 def test_meetings_are_deterministic() -> None:

@@ -1,9 +1,10 @@
 """The exact averager: a process that meets the other trainers of a module and averages with them.
 
 A peer has one for each level, for as long as it lives. Modules of a level have the same size, so
-the group key alone says which module and round an averager serves (`dipaco.peer.averaging.group`).
-Matchmaking, the process and the network are Hivemind's; the all-reduce is
-`dipaco.peer.averaging.allreduce`, in which all members end with the same bits or with nothing.
+what a meeting is called says which module and round an averager serves
+(`dipaco.peer.averaging.group`). How a group forms is `dipaco.peer.member.meeting`, carried out by
+`meeting_room`; the all-reduce is `allreduce`, in which all members end with the same bits or with
+nothing. This file is the host's side, `service` what runs in the process.
 """
 
 from __future__ import annotations
@@ -16,29 +17,23 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from dipaco.dht.guarded_dht import GuardedDHT, die_with_parent, own_future_locks
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.outer import AveragingRule, Contribution, canonical_table
 from dipaco.modules.plan import PROTOCOL_VERSION
-from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.group_info import GroupInfo
-from hivemind.p2p import P2PContext
-from hivemind.proto import averaging_pb2
+from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
-from hivemind.utils.asyncio import achain, anext, as_aiter
-from hivemind.utils.timed_storage import get_dht_time
+from hivemind.utils.asyncio import switch_to_uvloop
 
-from .allreduce import LINGER_S, ExactAllReduceRunner
 from .codec import PartCodec, is_finite
-from .group import AgreedGroup, BadRowError, GatherRow, GroupRules, agree
+from .group import BadRowError, GatherRow, GroupRules, meeting_key
 from .own_process import become_quiet, interrupts_held_back
-from .parts import AveragingFailed, AveragingOutcome, AveragingRequest, as_failure
-from .waiting import meet_awaited
+from .parts import AveragingFailed, AveragingOutcome, AveragingRequest
+from .service import AveragingService
 
 __all__ = ["AveragingFailed", "AveragingOutcome", "ExactAverager"]
 
@@ -48,10 +43,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_BANDWIDTH_MBIT = 100
 # Seconds that the averager's process may take to say that it gave up in time.
 _GRACE_S = 2.0
-_GREATEST_NOTICES = 16
 
 
-class ExactAverager(DecentralizedAverager):
+class ExactAverager(multiprocessing.Process):
     """Averages outer gradients of one level's modules; see the module's text.
 
     :param dht: this peer's DHT, already running
@@ -71,11 +65,6 @@ class ExactAverager(DecentralizedAverager):
     is ignored in the averager, which ends when it is told to or when its host does.
     """
 
-    # Hivemind would otherwise serve the handlers of whichever base class was used first. The name
-    # of this class is part of the RPCs' names, hence of the protocol.
-    _rpc_handlers = None
-    _stub_type = None
-
     def __init__(
         self,
         dht: GuardedDHT,
@@ -92,6 +81,11 @@ class ExactAverager(DecentralizedAverager):
         start: bool = True,
         shutdown_timeout: float = 3.0,
     ) -> None:
+        super().__init__(daemon=True)
+        self.prefix = prefix
+        self.client_mode = dht.client_mode if client_mode is None else client_mode
+        self._dht = dht
+        self._peer_id = dht.peer_id
         self._rule = rule
         self._codec = PartCodec(rule.codec)
         self._part_bytes = part_bytes
@@ -99,87 +93,73 @@ class ExactAverager(DecentralizedAverager):
         self._silence_s = silence_s
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
         self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
-        self._scratch = torch.zeros(size, dtype=torch.float32)
+        self._scratch = torch.zeros(size, dtype=torch.float32).share_memory_()
         self._call_lock = threading.Lock()
+        self._shutdown_timeout = shutdown_timeout
         self._stopped = False
         self._pending: MPFuture | None = None
-        self._request: AveragingRequest | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._together = multiprocessing.Value("i", 0)
-        super().__init__(
-            (self._scratch,),
-            dht,
-            start=False,
-            prefix=prefix,
-            # Members start within moments of each other and share the closing time; a leader that
-            # is a little late must still fit before it.
-            min_matchmaking_time=0.5 * matchmaking_s,
-            request_timeout=min(5.0, 0.4 * matchmaking_s),
-            allow_state_sharing=False,
-            client_mode=client_mode,
-            shutdown_timeout=shutdown_timeout,
-        )
+        self._inner_pipe, self._outer_pipe = multiprocessing.Pipe(duplex=True)
+        self._host = os.getpid()
+        self._ready = MPFuture()
         if start:
             self.run_in_background()
 
     # In the host process.
 
+    @property
+    def peer_id(self) -> PeerID:
+        """The libp2p id of this peer."""
+        return self._peer_id
+
     def average(
         self,
         flat: torch.Tensor,
         *,
-        group_bits: str,
-        scheduled_time: float,
-        timeout_s: float,
+        candidates: Sequence[str],
+        close_s: float,
+        end_s: float,
         contribution: Contribution,
         module: str,
         round_index: int,
+        attempt: int,
         anchor_digest: str,
         greatest_tokens: int = 2**50,
-        expected_peers: int | None = None,
         awaited: Callable[[], frozenset[str] | None] | None = None,
-        longest_wait_s: float = 0.0,
         exclude: Collection[str] = (),
     ) -> AveragingOutcome:
-        """Average `flat` with the group that forms under `group_bits` until `scheduled_time`.
+        """Average `flat` with the candidates that come, until `close_s`.
 
-        Called on any one thread at a time; blocks for `timeout_s` at most. `flat` is never changed.
-        `scheduled_time` is on this machine's clock and the same instant for all members; with
-        `expected_peers` the group closes as soon as so many are together.
-        With `awaited` (fixed steps) members come at any time and `scheduled_time` is this peer's
-        own limit: the group closes when all that it returns are there, or at the limit of who came
-        first, at most `longest_wait_s` (the same for all members) after it came. It is
-        asked twice a second until a group is found; None gives up. `contribution` is this peer's
-        row (its `peer` is the libp2p peer id), `greatest_tokens` what no row may exceed;
-        peers in `exclude` are not admitted when this peer leads.
+        Called on any one thread at a time; blocks until `end_s` at most. `flat` is never changed.
+        `candidates` are peer ids in leading order, this peer among them, the same on all members
+        or nearly so; who is in `exclude` is not admitted when this peer leads. Times are on this
+        machine's clock. All come in the `matchmaking_s` before `close_s`, which is the same
+        instant for all; in a later attempt, at any time before it.
+        With `awaited` (fixed steps) members come at any time and `close_s` is this peer's own
+        limit: the group closes when all that it returns are there, or at the limit of who leads.
+        It is asked twice a second until a group is found; None gives up. `contribution` is this
+        peer's row (its `peer` is the libp2p peer id), `greatest_tokens` what no row may exceed.
 
         Raises AveragingFailed, which is ordinary life: no other peer came, or one of them failed.
         Raises NetworkError when the averager's process is gone, and ValueError for arguments that
         no run can have.
         """
-        rules = self._rules(
-            contribution, module, round_index, anchor_digest, greatest_tokens, exclude
-        )
-        self._check(flat, scheduled_time, timeout_s, expected_peers)
-        now = get_dht_time()
-        end_s = now + timeout_s
+        rules = self._rules(contribution, module, round_index, anchor_digest, greatest_tokens)
+        self._check(flat, close_s, end_s)
+        together = attempt == 0 and awaited is None
+        give_up_s = end_s if awaited is not None else close_s + 0.5 * self._matchmaking_s + 0.5
         request = AveragingRequest(
             rules=rules,
-            group_bits=group_bits,
-            scheduled_time=scheduled_time,
-            deadline=min(end_s, max(scheduled_time, now) + 0.5 * self._matchmaking_s + 0.5),
+            key=meeting_key(module, round_index, attempt, anchor_digest),
+            candidates=tuple(candidates),
+            window_s=self._matchmaking_s,
+            start_s=close_s - self._matchmaking_s if together else None,
+            close_s=close_s,
+            give_up_s=min(end_s, give_up_s),
             end_s=end_s,
-            expected_peers=expected_peers,
+            awaited=None if awaited is None else awaited() or frozenset(),
+            exclude=frozenset(exclude),
         )
-        if awaited is not None:
-            request = replace(
-                request,
-                scheduled_time=now + longest_wait_s,
-                # Later than what any other member declares, or Hivemind would not look for it.
-                deadline=now + 2 * longest_wait_s,
-                awaited=awaited() or frozenset(),
-                close_s=scheduled_time,
-            )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("an averager serves one call at a time")
         try:
@@ -199,7 +179,7 @@ class ExactAverager(DecentralizedAverager):
 
     @property
     def members_together(self) -> int:
-        """Members that a group with `awaited` has here, as it forms; 0 when another peer leads."""
+        """Members of the group that forms, as far as this peer knows; 0 when there is none."""
         return self._together.value
 
     def run_in_background(self, await_ready: bool = True, timeout: float = 60.0) -> None:
@@ -235,13 +215,10 @@ class ExactAverager(DecentralizedAverager):
     def shutdown(self) -> None:
         """Stop the process, in little more than `shutdown_timeout` seconds. May be repeated."""
         self._stopped = True
-        with contextlib.suppress(OSError, ValueError):
-            self._inner_pipe.send(("_SHUTDOWN", None))
         if not self.is_alive():
             return
-        with contextlib.suppress(OSError, ValueError):
-            self._outer_pipe.send(("_shutdown", [self.shutdown_timeout], {}))
-        self.join(self.shutdown_timeout)
+        self._tell("shutdown")
+        self.join(self._shutdown_timeout)
         if self.is_alive():
             self.terminate()
             self.join(1.0)
@@ -250,7 +227,7 @@ class ExactAverager(DecentralizedAverager):
             self.join(1.0)
 
     def __del__(self) -> None:
-        if getattr(self, "_parent_pid", None) == os.getpid() and self.is_alive():
+        if getattr(self, "_host", None) == os.getpid() and self.is_alive():
             self.shutdown()
 
     def _rules(
@@ -260,7 +237,6 @@ class ExactAverager(DecentralizedAverager):
         round_index: int,
         anchor_digest: str,
         greatest_tokens: int,
-        exclude: Collection[str],
     ) -> GroupRules:
         if module not in self._paths_of_module:
             raise ValueError(f"{module} is not a module of {self.prefix}")
@@ -274,7 +250,7 @@ class ExactAverager(DecentralizedAverager):
             tokens=contribution.tokens,
             bandwidth_mbit=0 if self.client_mode else self._bandwidth_mbit,
         )
-        rules = GroupRules(own, self._paths_of_module[module], greatest_tokens, frozenset(exclude))
+        rules = GroupRules(own, self._paths_of_module[module], greatest_tokens)
         # What others would refuse is found here.
         try:
             rules.check_row(own.to_bytes(), self.peer_id.to_base58())
@@ -282,22 +258,14 @@ class ExactAverager(DecentralizedAverager):
             raise AveragingFailed(f"own contribution would be refused: {error.reason}") from None
         return rules
 
-    def _check(
-        self,
-        flat: torch.Tensor,
-        scheduled_time: float,
-        timeout_s: float,
-        expected_peers: int | None,
-    ) -> None:
+    def _check(self, flat: torch.Tensor, close_s: float, end_s: float) -> None:
         if flat.shape != self._scratch.shape or flat.dtype != torch.float32 or flat.is_cuda:
             raise ValueError(
                 f"{self.prefix} averages {self._scratch.numel()} fp32 numbers in memory, "
                 f"not {tuple(flat.shape)} of {flat.dtype} on {flat.device}"
             )
-        if timeout_s <= 0 or scheduled_time >= get_dht_time() + timeout_s:
-            raise ValueError(f"the group closes after the timeout of {timeout_s:.1f} s")
-        if expected_peers is not None and expected_peers < 2:
-            raise ValueError("a group of one needs no averager")
+        if close_s >= end_s:
+            raise ValueError(f"the group closes {close_s - end_s:.1f} s after the end")
         if not is_finite(flat):
             raise AveragingFailed("own outer gradient is not finite")
 
@@ -309,9 +277,14 @@ class ExactAverager(DecentralizedAverager):
         # The process is idle, so nobody reads the scratch copy.
         self._scratch.copy_(flat)
         future: MPFuture = MPFuture()
-        self._outer_pipe.send(("_average", [], {"request": request, "future": future}))
+        self._tell("begin", request, future)
         self._pending = future
         return future
+
+    def _tell(self, command: str, *arguments: Any) -> None:
+        """Have the process do something; when it is gone, whoever waits for it notices."""
+        with contextlib.suppress(OSError, ValueError):
+            self._outer_pipe.send((command, *arguments))
 
     def _wait(
         self,
@@ -322,14 +295,14 @@ class ExactAverager(DecentralizedAverager):
         """Wait for the process's answer, and notice when it dies."""
         while True:
             if awaited is not None:
-                self._outer_pipe.send(("_await", [awaited()], {}))
+                self._tell("expect", awaited())
             try:
                 return future.result(timeout=0.5)
             except concurrent.futures.TimeoutError:
                 if not self.is_alive():
                     raise self._death() from None
-                if get_dht_time() > until_s:
-                    self._outer_pipe.send(("_give_up", [], {}))
+                if time.time() > until_s:
+                    self._tell("give_up")
                     raise AveragingFailed("the averager does not answer") from None
             except concurrent.futures.CancelledError:
                 raise AveragingFailed("the averager was stopped") from None
@@ -351,167 +324,53 @@ class ExactAverager(DecentralizedAverager):
         die_with_parent()
         own_future_locks()
         torch.set_num_threads(1)
-        super().run()
+        # A thread of its own has a pool of threads of its own: that of the host, which was forked
+        # with it, may be unusable.
+        thread = threading.Thread(target=self._serve_forever, daemon=True)
+        thread.start()
+        thread.join()
 
-    async def _average(self, *, request: AveragingRequest, future: MPFuture) -> None:
-        """Serve one call of `average`; its answer goes to `future`, whatever happens."""
-        self._keep_current_task()
-        self._request = request
-        members: tuple[str, ...] = ()
-        try:
-            group_info, matchmaking_s = await self._find_group(request)
-            members = tuple(peer_id.to_base58() for peer_id in group_info.peer_ids)
-            with self._announced(group_info, members, request) as (group, announced):
-                started = time.monotonic()
-                await self._reduce(group, announced, request.end_s)
-                reduce_s = time.monotonic() - started
-            rows = tuple((row.path, row.peer, row.tokens) for row in group.table)
-            answer = (rows, matchmaking_s, reduce_s, tuple(request.notices))
-            future.set_result(answer)
-        except asyncio.CancelledError:
-            future.set_exception(AveragingFailed("the averaging was given up", members))
-        except Exception as error:
-            logger.debug("averaging failed", exc_info=True)
-            future.set_exception(as_failure(error, members, tuple(request.notices)))
-        finally:
-            self._request = None
+    def _serve_forever(self) -> None:
+        switch_to_uvloop().run_until_complete(self._serve())
 
-    async def _find_group(self, request: AveragingRequest) -> tuple[GroupInfo, float]:
-        """Meet the others under the request's key, or raise AveragingFailed."""
-        matchmaking = self._matchmaking
-        matchmaking.group_key_manager.group_bits = request.group_bits
-        matchmaking.target_group_size = request.expected_peers
-        self._pending_groups_registered.clear()
-        started = time.monotonic()
+    async def _serve(self) -> None:
+        """Do what the host says until it says to stop, or is gone."""
+        loop = asyncio.get_running_loop()
         try:
-            group_info = await (
-                matchmaking.look_for_group(request)
-                if request.awaited is None
-                else meet_awaited(matchmaking, request, self._tell_together)
+            service = AveragingService(
+                await self._dht.replicate_p2p(),
+                self.prefix,
+                self._scratch,
+                rule=self._rule,
+                codec=self._codec,
+                part_bytes=self._part_bytes,
+                silence_s=self._silence_s,
+                client_mode=self.client_mode,
+                tell=self._note_together,
             )
-        except BaseException:
-            self._pending_groups_registered.set()
-            raise
-        if group_info is None:
-            self._pending_groups_registered.set()
-            raise AveragingFailed("no other peer came to the group")
-        return group_info, time.monotonic() - started
-
-    @contextlib.contextmanager
-    def _announced(
-        self, group_info: GroupInfo, members: tuple[str, ...], request: AveragingRequest
-    ) -> Iterator[tuple[AgreedGroup, asyncio.Future[ExactAllReduceRunner | None]]]:
-        """Check the group's rows and let its members' parts in, for as long as this is entered."""
-        announced: asyncio.Future[ExactAllReduceRunner | None] = (
-            asyncio.get_running_loop().create_future()
-        )
-        group: AgreedGroup | None = None
-        try:
-            try:
-                group = agree(group_info.group_id, members, group_info.gathered, request.rules)
-                self._running_groups[group.group_id] = announced
-            finally:
-                # Members that were faster than the leader's message to this peer wait for this.
-                self._pending_groups_registered.set()
-            yield group, announced
-        finally:
-            if group is not None:
-                self._running_groups.pop(group.group_id, None)
-            if not announced.done():
-                announced.set_result(None)
-
-    async def _reduce(
-        self,
-        group: AgreedGroup,
-        announced: asyncio.Future[ExactAllReduceRunner | None],
-        end_s: float,
-    ) -> None:
-        """Replace the scratch copy by the group's average, or raise."""
-        runner = ExactAllReduceRunner(
-            p2p=self._p2p,
-            servicer_type=type(self),
-            prefix=self.prefix,
-            group=group,
-            rule=self._rule,
-            flat=self._scratch,
-            codec=self._codec,
-            part_bytes=self._part_bytes,
-            silence_s=self._silence_s,
-        )
-        announced.set_result(runner)
-        try:
-            await asyncio.wait_for(_exhaust(runner), max(0.0, end_s - get_dht_time()))
-        except (TimeoutError, asyncio.TimeoutError):
-            raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
-
-    def _tell_together(self, members: int) -> None:
-        self._together.value = members
-
-    async def _await(self, peers: frozenset[str] | None) -> None:
-        """Hear for whom the group that is looked for waits; None: for nobody any more."""
-        if self._request is not None:
-            self._request.awaited = peers
-
-    async def _give_up(self) -> None:
-        for task in tuple(self._tasks):
-            task.cancel()
-
-    def _keep_current_task(self) -> None:
-        """Refer to a task that Hivemind does not: it could be collected while it runs."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def rpc_join_group(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """Admit another peer to the group that this peer leads, unless its row is bad."""
-        own = self._request
-        if own is not None and request.group_key == self._matchmaking.group_key_manager.current_key:
-            try:
-                own.rules.check_joiner(request.gather, context.remote_id.to_base58())
-            except BadRowError as error:
-                notice = f"not admitted to the group: {error}"
-                if notice not in own.notices and len(own.notices) < _GREATEST_NOTICES:
-                    own.notices.append(notice)
-                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
-                return
-        async for message in super().rpc_join_group(request, context):
-            yield message
-
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Take parts from a member of a group that this peer is in."""
-        request = await asyncio.wait_for(anext(stream), self._silence_s)
-        if request.group_id not in self._running_groups:
-            # The leader's message to this peer can be slower than a member's first part.
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._pending_groups_registered.wait(), self._silence_s)
-        announced = self._running_groups.get(request.group_id)
-        runner = await asyncio.shield(announced) if announced is not None else None
-        if runner is None:
-            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
-            # Reading on, or the sender would lose this answer while it writes.
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(_exhaust(stream), LINGER_S)
+            await service.open()
+        except Exception as error:
+            logger.debug("the averager does not start", exc_info=True)
+            self._ready.set_exception(error)
             return
-        async for message in runner.rpc_aggregate_part(achain(as_aiter(request), stream), context):
-            yield message
+        commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        loop.add_reader(self._inner_pipe.fileno(), self._receive, commands)
+        self._ready.set_result(None)
+        while True:
+            command, *arguments = await commands.get()
+            if command == "shutdown":
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(service.close(), self._shutdown_timeout)
+                return
+            getattr(service, command)(*arguments)
 
-    async def _declare_for_download_periodically(self) -> None:
-        """Hivemind's state sharing is not used: states are exchanged by digest."""
+    def _receive(self, commands: asyncio.Queue[tuple[Any, ...]]) -> None:
+        """Take what the host has sent."""
+        try:
+            while self._inner_pipe.poll():
+                commands.put_nowait(self._inner_pipe.recv())
+        except (EOFError, OSError):
+            commands.put_nowait(("shutdown",))
 
-    async def _shutdown(self, timeout: float | None) -> None:
-        await self._give_up()
-        if not self.client_mode:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(
-                    self.remove_p2p_handlers(self._p2p, namespace=self.prefix), timeout
-                )
-
-
-async def _exhaust(items: AsyncIterable[Any]) -> None:
-    async for _ in items:
-        pass
+    def _note_together(self, members: int) -> None:
+        self._together.value = members

@@ -1,6 +1,6 @@
 """What the members of a group tell each other before any byte moves, and how it is checked. Pure.
 
-Matchmaking gathers one small row from every member. The rows give the weights, the order of
+A meeting gathers one small row from every member. The rows give the weights, the order of
 summation and who reduces how much, so everybody must hold the same rows; the id under which the
 all-reduce runs is therefore a hash of them (`agree`), and a member that was told other rows is
 in another group.
@@ -14,42 +14,34 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import msgpack
+from dipaco.modules.grid import module_name_is_valid
 from dipaco.modules.outer import Contribution, canonical_table
 from dipaco.modules.plan import PROTOCOL_VERSION
-
-_MODULE_BITS, _ROUND_BITS, _ATTEMPT_BITS, _DIGEST_BITS = 32, 32, 8, 64
+from dipaco.peer.member.reception import GREATEST_GROUP
 
 
 def averager_prefix(run_id: str, level: str) -> str:
-    """Return the DHT key and RPC namespace of a level's averagers, the same on every peer."""
+    """Return the namespace of a level's averagers on libp2p, the same on every peer."""
     return f"dipaco-{PROTOCOL_VERSION}/{run_id}/{level}"
 
 
-def group_bits(module_index: int, round_index: int, attempt: int, anchor_digest: str) -> str:
-    """Return the group key of one attempt at one outer step, as Hivemind's string of bits.
+def meeting_key(module: str, round_index: int, attempt: int, anchor_digest: str) -> str:
+    """Return the name of the meeting of one attempt at one outer step.
 
-    `module_index` is the module's place in `Grid.modules()`, `anchor_digest` the 64
-    hexadecimal digits of the state that the outer gradient was taken from. Raises ValueError for
-    numbers outside of their fields: a truncated number would let strangers meet.
+    Peers with another name never meet. `anchor_digest` is the 64 hexadecimal digits of the state
+    that the outer gradient was taken from. Raises ValueError for what cannot be.
     """
     if not re.fullmatch(r"[0-9a-f]{64}", anchor_digest):
         raise ValueError(f"anchor digest must be 64 hexadecimal digits, got {anchor_digest!r}")
-    return (
-        _bits("module index", module_index, _MODULE_BITS)
-        + _bits("round", round_index, _ROUND_BITS)
-        + _bits("attempt", attempt, _ATTEMPT_BITS)
-        + _bits("digest", int(anchor_digest[: _DIGEST_BITS // 4], 16), _DIGEST_BITS)
-    )
-
-
-def _bits(name: str, value: int, width: int) -> str:
-    if not 0 <= value < 2**width:
-        raise ValueError(f"{name} must lie in [0, 2**{width}), got {value}")
-    return format(value, f"0{width}b")
+    if not module_name_is_valid(module):
+        raise ValueError(f"module must be a name such as L0.E3, got {module!r}")
+    for name, value in (("round", round_index), ("attempt", attempt)):
+        if not 0 <= value < 2**32:
+            raise ValueError(f"{name} must lie in [0, 2**32), got {value}")
+    return f"{module}/{round_index}/{attempt}/{anchor_digest}"
 
 
 ROW_BYTES = 512
-GREATEST_GROUP = 256
 GREATEST_BANDWIDTH_MBIT = 1_000_000
 _SHARE_UNITS = 2**20
 
@@ -113,8 +105,6 @@ class GroupRules:
     """Paths through the module."""
     greatest_tokens: int
     """No contribution can have more tokens than this."""
-    excluded: frozenset[str] = frozenset()
-    """Peers that this peer does not admit when it leads."""
 
     def check_row(self, data: bytes, sender: str) -> GatherRow:
         """Read the row that `sender` gave, or raise BadRowError that says what is wrong."""
@@ -145,12 +135,6 @@ class GroupRules:
             raise BadRowError(sender, f"bandwidth {row.bandwidth_mbit} Mbit/s is impossible")
         return row
 
-    def check_joiner(self, data: bytes, sender: str) -> GatherRow:
-        """Like `check_row`, for a peer that asks this one to lead it."""
-        if sender in self.excluded:
-            raise BadRowError(sender, "failed in an earlier attempt")
-        return self.check_row(data, sender)
-
 
 @dataclass(frozen=True)
 class AgreedGroup:
@@ -166,9 +150,12 @@ class AgreedGroup:
 
 
 def agree(
-    group_id: bytes, peers: Sequence[str], rows: Sequence[bytes], rules: GroupRules
+    key: bytes, peers: Sequence[str], rows: Sequence[bytes], rules: GroupRules
 ) -> AgreedGroup:
-    """Check what the leader sent and return the group, or raise BadRowError naming who is bad."""
+    """Check what the leader sent and return the group, or raise BadRowError naming who is bad.
+
+    `key` is the name of the meeting.
+    """
     own_peer = rules.own.peer
     if not 2 <= len(peers) <= GREATEST_GROUP or len(rows) != len(peers):
         raise BadRowError(own_peer, f"was put into a group of {len(peers)} with {len(rows)} rows")
@@ -179,7 +166,7 @@ def agree(
         raise BadRowError(own_peer, "its row was changed by the group's leader")
     if not any(row.bandwidth_mbit for row in checked):
         raise BadRowError(own_peer, "was put into a group in which nobody can be reached")
-    digest = hashlib.sha256(b"dipaco-group/1\n" + group_id)
+    digest = hashlib.sha256(b"dipaco-group/2\n" + key + b"\n")
     for peer, row in zip(peers, rows, strict=True):
         digest.update(msgpack.packb((peer, row)))
     return AgreedGroup(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from dipaco.modules.outer import AveragingRule, Contribution
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.partition import TensorPartContainer
 from hivemind.proto import runtime_pb2
-from hivemind.utils.timed_storage import get_dht_time
 
 from .codec import PartCodec
 from .group import BadRowError, GroupRules
@@ -252,31 +251,28 @@ class AveragingOutcome:
     reduce_s: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class AveragingRequest:
-    """One call of `average`, as the averager's process gets it. Doubles as Hivemind's step."""
+    """One call of `average`, as the averager's process gets it. Times are Unix seconds."""
 
     rules: GroupRules
-    group_bits: str
-    scheduled_time: float
-    deadline: float
-    """When matchmaking gives up (DHT time)."""
+    key: str
+    """Names the meeting, the same on all members."""
+    candidates: tuple[str, ...]
+    """Who may come, in leading order."""
+    window_s: float
+    """Seconds in which a group is to form."""
+    start_s: float | None
+    """When all come; None when they come at any time."""
+    close_s: float
+    give_up_s: float
+    """When the meeting gives up, whoever leads."""
     end_s: float
-    """When the all-reduce gives up (DHT time)."""
-    expected_peers: int | None
-    """The group closes when so many are together; None: at the scheduled time."""
+    """When the all-reduce gives up."""
     awaited: frozenset[str] | None = None
-    """With fixed steps: the group closes when these are in it; None to look no further."""
-    close_s: float = 0.0
-    """With fixed steps: when this peer closes its group, whoever is missing (DHT time)."""
-    notices: list[str] = field(default_factory=list)
-
-    @property
-    def data_for_gather(self) -> bytes:
-        return self.rules.own.to_bytes()
-
-    def get_timeout(self) -> float:
-        return max(0.0, self.deadline - get_dht_time())
+    """With fixed steps: the group is complete when these are in it."""
+    exclude: frozenset[str] = frozenset()
+    """Peers that are neither called nor admitted."""
 
 
 def as_failure(
@@ -284,7 +280,9 @@ def as_failure(
 ) -> AveragingFailed:
     """Turn whatever went wrong in the averager's process into what the host is told."""
     if isinstance(error, AveragingFailed):
-        return AveragingFailed(error.reason, error.peers_seen or members, error.culprits, notices)
+        return AveragingFailed(
+            error.reason, error.peers_seen or members, error.culprits, error.notices or notices
+        )
     if isinstance(error, BadRowError):
         return AveragingFailed(f"group refused: {error}", members, (error.peer,), notices)
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300]

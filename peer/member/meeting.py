@@ -94,7 +94,7 @@ class Meeting:
     :param now_s: when this peer came; all times are on one clock of this machine
     :param window_s: seconds in which a group is to form
     :param start_s: by the clock: when all come; None when they come at any time
-    :param close_s: when the group closes, whoever is missing
+    :param close_s: when the group closes, whoever is missing; its list is there a moment later
     :param give_up_s: when this peer stops to wait, whoever leads
     :param awaited: the group is complete when these are in it; None: when all candidates are
     :param excluded: peers that are neither called nor admitted
@@ -133,7 +133,7 @@ class Meeting:
         self._is_in_time = start_s is not None and now_s <= start_s + self._patience_s
         self._invite_s = self._begin_s + INVITE_SHARE * window_s
         self._again_s = max(window_s, 2 * self._patience_s)
-        self._closing_s = close_s - self._patience_s
+        self._close_s = close_s
         self._give_up_s = give_up_s
         self._starts_together = start_s is not None
         self._view = hashlib.sha256("\n".join(sorted(candidates)).encode()).digest()[:8]
@@ -163,7 +163,8 @@ class Meeting:
         self._searched_s = self._heard_s = now_s
         self._next_beat_s = float("inf")
         self._limit_s = float("inf")
-        self._reasons: dict[str, str] = {}
+        self._notices: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         self._group_size = 0
         self._now = now_s
         self._actions: list[MeetingAction] = []
@@ -179,8 +180,8 @@ class Meeting:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines about peers that were not admitted, or did not admit this one."""
-        return tuple(self._reasons.values())
+        """Lines about peers that were not admitted, for the person who reads the log."""
+        return tuple(self._notices.values())
 
     @property
     def wake_s(self) -> float:
@@ -195,7 +196,7 @@ class Meeting:
         if phase is _Phase.FOLLOWING:
             times.append(self._heard_s + self._silence_s)
         if phase is _Phase.LEADING:
-            times += [self._next_beat_s, self._closing_s]
+            times += [self._next_beat_s, self._close_s]
             if self._is_in_time:
                 times.append(self._invite_s)
         if phase is _Phase.CLOSING:
@@ -258,14 +259,14 @@ class Meeting:
             elif isinstance(message, Refused):
                 # It is not in that group, so it may be in another.
                 self._calls.answered(call, peer, message)
-                self._note(peer, f"peer {peer} refused: {message.reason}")
+                _note(self._refusals, peer, f"peer {peer} refused: {message.reason}")
                 self._search()
             return
         self._calls.answered(call, peer, message)
         if isinstance(message, Gathering) and leads_me:
             self._group_size = message.together
         elif isinstance(message, Refused):
-            self._note(peer, f"peer {peer} refused: {message.reason}")
+            _note(self._refusals, peer, f"peer {peer} refused: {message.reason}")
         elif isinstance(message, Redirect):
             self._hear_of(message.leader)
         elif isinstance(message, Closing):
@@ -318,7 +319,7 @@ class Meeting:
         else:
             reason = self._check(peer, join.row)
             if reason is not None:
-                self._note(peer, f"not admitted to the group: peer {peer}: {reason}")
+                _note(self._notices, peer, f"not admitted to the group: peer {peer}: {reason}")
         if reason is not None:
             self._callers.pop(peer, None)
             self._tell(peer, number, Refused(reason))
@@ -391,9 +392,9 @@ class Meeting:
             return
         self._calls.call_better(self._now, self._standing)
         complete = self._complete()
-        if self._callers and (complete or self._now >= self._closing_s):
+        if self._callers and (complete or self._now >= self._close_s):
             self._close()
-        elif self._now >= self._closing_s + self._patience_s:
+        elif self._now >= self._close_s:
             self._end(Missed(self._why_alone()))
         elif self._now >= self._next_beat_s:
             self._beat()
@@ -451,7 +452,7 @@ class Meeting:
     def _close(self) -> None:
         """Ask the members whether they are still there; nobody comes or goes any more."""
         self._phase = _Phase.CLOSING
-        self._limit_s = self._now + self._patience_s
+        self._limit_s = self._now + max(self._patience_s, LEAST_PATIENCE_S)
         self._calls.hang_up_all(self._present_leader)
         for peer in self._callers:
             self._tell_state(peer)
@@ -503,15 +504,17 @@ class Meeting:
     def _tell(self, peer: str, number: int, message: Message, *, mine: bool = False) -> None:
         self._actions.append(Tell(peer, number, mine, message))
 
-    def _note(self, peer: str, line: str) -> None:
-        if len(self._reasons) < GREATEST_GROUP:
-            self._reasons.setdefault(peer, line)
-
     def _why_alone(self) -> str:
         """Say why there is no group, for the person who reads the log."""
         if self._phase is _Phase.BOUND and self._leader is not None:
             return f"peer {self._leader.peer} did not say who is in its group"
         if self._leader is not None:
             return f"peer {self._leader.peer} did not close its group"
-        refusals = [line for line in self._reasons.values() if " refused: " in line]
-        return "; ".join(["no other peer came to the group", *refusals[:2]])
+        refusals = list(self._refusals.values())[:2]
+        return "; ".join(["no other peer came to the group", *refusals])
+
+
+def _note(lines: dict[str, str], peer: str, line: str) -> None:
+    """Keep the first line about a peer, of a bounded number of peers."""
+    if len(lines) < GREATEST_GROUP:
+        lines.setdefault(peer, line)

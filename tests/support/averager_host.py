@@ -20,7 +20,7 @@ from dipaco.modules.codecs import CODECS, Codec
 from dipaco.modules.outer import AveragingRule, Contribution
 from dipaco.peer.averaging.averager import AveragingFailed, ExactAverager
 from dipaco.peer.averaging.codec import PartCodec
-from dipaco.peer.averaging.group import averager_prefix, group_bits
+from dipaco.peer.averaging.group import averager_prefix
 from hivemind.proto import runtime_pb2
 
 from support.host_process import ANCHOR, SILENCE_S, digest, loopback_dht, outer_gradient
@@ -50,17 +50,19 @@ def average(averager: ExactAverager, number: int, command: dict[str, Any]) -> di
     try:
         outcome = averager.average(
             flat,
-            group_bits=group_bits(0, round_index, command.get("attempt", 0), ANCHOR),
-            scheduled_time=command["close_s"],
-            timeout_s=command["close_s"] - time.time() + 20.0,
+            candidates=command["candidates"],
+            close_s=command["close_s"],
+            end_s=command["close_s"] + 60.0,
+            attempt=command.get("attempt", 0),
             contribution=Contribution(
-                command.get("path", number % 2), averager.peer_id.to_base58(), 1000 + number
+                command.get("path", number % 2),
+                averager.peer_id.to_base58(),
+                command.get("tokens", 1000 + number),
             ),
             module=command.get("module", "L0.E0"),
-            round_index=command.get("claimed_round", round_index),
+            round_index=round_index,
             anchor_digest=command.get("anchor", ANCHOR),
             greatest_tokens=command.get("greatest_tokens", 10_000),
-            expected_peers=command.get("expected"),
         )
         answer = {
             "digest": digest(outcome.average),

@@ -46,7 +46,9 @@ class HostProcess:
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONUNBUFFERED": "1",
-                "PYTHONPATH": str(Path(__file__).parent.parent),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+                ).rstrip(os.pathsep),
             },
             start_new_session=True,
         )

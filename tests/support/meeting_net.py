@@ -116,9 +116,9 @@ class MeetingNet:
                 self._say(peer.name, action.peer, action.number, action.mine, action.message)
             else:
                 peer.ended_s, peer.meeting = self.now_s, None
-                peer.reception.end(KEY)
                 if isinstance(action, Met):
                     peer.group = action.group
+                    peer.reception.end(KEY)
                 elif isinstance(action, Missed):
                     peer.missed = action.reason
         if meeting is not None and meeting is peer.meeting:

@@ -1,0 +1,208 @@
+"""What an averager's process does: meet the other trainers of a module, and average with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterable, Callable, Iterator
+from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
+
+import torch
+from dipaco.modules.outer import AveragingRule
+from dipaco.peer.member.meeting import Meeting
+from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture
+from hivemind.utils.asyncio import achain, anext, as_aiter
+
+from .allreduce import LINGER_S, ExactAllReduceRunner
+from .codec import PartCodec
+from .group import AgreedGroup, BadRowError, agree
+from .meeting_room import MeetingRoom
+from .parts import AveragingFailed, AveragingRequest, as_failure
+
+logger = logging.getLogger(__name__)
+
+
+class AveragingService(ServicerBase):
+    """Serves one averager's calls and its part in others' all-reduces. Lives in one event loop.
+
+    :param flat: the scratch copy, shared with the host, which is averaged in place
+    :param tell: hears how many members are together while a group forms
+    """
+
+    # Hivemind would otherwise serve the handlers of whichever servicer was used first. The name of
+    # this class is part of the RPC's name, hence of the protocol.
+    _rpc_handlers = None
+    _stub_type = None
+
+    def __init__(
+        self,
+        p2p: P2P,
+        prefix: str,
+        flat: torch.Tensor,
+        *,
+        rule: AveragingRule,
+        codec: PartCodec,
+        part_bytes: int,
+        silence_s: float,
+        client_mode: bool,
+        tell: Callable[[int], None],
+    ) -> None:
+        self._p2p, self._prefix, self._flat = p2p, prefix, flat
+        self._rule, self._codec, self._part_bytes = rule, codec, part_bytes
+        self._silence_s = silence_s
+        self._client_mode = client_mode
+        self._tell = tell
+        self._room = MeetingRoom(p2p, f"{prefix}::meet/1")
+        self._running: dict[bytes, asyncio.Future[ExactAllReduceRunner | None]] = {}
+        # Set when no group forms here, so that what is not among the running never will be.
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._task: asyncio.Task[Any] | None = None
+
+    async def open(self) -> None:
+        """Let others in, unless nobody can reach this peer."""
+        if not self._client_mode:
+            await self.add_p2p_handlers(self._p2p, namespace=self._prefix)
+            await self._room.open()
+
+    async def close(self) -> None:
+        """End what is under way and let nobody in any more."""
+        self.give_up()
+        if not self._client_mode:
+            await self._room.close()
+            await self.remove_p2p_handlers(self._p2p, namespace=self._prefix)
+
+    def expect(self, peers: frozenset[str] | None) -> None:
+        """The group that forms waits for these; None: for nobody any more."""
+        self._room.expect(peers)
+
+    def give_up(self) -> None:
+        """Break off the averaging under way."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def begin(self, request: AveragingRequest, future: MPFuture) -> None:
+        """Average in the background; the answer goes to `future`, whatever happens."""
+        self._task = asyncio.create_task(self._average(request, future))
+
+    async def _average(self, request: AveragingRequest, future: MPFuture) -> None:
+        notices: tuple[str, ...] = ()
+        members: tuple[str, ...] = ()
+        try:
+            started = time.monotonic()
+            group, notices = await self._meet(request)
+            members = group.peers
+            met = time.monotonic()
+            with self._announced(group) as announced:
+                await self._reduce(group, announced, request.end_s)
+            rows = tuple((row.path, row.peer, row.tokens) for row in group.table)
+            future.set_result((rows, met - started, time.monotonic() - met, notices))
+        except asyncio.CancelledError:
+            future.set_exception(AveragingFailed("the averaging was given up", members))
+        except Exception as error:
+            logger.debug("averaging failed", exc_info=True)
+            future.set_exception(as_failure(error, members, notices))
+
+    async def _meet(self, request: AveragingRequest) -> tuple[AgreedGroup, tuple[str, ...]]:
+        """Return the group that the others and this peer are in, its rows checked."""
+        rules = request.rules
+
+        def why_not(peer: str, row: bytes) -> str | None:
+            try:
+                rules.check_row(row, peer)
+            except BadRowError as error:
+                return error.reason
+            return None
+
+        def make(now_s: float, first_number: int) -> Meeting:
+            return Meeting(
+                rules.own.peer,
+                request.candidates,
+                rules.own.to_bytes(),
+                why_not,
+                now_s=now_s,
+                window_s=request.window_s,
+                start_s=request.start_s,
+                close_s=request.close_s,
+                give_up_s=request.give_up_s,
+                awaited=request.awaited,
+                excluded=request.exclude,
+                undialable=(rules.own.peer,) if self._client_mode else (),
+                first_number=first_number,
+            )
+
+        self._settled.clear()
+        try:
+            group, notices = await self._room.meet(request.key, make, self._tell)
+            agreed = agree(request.key.encode(), group.peers, group.rows, rules)
+            self._running[agreed.group_id] = asyncio.get_running_loop().create_future()
+            return agreed, notices
+        finally:
+            # Members that were faster than the leader's message to this peer wait for this.
+            self._settled.set()
+
+    @contextlib.contextmanager
+    def _announced(
+        self, group: AgreedGroup
+    ) -> Iterator[asyncio.Future[ExactAllReduceRunner | None]]:
+        """Let the members' parts in, for as long as this is entered."""
+        announced = self._running[group.group_id]
+        try:
+            yield announced
+        finally:
+            del self._running[group.group_id]
+            if not announced.done():
+                announced.set_result(None)
+
+    async def _reduce(
+        self,
+        group: AgreedGroup,
+        announced: asyncio.Future[ExactAllReduceRunner | None],
+        end_s: float,
+    ) -> None:
+        """Replace the scratch copy by the group's average, or raise."""
+        runner = ExactAllReduceRunner(
+            p2p=self._p2p,
+            servicer_type=type(self),
+            prefix=self._prefix,
+            group=group,
+            rule=self._rule,
+            flat=self._flat,
+            codec=self._codec,
+            part_bytes=self._part_bytes,
+            silence_s=self._silence_s,
+        )
+        announced.set_result(runner)
+        try:
+            await asyncio.wait_for(_exhaust(runner), max(0.0, end_s - time.time()))
+        except (TimeoutError, asyncio.TimeoutError):
+            raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Take parts from a member of a group that this peer is in."""
+        request = await asyncio.wait_for(anext(stream), self._silence_s)
+        if request.group_id not in self._running:
+            # The leader's message to this peer can be slower than a member's first part.
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), self._silence_s)
+        announced = self._running.get(request.group_id)
+        runner = await asyncio.shield(announced) if announced is not None else None
+        if runner is None:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+            # Reading on, or the sender would lose this answer while it writes.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(_exhaust(stream), LINGER_S)
+            return
+        async for message in runner.rpc_aggregate_part(achain(as_aiter(request), stream), context):
+            yield message
+
+
+async def _exhaust(items: AsyncIterable[Any]) -> None:
+    async for _ in items:
+        pass
