@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from dipaco.peer.member.calls import Absent, Awaiting, Confirm, Join, Leave, Refused
 from dipaco.peer.member.meeting import Meeting
-from dipaco.peer.member.reception import GREATEST_GROUP, GREATEST_HELD, Reception, seated
+from dipaco.peer.member.reception import GREATEST_GROUP, GREATEST_HELD, Reception
 from support.meeting_net import Faults, MeetingNet
 
 WINDOW_S = 2.0
@@ -373,16 +373,6 @@ def test_meetings_are_deterministic() -> None:
         return [(*group, str(net.messages), str(net.now_s)) for group in groups(net)]
 
     assert run() == run()
-
-
-def test_of_too_many_trainers_others_have_a_seat_in_every_round() -> None:
-    few, many = names(GREATEST_GROUP), names(300)
-    assert seated(few, "L0.E0", 3) == frozenset(few)
-    rounds = [seated(many, "L0.E0", round_index) for round_index in range(40)]
-    assert {len(seats) for seats in rounds} == {GREATEST_GROUP}
-    assert frozenset().union(*rounds) == frozenset(many)
-    # Views that differ by a few peers still seat nearly the same ones.
-    assert len(seated(many[5:], "L0.E0", 3) & seated(many[:-5], "L0.E0", 3)) > 0.8 * GREATEST_GROUP
 
 
 def test_calls_for_a_meeting_to_come_are_held_within_bounds() -> None:

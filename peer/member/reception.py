@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from .calls import Absent, CallerMessage, Group, Heard, Invite, Join, Refused
 
-# One group averages in one level; see docs/protocol.md for what more would need.
-GREATEST_GROUP = 64
+# Members that average in one level, and so commit with up to as many others away; docs/design.md
+# says what two levels would need.
+GREATEST_GROUP = 256
 # Calls that are held, and meetings that are remembered as over.
-GREATEST_HELD = 256
+GREATEST_HELD = 2 * GREATEST_GROUP
 GREATEST_REMEMBERED = 64
-
-
-def seated(peers: Collection[str], module: str, round_index: int) -> frozenset[str]:
-    """Return which of a module's trainers average in a round: all, or as many as a group takes.
-
-    Chance decides anew in every round, the same for everybody and nearly the same where views
-    differ. Whoever has no seat trains on; its work is in its next contribution.
-    """
-
-    def place(peer: str) -> bytes:
-        return hashlib.sha256(f"{module}/{round_index}/{peer}".encode()).digest()
-
-    return frozenset(sorted(peers, key=place)[:GREATEST_GROUP])
 
 
 @dataclass
