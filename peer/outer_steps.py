@@ -95,6 +95,10 @@ class OuterSteps:
         """Hand out the step that came to a state, for committing it."""
         return self._steps.pop(digest)
 
+    def begin(self, action: a.TakeSnapshot) -> None:
+        """Note that the outer round of a module begins, whether others come to it or not."""
+        self._began[action.module] = (action.boundary_s, time.monotonic())
+
     def average(self, action: a.Average, snapshot: Snapshot) -> e.Event | None:
         """Begin to meet and average; returns the failure if there is no averager."""
         try:
@@ -102,8 +106,6 @@ class OuterSteps:
         except DipacoError as error:
             return e.AverageFailed(action.module, action.attempt, str(error))
         self._awaited[action.module] = action.awaited
-        if action.attempt == 0:
-            self._began[action.module] = (action.begin_s, time.monotonic())
         self._executor.submit(self._average, action, snapshot, averager)
         return None
 
@@ -182,7 +184,7 @@ class OuterSteps:
             logger.debug("outer step of %s failed", module, exc_info=True)
             self._report(e.OuterStepFailed(module, f"{type(error).__name__}: {error}"))
             return
-        begin_s, started = self._began.pop(module, (0.0, time.monotonic()))
+        begin_s, started = self._began[module]
         self._steps[state.digest] = Step(
             state, outcome.table, snapshot, begin_s, time.monotonic() - started
         )

@@ -318,20 +318,21 @@ class Session:
     def _take_snapshot(self, action: a.TakeSnapshot) -> e.SnapshotTaken:
         snapshot = self._trainer.snapshot(action.module, action.round_index)
         self._snapshots[action.module, action.round_index] = snapshot
+        self._outer_steps.begin(action)
+        if snapshot.tokens and snapshot.is_finite:
+            self.events.emit(
+                "outer_round",
+                module=action.module,
+                round=action.round_index,
+                tokens=snapshot.tokens,
+                late_s=round(self.node.clock.now() - action.boundary_s, 3),
+            )
         return e.SnapshotTaken(
             action.module, action.round_index, snapshot.tokens, snapshot.is_finite
         )
 
     def _average(self, action: a.Average) -> e.Event | None:
         snapshot = self._snapshots[action.module, action.round_index]
-        if action.attempt == 0:
-            self.events.emit(
-                "outer_round",
-                module=action.module,
-                round=action.round_index,
-                tokens=snapshot.tokens,
-                late_s=round(self.node.clock.now() - action.begin_s, 3),
-            )
         return self._outer_steps.average(action, snapshot)
 
     def _commit(self, action: a.Commit) -> None:

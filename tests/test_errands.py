@@ -332,5 +332,5 @@ def test_also_what_nobody_foresaw_has_an_outcome(rig: Rig, action: a.Action) -> 
 
 
 def test_what_concerns_the_model_is_not_an_errand(rig: Rig) -> None:
-    assert not rig.errands.carry_out(a.TakeSnapshot(MODULE, 1))
+    assert not rig.errands.carry_out(a.TakeSnapshot(MODULE, 1, 0.0))
     assert not rig.errands.carry_out(a.FetchPath(1))

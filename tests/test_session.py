@@ -293,6 +293,19 @@ def test_it_joins_trains_moves_and_leaves(rig: Callable[..., Rig]) -> None:
     assert peer.directory.peers[-1] is None
 
 
+def test_an_outer_round_alone_is_told_like_one_with_others(rig: Callable[..., Rig]) -> None:
+    peer = rig(max_rounds=2, path=1)
+    peer.run()
+    commits = peer.events.of("commit")
+    assert {len(e["group"]) for e in commits} == {1}
+    begun = peer.events.of("outer_round")
+    assert [(e["module"], e["round"]) for e in begun] == [
+        (e["module"], e["round"]) for e in commits
+    ]
+    assert all(0.0 <= e["late_s"] < 10.0 for e in begun)
+    assert all(0.0 <= e["seconds_after_boundary"] < 10.0 for e in commits)
+
+
 def test_a_failed_average_is_carried_on_and_merged_later(rig: Callable[..., Rig]) -> None:
     peer = rig(max_rounds=2, path=1)
     peer.others(*everywhere_but(1))

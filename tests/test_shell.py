@@ -57,7 +57,7 @@ def test_what_was_reported_happens_in_order_before_the_turn() -> None:
 
 def test_what_is_done_at_once_is_answered_before_later_events() -> None:
     rig = Rig()
-    rig.member.wants[e.LeaveWanted] = [a.TakeSnapshot("L0.E0", 3), a.SaveAll()]
+    rig.member.wants[e.LeaveWanted] = [a.TakeSnapshot("L0.E0", 3, 0.0), a.SaveAll()]
     rig.answers[a.TakeSnapshot] = lambda action: e.SnapshotTaken(action.module, 3, 10, True)
     rig.shell.report(e.LeaveWanted())
     rig.shell.report(e.Stepped(1))
@@ -68,13 +68,13 @@ def test_what_is_done_at_once_is_answered_before_later_events() -> None:
         "stepped",
         "turn",
     ]
-    assert rig.done == [a.TakeSnapshot("L0.E0", 3), a.SaveAll()]
+    assert rig.done == [a.TakeSnapshot("L0.E0", 3, 0.0), a.SaveAll()]
 
 
 def test_answers_of_answers_come_in_order_too() -> None:
     rig = Rig()
-    rig.member.wants[e.Turn] = [a.TakeSnapshot("L0.E0", 1), a.CheckState("L0.E0", "d")]
-    rig.member.wants[e.SnapshotTaken] = [a.TakeSnapshot("L1.E0", 1)]
+    rig.member.wants[e.Turn] = [a.TakeSnapshot("L0.E0", 1, 0.0), a.CheckState("L0.E0", "d")]
+    rig.member.wants[e.SnapshotTaken] = [a.TakeSnapshot("L1.E0", 1, 0.0)]
     rig.answers[a.CheckState] = lambda action: e.Checked("L0.E0", "d", 1.0, 1.0)
 
     def taken(action: a.TakeSnapshot) -> e.Event:
@@ -103,7 +103,7 @@ def test_the_answer_to_a_turn_is_what_to_do_next() -> None:
 def test_an_instruction_may_come_with_the_answer_to_an_action() -> None:
     rig = Rig()
     left = a.Left((), to_successor=False)
-    rig.member.wants[e.Turn] = [a.TakeSnapshot("L0.E0", 1)]
+    rig.member.wants[e.Turn] = [a.TakeSnapshot("L0.E0", 1, 0.0)]
     rig.member.wants[e.SnapshotTaken] = [left]
     rig.answers[a.TakeSnapshot] = lambda action: e.SnapshotTaken("L0.E0", 1, 1, True)
     assert rig.shell.turn(e.Turn()) == left

@@ -86,6 +86,8 @@ class TakeSnapshot:
 
     module: str
     round_index: int
+    boundary_s: float
+    """When the round ended, in swarm time: how late its steps are is measured from here."""
     kind: Literal["take_snapshot"] = "take_snapshot"
 
 

@@ -138,7 +138,7 @@ class OuterRounds:
                     )
                 )
             self._running[level] = RoundUnderWay(module, boundary, known.anchors[module].digest)
-            known.do(TakeSnapshot(module, boundary.round_index))
+            known.do(TakeSnapshot(module, boundary.round_index, boundary.time_s))
 
     def _is_too_late(self, boundary: Boundary) -> bool:
         """Tell whether no group can form any more, not even a second one."""
