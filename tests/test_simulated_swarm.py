@@ -34,7 +34,7 @@ PROFILES = ("calm",)
 def test_members_hold_in_histories_with_faults(profile: str, first: int) -> None:
     for seed in range(first, first + CHUNK):
         result = run_history(seed, profile, members=2 + seed % 4, rounds=8)
-        assert result.violations == [], f"{result.command} --members {2 + seed % 4} --rounds 8"
+        assert result.violations == [], result.command
 
 
 def test_a_seed_is_the_same_history_on_any_machine() -> None:

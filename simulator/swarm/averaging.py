@@ -38,6 +38,7 @@ class _Average:
     def __init__(self, action: Average, key: str, snapshot: Snapshot) -> None:
         self.action, self.key, self.snapshot = action, key, snapshot
         self.meeting: Meeting | None = None
+        self.group: tuple[str, ...] = ()
         self.waking = 0
         self.is_over = False
 
@@ -224,7 +225,7 @@ class Averaging:
 
     def _met(self, average: _Average, group: calls.Group) -> None:
         """The group is closed: reduce."""
-        average.meeting = None
+        average.meeting, average.group = None, group.peers
         self._reception.end(average.key)
         rows = [json.loads(row) for row in group.rows]
         table = canonical_table(Contribution(path, peer, tokens) for path, peer, tokens in rows)
@@ -239,7 +240,7 @@ class Averaging:
             if average.is_over:
                 return
             if shifts is None:
-                self._fail(average, reason, culprits, group.peers)
+                self._fail(average, reason, culprits)
                 return
             self._close(average)
             module, attempt = average.action.module, average.action.attempt
@@ -257,14 +258,13 @@ class Averaging:
         average: _Average,
         reason: str,
         culprits: tuple[str, ...] = (),
-        members: tuple[str, ...] = (),
     ) -> None:
         if average.is_over:
             return
         self._close(average)
-        action = average.action
+        module, attempt = average.action.module, average.action.attempt
         self._machine.deliver(
-            events.AverageFailed(action.module, action.attempt, reason, culprits, members)
+            events.AverageFailed(module, attempt, reason, culprits, average.group)
         )
 
     def _close(self, average: _Average) -> None:

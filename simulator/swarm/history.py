@@ -42,7 +42,7 @@ class Result:
         drawn = self.scenario
         return (
             f"python benchmarks/swarm_faults.py --seed {drawn.seed} "
-            f"--profile {drawn.profile} --trace"
+            f"--profile {drawn.profile} --members {drawn.members} --rounds {drawn.rounds} --trace"
         )
 
 

@@ -1,6 +1,7 @@
 """What has to hold in every history, checked while it runs and when it has come to rest.
 
-`agreement`: at rest, all honest trainers of a module stand on one state.
+`agreement`: at rest, all honest trainers of a module stand on one state. (Not where none of them
+can be called: they never meet.)
 `work`: at rest, every step that an honest peer trained is in that state once or in the peer's
 unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
 were no numbers) the last steps may be missing: those after its last merged boundary.
@@ -202,7 +203,8 @@ class Invariants:
         machines = self._world.machines.values()
         others = sum(m.path is None and m.trains for m in self._honest())
         others += sum(m.is_alive and not m.is_honest and module in m.works for m in machines)
-        if not fit or 2 * together <= len(trainers) + others:
+        can_meet = len(trainers) == 1 or any(m.link.can_be_called for m in fit)
+        if not fit or not can_meet or 2 * together <= len(trainers) + others:
             self._alive_since.pop(module, None)
             return
         since_s = self._alive_since.setdefault(module, now_s)
@@ -288,7 +290,9 @@ class Invariants:
         for module in sorted(self._unsettled):
             machines = [m for m in self._honest() if module in m.works]
             digests = {m.works[module].anchor.reference.digest for m in machines}
-            if len(digests) <= 1:
+            if len(digests) > 1 and not any(m.link.can_be_called for m in machines):
+                self._unsettled.discard(module)
+            elif len(digests) <= 1:
                 self._unsettled.discard(module)
                 self._check_work(module)
         rested_s = self._world.now_s - self._rest_s
