@@ -11,6 +11,7 @@ from dipaco.modules.state import heaviest
 
 from .agreement import expected_group
 from .manifest import SignedManifest
+from .problems import forked_modules, problems
 from .scoring_policy import ScoringBoard
 from .view import SwarmView, present_round
 
@@ -31,8 +32,9 @@ def status_of(
     plan = manifest.plan
     round_index = present_round(plan, view)
     paths = [_path_status(view, grid, path) for path in range(grid.path_count)]
-    modules = [_module_status(view, grid, module) for module in grid.modules()]
-    problems = _problems(view, grid, round_index, plan.rounds.dwell_rounds, modules)
+    found = problems(view, plan, grid)
+    forked = forked_modules(found)
+    modules = [_module_status(view, grid, module, module in forked) for module in grid.modules()]
     return {
         "run": {"id": plan.run_id, "name": plan.name, "fingerprint": plan.fingerprint},
         "operator": manifest.operator_fingerprint,
@@ -44,8 +46,18 @@ def status_of(
         "validation": _validation(view),
         "score_requests": [_request_status(id_, board) for id_, board in (requests or {}).items()],
         "successor": _successor_status(successor),
-        "healthy": not problems,
-        "problems": problems,
+        "healthy": not found,
+        "problems": [
+            {
+                "kind": problem.kind,
+                "text": problem.text,
+                "what": problem.what,
+                "since_round": problem.since_round,
+                "remedy": problem.remedy,
+                "subjects": list(problem.subjects),
+            }
+            for problem in found
+        ],
     }
 
 
@@ -69,23 +81,18 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
     }
 
 
-def _module_status(view: SwarmView, grid: Grid, module: str) -> dict[str, Any]:
-    holdings = view.holdings.get(module, ())
+def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) -> dict[str, Any]:
     best = heaviest(view.states(module))
-    trainers = expected_group(view, grid, module)
-    by_version: dict[int, set[str]] = {}
-    for holding in holdings:
-        if holding.peer_id in trainers:
-            by_version.setdefault(holding.version, set()).add(holding.digest)
     return {
         "module": module,
         "version": best.version if best else 0,
         "tokens": best.tokens if best else 0,
         "digest": best.digest if best else None,
+        "last_round": best.last_round if best else None,
         "holders": list(view.holders(best)) if best else [],
-        "trainers": len(trainers),
-        # A peer may be a version behind for a moment; two states of one version are a fork.
-        "agree": all(len(digests) == 1 for digests in by_version.values()),
+        "trainers": len(expected_group(view, grid, module)),
+        # A peer may be a version behind for a moment.
+        "agree": not is_forked,
     }
 
 
@@ -132,53 +139,3 @@ def _validation(view: SwarmView) -> dict[str, Any]:
         "tokens": tokens,
         "paths_reporting": len(scored),
     }
-
-
-def _problems(
-    view: SwarmView,
-    grid: Grid,
-    round_index: int,
-    dwell_rounds: int,
-    modules: list[dict[str, Any]],
-) -> list[str]:
-    """Return what a person should know, one line each."""
-    problems = []
-    trainers = [c for c in view.claims.values() if c.state != "leaving"]
-    if not trainers:
-        problems.append("no peer trains; start one: dipaco-peer --initial-peers ADDR")
-    unserved = [path for path in range(grid.path_count) if not view.claimants(path)]
-    if trainers and len(trainers) >= grid.path_count:
-        problems += [f"path {path} has no trainer" for path in unserved]
-    elif trainers:
-        turns = -(-grid.path_count // len(trainers)) + 1
-        patience = turns * dwell_rounds + 2
-        problems += [
-            f"path {path} has waited {round_index - view.last_round(path)} rounds; "
-            f"{len(trainers)} peers should get to it within {patience}"
-            for path in unserved
-            if round_index - view.last_round(path) > patience
-        ]
-    problems += [
-        f"the trainers of {module['module']} hold different states of one version"
-        for module in modules
-        if not module["agree"]
-    ]
-    problems += [
-        f"{module['module']} version {module['version']} has a single holder"
-        for module in modules
-        if module["version"] > 1
-        and len(module["holders"]) == 1
-        and len(view.peers) > 1
-        and not _held_lately(view, module)
-    ]
-    return problems
-
-
-def _held_lately(view: SwarmView, module: dict[str, Any]) -> bool:
-    """Tell whether a state nearly as new has other holders: copies come a little later."""
-    holders = {
-        holding.peer_id
-        for holding in view.holdings.get(module["module"], ())
-        if holding.version >= module["version"] - 3
-    }
-    return len(holders) > 1

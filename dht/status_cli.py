@@ -17,8 +17,6 @@ from dipaco.modules.command_line import Command, Option, RunSettings
 from dipaco.modules.errors import RunSelectionError
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from .directory import Directory
     from .manifest import SignedManifest
 
@@ -79,10 +77,12 @@ def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettin
             status = read_status(directory, manifest)
     from rich.live import Live
 
-    with Live(render(status), screen=False, auto_refresh=False) as live:
+    from .status_screen import FittedStatus
+
+    with Live(FittedStatus(status), screen=False, auto_refresh=False) as live:
         while True:
             time.sleep(WATCH_PERIOD_S)
-            live.update(render(read_status(directory, manifest)), refresh=True)
+            live.update(FittedStatus(read_status(directory, manifest)), refresh=True)
 
 
 def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any]:
@@ -110,80 +110,9 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
 def _print(status: dict[str, Any]) -> None:
     from rich.console import Console
 
+    from .status_screen import render
+
     Console(highlight=False).print(render(status))
-
-
-def render(status: dict[str, Any]) -> Group:
-    """Draw the status as tables."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    run, validation = status["run"], status["validation"]
-    head = Text(f"run {run['name']} ({run['id']}), round {status['round']}")
-    if validation["perplexity"] is not None:
-        head.append(
-            f", validation perplexity {validation['perplexity']:.2f} "
-            f"({validation['paths_reporting']} paths, {validation['tokens']:,} tokens)"
-        )
-    paths = Table(title="paths", title_justify="left")
-    for name in ("path", "modules", "state", "peers", "last round", "tokens/s", "held-out loss"):
-        paths.add_column(name)
-    for path in status["paths"]:
-        loss = path["validation_loss"]
-        paths.add_row(
-            str(path["path"]),
-            " ".join(path["modules"]),
-            path["state"],
-            " ".join(_short(peer) for peer in path["peers"]) or "-",
-            "-" if path["last_round"] is None else str(path["last_round"]),
-            f"{path['tokens_per_s']:,.0f}",
-            "-" if loss is None else f"{loss:.3f}",
-        )
-    modules = Table(title="modules", title_justify="left")
-    for name in ("module", "version", "tokens", "digest", "holders", "agree"):
-        modules.add_column(name)
-    for module in status["modules"]:
-        modules.add_row(
-            module["module"],
-            str(module["version"]),
-            f"{module['tokens']:,}",
-            (module["digest"] or "-")[:12],
-            str(len(module["holders"])),
-            "yes" if module["agree"] else "NO",
-        )
-    peers = Table(title="peers", title_justify="left")
-    for name in ("peer", "path", "state", "tokens/s", "device", "software", "reachable"):
-        peers.add_column(name)
-    for peer in status["peers"]:
-        peers.add_row(
-            _short(peer["peer_id"]),
-            "-" if peer["path"] is None else str(peer["path"]),
-            peer["state"],
-            f"{peer['tokens_per_s']:,.0f}",
-            peer["device"],
-            peer["software"],
-            peer["reachable"],
-        )
-    notes = [
-        Text(
-            f"score request {one['request']}: have {len(one['done'])} of {one['paths']} scores, "
-            f"{len(one['scoring'])} in progress"
-        )
-        for one in status["score_requests"]
-    ]
-    successor = status["successor"]
-    if successor is not None:
-        notes.append(Text(f"succeeded by run {successor['name']} ({successor['id']})"))
-    problems = [Text(f"problem: {line}", style="red") for line in status["problems"]]
-    return Group(
-        head, *notes, paths, modules, peers, *(problems or [Text("healthy", style="green")])
-    )
-
-
-def _short(peer: str) -> str:
-    """Shorten a peer id: all of them begin alike."""
-    return f"..{peer[-8:]}"
 
 
 COMMAND = Command(
