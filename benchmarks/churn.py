@@ -1,0 +1,370 @@
+"""A swarm whose peers are killed, leave, are suspended and join all the time, beside a calm one.
+
+    python benchmarks/churn.py [--json]
+    python benchmarks/churn.py --rounds 10 --peers 4 --no-calm --out DIR --record
+
+Real `dipaco-peer` processes on loopback train a tiny run of four paths (2x2) by the clock. Every
+peer has a mean life of five rounds; then it gets SIGKILL, or SIGINT (a clean leave), or SIGSTOP,
+to all of its processes, for up to two and a half rounds. In place of one that has gone comes the
+same peer with its disk, or one that was never there. What happens when follows from --seed. The
+last three rounds are quiet. The bootstrap node lives on: it is the address to join through.
+
+A step takes at least --step-s seconds, most of which the processor waits, as it does for a GPU:
+a few peers can then share a core, and the swarm trains about as fast calm as under churn.
+
+Share of trained tokens in the final states: every `inner` event of every life is so many tokens
+for each module of its path. From this goes what a killed life had not merged (the work since its
+last boundary with a commit, its own or one of its group), and what the peers that stay to the end
+have on top of the final states. Beside the rest stand the tokens that the final states count. So
+what a clean leave or a move leaves behind is a loss here, and what a fork throws away.
+
+The held-out perplexity of the final states stands beside that of a calm run: the same peers
+without a fault, until its states count as many tokens. Exit code 1 when a promise was broken: a
+peer ended by itself, the peers did not agree in the end, less than 90% of the tokens are in the
+final states, or the perplexity is more than 2% above the calm one. With --out the logs are kept,
+and with --record the recordings for dipaco-replay, if something was broken or forked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from churn_counts import Counts, Ending, Fault, Life, count, last_states, schedule
+from common import Report, build_parser, process_tree, ratio, scratch_folder
+from dipaco.modules.compose import load_path
+from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.state import read_state
+from dipaco.modules.transformer import PathModel
+from support.swarm import Event, Member, Swarm
+from support.tiny_run import make_tiny_run
+
+LEAST_SHARE = 0.90
+GREATEST_RATIO = 1.02
+START_S = 240.0
+SETTLE_ROUNDS = 6
+LEAVE_S = 30.0
+POLL_S = 0.1
+# As a user starts it, but a step takes a while in which the processor is free.
+STEADY_PEER = """
+import sys, time
+from dipaco.peer.cli import main
+from dipaco.peer.trainer import PathTrainer
+step = PathTrainer.inner_step
+def steady(trainer):
+    end = time.monotonic() + {step_s}
+    loss = step(trainer)
+    time.sleep(max(0.0, end - time.monotonic()))
+    return loss
+PathTrainer.inner_step = steady
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def options() -> argparse.Namespace:
+    parser = build_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=45, help="rounds under churn (45)")
+    parser.add_argument("--round-s", type=float, default=8.0, help="seconds of a round (8)")
+    parser.add_argument("--peers", type=int, default=8, help="peers at a time (8)")
+    parser.add_argument("--step-s", type=float, default=0.1, help="seconds of a step (0.1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calm", action="store_true", help="only the calm run, for --rounds")
+    parser.add_argument("--no-calm", action="store_true", help="no calm run beside it")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the logs here")
+    parser.add_argument("--record", action="store_true", help="with --out: what peers decide")
+    chosen = parser.parse_args()
+    if chosen.record and chosen.out is None:
+        parser.error("--record needs --out DIR")
+    if chosen.calm and chosen.no_calm:
+        parser.error("give --calm or --no-calm, not both")
+    return chosen
+
+
+class World:
+    """A swarm of some slots, each with a peer that can be replaced by another."""
+
+    def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.chosen = chosen
+        self.folder = folder
+        self.run = make_tiny_run(
+            folder / "run",
+            modules_per_level=(2, 2),
+            inner_steps=0,
+            duration_s=chosen.round_s,
+            start_s=time.time(),
+            seed=chosen.seed,
+            documents_per_path=400,
+            validation_documents_per_path=32,
+            rounds={
+                "validation_sequences": 8,
+                "matchmaking_s": min(2.0, 0.2 * chosen.round_s),
+            },
+        )
+        self.plan = self.run.plan()
+        self.grid = self.run.grid(self.plan)
+        self.swarm = Swarm(folder, self.run)
+        self.slots: dict[int, Member] = {}
+        self.endings: dict[Member, Ending] = {}
+        self.ids: dict[Member, str] = {}
+        self.exit_codes: Counter[int] = Counter()
+        self.done: Counter[str] = Counter()
+        self.names = 0
+        self.ended_s = math.inf
+
+    # -- a peer
+
+    def start(self, slot: int, name: str | None = None) -> Member:
+        if name is None:
+            name = f"peer{self.names}"
+            self.names += 1
+        extra = []
+        if self.chosen.record:
+            extra = ["--record", str(self.folder / f"life{len(self.endings)}-{name}.record")]
+        program = (sys.executable, "-c", STEADY_PEER.format(step_s=self.chosen.step_s))
+        peer = self.swarm.start_peer(self.entry, *extra, name=name, program=program)
+        self.slots[slot] = peer
+        self.endings[peer] = "stayed"
+        return peer
+
+    def happen(self, fault: Fault) -> None:
+        """Do what the schedule says, if the peer still lives; count it."""
+        peer = self.slots[fault.slot]
+        self.note_id(peer)
+        if fault.kind in ("return", "join"):
+            self.start(fault.slot, self._gone(peer) if fault.kind == "return" else None)
+        elif self.endings[peer] != "stayed":
+            return
+        elif fault.kind == "kill":
+            self.endings[peer] = "killed"
+            peer.kill()
+        elif fault.kind == "leave":
+            self.endings[peer] = "left"
+            peer.interrupt()
+        else:
+            number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGCONT
+            for process in process_tree(peer.popen.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+        self.done[fault.kind] += 1
+        self.say(f"{fault.kind} slot {fault.slot} {self.slots[fault.slot].name}")
+
+    def _gone(self, peer: Member) -> str:
+        """Wait until a peer that was told to leave has, and return its name."""
+        peer.popen.wait(LEAVE_S)
+        return peer.name
+
+    def note_id(self, peer: Member) -> None:
+        """Remember under which id a peer is in certificates; it has one when it trains."""
+        if peer.address_file.exists() and peer not in self.ids:
+            self.ids[peer] = peer.peer_id
+
+    def watch(self) -> None:
+        """Note which peers have ended although nobody told them to."""
+        for peer in self.slots.values():
+            if self.endings[peer] == "stayed" and not peer.alive:
+                self.endings[peer] = "by itself"
+                self.say(f"{peer.name} ended by itself:\n{peer.output.read_text()[-3000:]}")
+
+    def say(self, text: str) -> None:
+        seconds = time.time() - self.plan.start_s
+        print(f"{seconds:7.1f} s {text}", file=sys.stderr, flush=True)
+
+    # -- a run
+
+    def begin(self) -> None:
+        """Start all peers and wait until they train."""
+        self.entry = self.swarm.start_bootstrap().address(START_S)
+        peers = [self.start(slot) for slot in range(self.chosen.peers)]
+        self.swarm.wait(peers, "training", timeout_s=START_S)
+        self.swarm.wait(peers, "commit", timeout_s=START_S)
+        self.say("all train")
+
+    def churn(self, faults: Sequence[Fault]) -> None:
+        """Let the faults happen, and wait for the end of the last round."""
+        began = time.monotonic()
+        for fault in faults:
+            self._sleep_until(began + fault.at_rounds * self.chosen.round_s)
+            self.happen(fault)
+        self._sleep_until(began + self.chosen.rounds * self.chosen.round_s)
+
+    def _sleep_until(self, at: float) -> None:
+        while (left := at - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+            self.watch()
+
+    def train_until(self, tokens: int) -> None:
+        """Wait until the states of all modules count so many tokens."""
+        deadline = time.monotonic() + START_S + 3 * self.chosen.rounds * self.chosen.round_s
+        while self.tokens() < tokens and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self.watch()
+
+    def tokens(self) -> int:
+        """Return the tokens that the newest states count now."""
+        final, _ = last_states(self.lives())
+        return sum(event["tokens"] for event in final.values())
+
+    def settle(self) -> None:
+        """Wait until all peers have the same states, for some rounds at most; then all leave."""
+        deadline = time.monotonic() + SETTLE_ROUNDS * self.chosen.round_s
+        while not self._is_at_rest() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self.watch()
+        self.say("at rest" if self._is_at_rest() else "not at rest")
+        self.ended_s = time.time()
+        for peer in self.slots.values():
+            self.note_id(peer)
+        for member in self.endings:
+            if member.alive:
+                member.interrupt()
+        for member in self.endings:
+            member.popen.wait(LEAVE_S)
+            self.exit_codes[member.popen.returncode] += 1
+
+    def _is_at_rest(self) -> bool:
+        staying = [life for life in self.lives() if life.ending == "stayed"]
+        all_train = all(any(e["event"] == "training" for e in x.events) for x in staying)
+        final, agreed = last_states(staying)
+        return all_train and agreed and len(final) == len(self.grid.modules())
+
+    def lives(self) -> list[Life]:
+        """Return what all processes have logged up to now, or to when the last were told to go."""
+        return [
+            Life(
+                member.name,
+                self.ids.get(member, ""),
+                ending,
+                [event for event in member.read() if event["time_s"] <= self.ended_s],
+            )
+            for member, ending in self.endings.items()
+        ]
+
+    def count(self) -> Counts:
+        inner = self.plan.inner
+        tokens_per_step = inner.batch_sequences * self.plan.model.sequence_length
+        modules_of = self.grid.modules_of_path
+        return count(self.lives(), modules_of, tokens_per_step, self.ended_s)
+
+    def perplexity(self, final: dict[str, Event]) -> float:
+        """Score the final states, as the peers wrote them when they left, on all held-out text."""
+        states = {}
+        for module, event in final.items():
+            file = next(self.folder.glob(f"*-cache/**/*-{event['digest']}.safetensors"))
+            layout = self.grid.layout(module)
+            states[module] = read_state(file, layout, event["digest"], module=module)
+        model = PathModel(self.plan.model)
+        sums = []
+        for path in range(self.grid.path_count):
+            own = {module: states[module] for module in self.grid.modules_of_path(path)}
+            load_path(model, self.grid, path, own)
+            rows = self.run.validation_tokens(self.plan, path)
+            sums.append(LossSum(*sum_losses(model, rows, self.plan.routing.prefix_tokens)))
+        return LossSum.total(sums).perplexity or math.inf
+
+
+def run_world(
+    folder: Path, chosen: argparse.Namespace, faults: Sequence[Fault], tokens: int = 0
+) -> tuple[Counts, dict[str, Any]]:
+    """Let a swarm live through the faults, or until it has trained so many tokens."""
+    world = World(folder, chosen)
+    with world.swarm:
+        world.begin()
+        if tokens:
+            world.train_until(tokens)
+        else:
+            world.churn(faults)
+        world.settle()
+    counts = world.count()
+    return counts, figures_of(world, counts)
+
+
+def figures_of(world: World, counts: Counts) -> dict[str, Any]:
+    """Return what is reported of a run."""
+    module, gap_s = counts.longest_without_commit
+    endings = Counter(world.endings.values())
+    return {
+        "faults": dict(sorted(world.done.items())),
+        "lives": len(world.endings),
+        "ended_by_themselves": endings["by itself"],
+        "exit_codes": {str(code): times for code, times in sorted(world.exit_codes.items())},
+        "commits": counts.commits,
+        "versions": counts.versions,
+        "forked_versions": len(counts.forked),
+        "agreed": counts.agreed,
+        "trained_tokens": counts.trained,
+        "killed_unmerged_tokens": counts.killed_unmerged,
+        "on_top_at_the_end_tokens": counts.stayed_unmerged,
+        "left_behind_by_leaves_tokens": counts.left_unmerged,
+        "left_behind_by_moves_tokens": counts.moved_unmerged,
+        "final_tokens": counts.final_tokens,
+        "share": round(counts.share, 4),
+        "perplexity": round(world.perplexity(counts.final), 4),
+        "longest_without_commit_s": round(gap_s, 1),
+        "longest_without_commit_module": module,
+    }
+
+
+def main() -> int:
+    chosen = options()
+    report = Report("churn", ("", "churn", "calm"))
+    with output_folder(chosen) as folder:
+        faults = [] if chosen.calm else schedule(chosen.peers, chosen.rounds, chosen.seed)
+        name = "calm" if chosen.calm else "churn"
+        counts, found = run_world(folder / name, chosen, faults)
+        report.figures = {"rounds": chosen.rounds, "round_s": chosen.round_s}
+        report.figures |= {"peers": chosen.peers, "seed": chosen.seed, name: found}
+        beside = found if chosen.calm else {}
+        if not chosen.calm and not chosen.no_calm:
+            _, beside = run_world(folder / "calm", chosen, [], counts.final_tokens)
+            report.figures["calm"] = beside
+            by_calm = ratio(found["perplexity"], beside["perplexity"])
+            report.figures["perplexity_ratio"] = by_calm
+        broken = broken_promises(found, report.figures.get("perplexity_ratio", 1.0))
+        if not broken and not counts.forked:
+            for file in folder.glob("*/*.record"):
+                file.unlink()
+    for key in beside if chosen.calm else found:
+        report.row(key, "" if chosen.calm else found[key], beside.get(key, ""))
+    report.figures["broken"] = broken
+    report.notes.append(f"broken: {', '.join(broken) or 'nothing'}")
+    report.notes += [
+        f"forked: {m} version {v}, {len(d)} states" for (m, v), d in counts.forked.items()
+    ]
+    report.print(chosen.json)
+    return int(bool(broken))
+
+
+def broken_promises(found: dict[str, Any], by_calm: float) -> list[str]:
+    """Name what should not have happened."""
+    checks = {
+        "a peer ended by itself": found["ended_by_themselves"] > 0,
+        "the peers did not agree in the end": not found["agreed"],
+        f"less than {LEAST_SHARE:.0%} of the tokens": not found["share"] >= LEAST_SHARE,
+        f"perplexity above {GREATEST_RATIO} of the calm run": not by_calm <= GREATEST_RATIO,
+    }
+    return [name for name, is_broken in checks.items() if is_broken]
+
+
+@contextlib.contextmanager
+def output_folder(chosen: argparse.Namespace) -> Iterator[Path]:
+    """Give the folder of --out, or one that is removed afterwards."""
+    if chosen.out is not None:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        yield chosen.out
+    else:
+        with scratch_folder() as folder:
+            yield folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

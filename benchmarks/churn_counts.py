@@ -1,0 +1,223 @@
+"""Of what a swarm under churn is made, and what its event logs say: no processes here.
+
+`schedule` makes the faults from a seed. `count` reads the events of all lives: a life is one
+process of a peer, from its start to its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Event = dict[str, Any]
+FaultKind = Literal["kill", "leave", "stop", "continue", "return", "join"]
+Ending = Literal["killed", "left", "stayed", "by itself"]
+
+MEAN_LIFE_ROUNDS = 5.0
+MEAN_ABSENCE_ROUNDS = 0.5
+STOP_ROUNDS = (0.2, 2.5)
+"""How long a suspension is at least and at most."""
+QUIET_ROUNDS = 3.0
+"""Nothing happens in the last rounds, so that what was begun can come to rest."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to the peer of a slot."""
+
+    at_rounds: float
+    slot: int
+    kind: FaultKind
+
+
+def schedule(peers: int, rounds: float, seed: int) -> list[Fault]:
+    """Return the faults of a run in order of time.
+
+    After a life of `MEAN_LIFE_ROUNDS` on average a peer is killed, leaves or is stopped, each as
+    likely. A stopped one continues later. In place of one that has gone comes, after a short
+    while, the same peer with its disk, or one that was never there.
+    """
+    found = []
+    last = rounds - QUIET_ROUNDS
+    for slot in range(peers):
+        generator = random.Random(f"{seed}-{slot}")
+        at = generator.expovariate(1 / MEAN_LIFE_ROUNDS)
+        while at < last:
+            kind = generator.choice(("kill", "leave", "stop"))
+            found.append(Fault(at, slot, kind))
+            if kind == "stop":
+                at = min(at + generator.uniform(*STOP_ROUNDS), last)
+                found.append(Fault(at, slot, "continue"))
+            else:
+                at = min(at + generator.expovariate(1 / MEAN_ABSENCE_ROUNDS), last)
+                found.append(Fault(at, slot, generator.choice(("return", "join"))))
+            at += generator.expovariate(1 / MEAN_LIFE_ROUNDS)
+    return sorted(found, key=lambda fault: (fault.at_rounds, fault.slot))
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one process of a peer logged, and how it ended."""
+
+    name: str
+    peer_id: str
+    ending: Ending
+    events: Sequence[Event]
+
+
+@dataclass
+class Work:
+    """Tokens of one life, by module."""
+
+    trained: Counter[str] = field(default_factory=Counter)
+    """In all, one count for every module that the step trained."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """What had not been merged when the peer moved to another path."""
+    unmerged: Counter[str] = field(default_factory=Counter)
+    """What had not been merged when the life ended."""
+
+
+@dataclass
+class Counts:
+    """What the lives of a run add up to."""
+
+    commits: int
+    versions: int
+    forked: dict[tuple[str, int], set[str]]
+    final: dict[str, Event]
+    """The last state of each module: the event that says most of it."""
+    agreed: bool
+    trained: int
+    killed_unmerged: int
+    stayed_unmerged: int
+    left_unmerged: int
+    moved_unmerged: int
+    final_tokens: int
+    longest_without_commit: tuple[str, float]
+
+    @property
+    def share(self) -> float:
+        """Trained tokens in the final states; what crashes took and is under way is no loss."""
+        due = self.trained - self.killed_unmerged - self.stayed_unmerged
+        return self.final_tokens / due if due else float("nan")
+
+
+def work_of(
+    life: Life,
+    modules_of: Callable[[int], Sequence[str]],
+    tokens_per_step: int,
+    merged_by_others: frozenset[tuple[str, int, str]],
+) -> Work:
+    """Follow the tokens of a life; `merged_by_others` has (module, round, peer) of all groups.
+
+    An `outer_round` says how many tokens are not merged, so what adoptions put back on top is
+    known from there on. A peer that was killed between the commit of its group and its own has
+    its work merged.
+    """
+    work = Work()
+    unmerged: dict[str, int] = {}
+    boundary: dict[str, tuple[int, int]] = {}
+    for event in life.events:
+        module = event.get("module", "")
+        match event["event"]:
+            case "training":
+                work.moved.update(unmerged)
+                unmerged = dict.fromkeys(modules_of(event["path"]), 0)
+                boundary.clear()
+            case "inner":
+                for each in unmerged:
+                    unmerged[each] += tokens_per_step
+                    work.trained[each] += tokens_per_step
+            case "outer_round" if module in unmerged:
+                unmerged[module] = event["tokens"]
+                boundary[module] = event["round"], event["tokens"]
+            case "commit" if module in boundary and event["round"] == boundary[module][0]:
+                unmerged[module] -= boundary.pop(module)[1]
+            case "adopt" if module in boundary and event["own_work_merged"]:
+                unmerged[module] -= boundary.pop(module)[1]
+    for module, (round_index, tokens) in boundary.items():
+        if (module, round_index, life.peer_id) in merged_by_others:
+            unmerged[module] -= tokens
+    work.unmerged.update(unmerged)
+    return work
+
+
+def count(
+    lives: Sequence[Life],
+    modules_of: Callable[[int], Sequence[str]],
+    tokens_per_step: int,
+    end_s: float,
+) -> Counts:
+    """Add up what all lives did until `end_s`."""
+    commits = [e for life in lives for e in life.events if e["event"] == "commit"]
+    merged = frozenset((e["module"], e["round"], peer) for e in commits for peer in e["group"])
+    digests: dict[tuple[str, int], set[str]] = {}
+    for event in _states(lives):
+        digests.setdefault((event["module"], event["version"]), set()).add(event["digest"])
+    final, agreed = last_states(lives)
+    sums: Counter[str] = Counter()
+    for life in lives:
+        work = work_of(life, modules_of, tokens_per_step, merged)
+        sums["trained"] += work.trained.total()
+        sums["moved"] += work.moved.total()
+        sums[life.ending] += work.unmerged.total()
+    return Counts(
+        commits=len(commits),
+        versions=len(digests),
+        forked={version: found for version, found in digests.items() if len(found) > 1},
+        final=final,
+        agreed=agreed,
+        trained=sums["trained"],
+        killed_unmerged=sums["killed"],
+        stayed_unmerged=sums["stayed"],
+        left_unmerged=sums["left"] + sums["by itself"],
+        moved_unmerged=sums["moved"],
+        final_tokens=sum(event["tokens"] for event in final.values()),
+        longest_without_commit=_longest_gap(commits, end_s),
+    )
+
+
+def last_states(lives: Iterable[Life]) -> tuple[dict[str, Event], bool]:
+    """Return the last state of each module at the peers that stayed, and whether they agree.
+
+    Where they do not, it is the state that most of them have; of these the one with more tokens.
+    """
+    last: dict[str, list[Event]] = {}
+    for life in lives:
+        if life.ending == "stayed":
+            own = {event["module"]: event for event in _states((life,))}
+            for module in _modules_in_training(life):
+                if module in own:
+                    last.setdefault(module, []).append(own[module])
+    final = {}
+    for module, events in last.items():
+        votes = Counter(event["digest"] for event in events)
+        final[module] = max(events, key=lambda e: (votes[e["digest"]], e["tokens"]))
+    agreed = all(len({e["digest"] for e in events}) == 1 for events in last.values())
+    return dict(sorted(final.items())), agreed
+
+
+def _modules_in_training(life: Life) -> Sequence[str]:
+    begun = [event for event in life.events if event["event"] == "training"]
+    return list(begun[-1]["modules"]) if begun else ()
+
+
+def _states(lives: Iterable[Life]) -> Iterable[Event]:
+    return (e for life in lives for e in life.events if e["event"] in ("commit", "adopt"))
+
+
+def _longest_gap(commits: Iterable[Event], end_s: float) -> tuple[str, float]:
+    """Return the module that went longest without a commit by anybody, and for how long."""
+    times: dict[str, list[float]] = {}
+    for event in commits:
+        times.setdefault(event["module"], []).append(event["time_s"])
+    gaps = [
+        (module, after - before)
+        for module, found in times.items()
+        for before, after in itertools.pairwise((*sorted(found), end_s))
+    ]
+    return max(gaps, key=lambda gap: gap[1], default=("", float("nan")))
