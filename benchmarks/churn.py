@@ -232,9 +232,10 @@ class World:
             self.exit_codes[member.popen.returncode] += 1
 
     def _is_at_rest(self) -> bool:
-        staying = [life for life in self.lives() if life.ending == "stayed"]
+        lives = self.lives()
+        staying = [life for life in lives if life.ending == "stayed"]
         all_train = all(any(e["event"] == "training" for e in x.events) for x in staying)
-        final, agreed = last_states(staying)
+        final, agreed = last_states(lives)
         return all_train and agreed and len(final) == len(self.grid.modules())
 
     def lives(self) -> list[Life]:

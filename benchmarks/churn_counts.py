@@ -181,29 +181,42 @@ def count(
     )
 
 
-def last_states(lives: Iterable[Life]) -> tuple[dict[str, Event], bool]:
+def last_states(lives: Sequence[Life]) -> tuple[dict[str, Event], bool]:
     """Return the last state of each module at the peers that stayed, and whether they agree.
 
     Where they do not, it is the state that most of them have; of these the one with more tokens.
+    A peer that has not said on which state it stands agrees with nobody.
     """
-    last: dict[str, list[Event]] = {}
+    known = {event["digest"]: event for event in _states(lives)}
+    held: dict[str, list[str]] = {}
     for life in lives:
         if life.ending == "stayed":
-            own = {event["module"]: event for event in _states((life,))}
-            for module in _modules_in_training(life):
-                if module in own:
-                    last.setdefault(module, []).append(own[module])
+            for module, digest in _anchors(life).items():
+                held.setdefault(module, []).append(digest)
     final = {}
-    for module, events in last.items():
-        votes = Counter(event["digest"] for event in events)
-        final[module] = max(events, key=lambda e: (votes[e["digest"]], e["tokens"]))
-    agreed = all(len({e["digest"] for e in events}) == 1 for events in last.values())
-    return dict(sorted(final.items())), agreed
+    for module, digests in sorted(held.items()):
+        made = [known[digest] for digest in digests if digest in known]
+        if made:
+            votes = Counter(digests)
+            final[module] = max(made, key=lambda e: (votes[e["digest"]], e["tokens"]))
+    agreed = all(len(set(digests)) == 1 for digests in held.values())
+    return final, agreed
 
 
-def _modules_in_training(life: Life) -> Sequence[str]:
-    begun = [event for event in life.events if event["event"] == "training"]
-    return list(begun[-1]["modules"]) if begun else ()
+def _anchors(life: Life) -> dict[str, str]:
+    """Return the digest of each module that a peer trained last; empty where it has told none."""
+    anchors: dict[str, str] = {}
+    for event in life.events:
+        match event["event"]:
+            case "training":
+                anchors = dict.fromkeys(event["modules"], "")
+            case "commit" | "adopt":
+                anchors[event["module"]] = event["digest"]
+            case "carry_on":
+                anchors[event["module"]] = event["anchor"]
+            case "round":
+                anchors.update(event["digests"])
+    return anchors
 
 
 def _states(lives: Iterable[Life]) -> Iterable[Event]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from churn_counts import (  # noqa: E402
+from churn_counts import (
     QUIET_ROUNDS,
     Counts,
     Ending,
@@ -133,6 +133,17 @@ def test_peers_that_differ_in_the_end_are_told_and_most_are_right() -> None:
     found = counted(*(log.life("stayed") for log in logs))
     assert not found.agreed
     assert found.final["L0.E0"]["digest"] == "y"
+
+
+def test_a_peer_that_stands_aside_is_no_agreement() -> None:
+    goes_on = Log("A", 0).steps(1).boundary("L0.E0", 1, 10).commit("L0.E0", 1, "b", 20)
+    goes_on.commit("L1.E0", 1, "c", 0)
+    aside = Log("B", 0).steps(1)
+    assert not counted(goes_on.life("stayed"), aside.life("stayed")).agreed
+    aside.add("carry_on", module="L0.E0", round=1, anchor="a")
+    assert not counted(goes_on.life("stayed"), aside.life("stayed")).agreed
+    aside.add("round", round=1, digests={"L0.E0": "b", "L1.E0": "c"})
+    assert counted(goes_on.life("stayed"), aside.life("stayed")).agreed
 
 
 def test_the_longest_stretch_without_a_commit_reaches_to_the_end() -> None:
