@@ -175,6 +175,24 @@ def test_one_that_wrecks_the_held_out_loss_is_refused_for_good() -> None:
     assert len(peer.of(a.FetchState)) == 1
 
 
+def test_what_goes_on_from_a_refused_state_is_refused_until_others_stand_on_it() -> None:
+    peer = Peer("Pa", "Pc")
+    before = peer.anchor
+    state = peer.family.commit(before, 3, ["Pa"])
+    peer.announce(state, "Pa")
+    peer.tell(state)
+    peer.bring(state, after=99.0)
+    alone = peer.family.commit(state, 4, ["Pa"])
+    peer.announce(alone, "Pa")
+    peer.tell(alone)
+    assert [fetch.reference for fetch in peer.of(a.FetchState)] == [state]
+    others = peer.family.commit(alone, 5, ["Pa", "Pd"])
+    peer.announce(others, "Pa", "Pd")
+    peer.tell(others)
+    assert [fetch.reference for fetch in peer.of(a.FetchState)] == [state, others]
+    assert peer.anchor == before
+
+
 def test_a_loss_that_is_no_number_is_refused() -> None:
     peer = Peer("Pa")
     before = peer.anchor

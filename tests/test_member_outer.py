@@ -322,6 +322,26 @@ def test_nobody_waits_for_ever_for_an_older_peer_that_hangs() -> None:
     assert [step.round_index for step in peer.of(a.TakeOuterStep)] == [5]
 
 
+def test_another_that_goes_on_from_a_refused_state_holds_nobody_up_for_ever() -> None:
+    """Its states are no good here: who refuses them goes on from the own one after a while."""
+    peer = group("Pa")
+    state, anchor = peer.member.anchors[MODULE], peer.member.anchors[MODULE]
+    for round_index in range(3, 8):
+        peer.at(boundary_s(round_index))
+        state = peer.family.commit(state, round_index, ["Pa"])
+        for attempt in range(2):
+            fail(peer, attempt)
+            answers(peer, Pa=state)
+            peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+        if wanted := of(a.FetchState, peer.done[-5:]):
+            peer.happen(e.StateFetched(wanted[-1].reference, {}, peer.family.chain(state)))
+            peer.turn()
+            peer.happen(e.Checked(MODULE, state.digest, 1.0, 99.0))
+    assert len(peer.of(a.CheckState)) == 1
+    assert peer.member.anchors[MODULE] == anchor
+    assert [step.round_index for step in peer.of(a.TakeOuterStep)] == [7]
+
+
 # -- isolation
 
 

@@ -41,7 +41,9 @@ class Adoption:
         self._known = knowledge
         self._chains = chains
         self._fetching: dict[str, _Fetch] = {}
-        self._refused: set[str] = set()
+        # States that are not believed, and whose word they were: all who contributed to them
+        # since they parted from the own anchor.
+        self._refused: dict[str, frozenset[str]] = {}
         self._unavailable: dict[str, float] = {}
         self.ledgers: dict[str, Ledger] = {}
 
@@ -70,7 +72,7 @@ class Adoption:
             (
                 state
                 for state in candidates.values()
-                if state.digest not in self._refused
+                if not self._is_refused(state)
                 and known.now_s >= self._unavailable.get(state.digest, 0.0)
             ),
             known.anchors[module],
@@ -82,7 +84,7 @@ class Adoption:
         for module, anchor in known.anchors.items():
             if module in self._fetching or known.grid.level_of(module) in running:
                 continue
-            states = [s for s in known.states(module) if s.digest not in self._refused]
+            states = [s for s in known.states(module) if not self._is_refused(s)]
             self._chains.learn(states, anchor)
             self.start(module)
 
@@ -138,7 +140,7 @@ class Adoption:
         before, after = event.loss_before, event.loss_after
         if before is not None and after is not None and not after <= before + MAX_LOSS_INCREASE:
             del self._fetching[event.module]
-            self._refused.add(event.digest)
+            self._refuse(fetch.reference)
             self._known.do(
                 Warn(
                     f"refused state {event.digest[:12]} of {event.module}: held-out loss would go "
@@ -147,6 +149,31 @@ class Adoption:
             )
         elif self._known.grid.level_of(event.module) not in running:
             self._adopt(fetch.reference)
+
+    def _refuse(self, state: StateReference) -> None:
+        known, book = self._known, self._known.book
+        anchor = known.anchors[state.module].digest
+        ancestor = book.common_ancestor(state.module, state.digest, anchor)
+        whose = book.contributors_since(state.module, state.digest, ancestor)
+        self._refused[state.digest] = frozenset(whose)
+        while len(self._refused) > 256:
+            del self._refused[next(iter(self._refused))]
+
+    def _is_refused(self, state: StateReference) -> bool:
+        """Tell whether a state is one that was refused, or goes on from it on the same word.
+
+        Who goes on alone from a refused state makes a new one each round. If each was tried, the
+        rounds of those who refuse it would end with waiting for it, and never with a commit.
+        """
+        book = self._known.book
+        if state.digest in self._refused or not self._refused:
+            return state.digest in self._refused
+        for certificate in book.chain(state.module, state.digest):
+            earlier = certificate.statement.digest
+            if earlier in self._refused:
+                since = book.contributors_since(state.module, state.digest, earlier)
+                return since <= self._refused[earlier]
+        return False
 
     def _is_settled(self, state: StateReference) -> bool:
         """Tell whether most of those who train a module have signed a state's chain lately.
