@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from dipaco.modules.grid import Grid
@@ -80,6 +81,18 @@ class _Swarm:
     def late_rounds(self) -> int:
         """Rounds by which the records may be late."""
         return int(NEWS_S // self.plan.rounds.duration_s)
+
+    @cached_property
+    def trainer_count(self) -> int:
+        return sum(claim.state != "leaving" for claim in self.view.claims.values())
+
+    @cached_property
+    def usual_wait_rounds(self) -> int:
+        """Rounds for which a path may wait: all have their turn, if there are fewer peers."""
+        if self.trainer_count >= self.grid.path_count:
+            return 0
+        turns = -(-self.grid.path_count // max(1, self.trainer_count)) + 1
+        return turns * self.plan.rounds.dwell_rounds + 2
 
     def held_by_trainers(self, module: str) -> list[HoldingRecord]:
         trainers = {claim.peer_id for claim in self.claims.get(module, ())}
@@ -166,7 +179,7 @@ def _together(found: Sequence[Problem], what: str, remedy: str) -> tuple[Problem
 
 
 def _untrained(swarm: _Swarm) -> tuple[Problem, ...]:
-    if any(claim.state != "leaving" for claim in swarm.view.claims.values()):
+    if swarm.trainer_count:
         return ()
     what, remedy = "no peer trains", "start one: dipaco-peer --initial-peers ADDR"
     return (Problem("untrained", what, remedy),)
@@ -176,24 +189,27 @@ def _untrained(swarm: _Swarm) -> tuple[Problem, ...]:
 
 
 def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
-    """Find modules that are trained and have not committed for rounds."""
+    """Find modules that have not committed for rounds in which they were trained."""
     found = []
-    for module, claims in swarm.claims.items():
+    for module in swarm.grid.modules():
+        claims = swarm.claims.get(module, ())
         newest = heaviest(swarm.view.states(module))
         last_round = newest.last_round if newest else -1
-        # For so long somebody has trained it: from the claim, or since a trainer said so.
-        held = int(max(swarm.view.rounds_held(claim) for claim in claims))
-        trained = max(swarm.view.last_round(claim.path) for claim in claims)
-        missed = max(
-            min(swarm.complete_rounds_since(last_round), held),
-            min(trained, swarm.round_index) - last_round,
-        )
+        # Told by those who have trained it for so long.
+        held = int(max((swarm.view.rounds_held(claim) for claim in claims), default=0))
+        missed = min(swarm.complete_rounds_since(last_round), held)
+        # And by what was said of its paths, also by others before. With fewer peers than paths
+        # it may have waited for most of that time.
+        trained = max(map(swarm.view.last_round, swarm.grid.paths_of_module(module)))
+        unmerged = min(trained, swarm.round_index) - last_round
+        if unmerged - swarm.usual_wait_rounds >= STALLED_ROUNDS:
+            missed = max(missed, unmerged)
         if missed >= STALLED_ROUNDS + swarm.late_rounds:
             trainers = _named([short_peer(claim.peer_id) for claim in claims])
             problem = Problem(
                 kind="stalled",
                 what=f"{module} has not committed for {missed} rounds,",
-                remedy=f"look at what its trainers print: {trainers}",
+                remedy=f"look at what its trainers print: {trainers or 'they have moved on'}",
                 since_round=last_round,
                 subjects=(module,),
             )
@@ -417,14 +433,10 @@ def _few_copies(swarm: _Swarm, wanted: int) -> Iterator[tuple[str, int, str, str
 
 def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
     """Find paths that nobody trains though there are peers enough, and those that wait too long."""
-    view, grid = swarm.view, swarm.grid
-    count = sum(claim.state != "leaving" for claim in view.claims.values())
+    view, grid, count = swarm.view, swarm.grid, swarm.trainer_count
     if not count:
         return ()
-    dwell_rounds = swarm.plan.rounds.dwell_rounds
-    # With fewer peers than paths, all paths have their turn (design 4.5).
-    turns = -(-grid.path_count // count) + 1
-    patience = turns * dwell_rounds + 2 + swarm.late_rounds
+    patience = swarm.usual_wait_rounds + swarm.late_rounds
     served: dict[int, list[ClaimRecord]] = {}
     for claim in view.claims.values():
         if claim.state != "leaving":

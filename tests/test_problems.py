@@ -116,6 +116,18 @@ def test_who_comes_to_a_module_that_waited_has_rounds_to_commit() -> None:
     assert kinds(records)[0] == "stalled"
 
 
+def test_a_module_that_peers_come_to_in_turn_and_never_commit() -> None:
+    """As two peers do on four paths: no claim on it lasts as long as its commits are missing."""
+    records = swarm(2, 2, 2, round_index=20)
+    [module, *_] = (m for m in records.grid.modules() if not records.trainers(m))
+    trained = max(records.progress[p].last_round for p in records.grid.paths_of_module(module))
+    # A path may wait ceil(4 / 2) + 1 turns of two rounds, and two rounds.
+    for last_round, is_stalled in ((trained - 10, False), (trained - 11, True)):
+        stall(records, module, last_round)
+        assert (kinds(records)[0] == "stalled") is is_stalled
+    assert "has not committed for 11 rounds" in found(records)[0].text
+
+
 # -- forks
 
 
