@@ -103,7 +103,8 @@ class CertificateBook:
     def add(self, certificate: Certificate) -> bool:
         """Take a checked certificate; returns whether it said anything new.
 
-        A digest has one statement: of two groups that came to the same bits the first is kept.
+        A digest has one statement: that with the most signers, and of as many the first. What this
+        peer stands on keeps its statements, however many identities somebody invents.
         """
         statement = certificate.statement
         known = self._by_module.setdefault(statement.module, {})
@@ -113,9 +114,22 @@ class CertificateBook:
             self._rows[statement.module] += len(statement.table)
             self._forget_oldest(statement.module)
             return statement.digest in known
-        if before.statement != statement or certificate.signers <= before.signers:
+        if before.statement != statement:
+            return self._replace(before, certificate)
+        if certificate.signers <= before.signers:
             return False
         known[statement.digest] = before.merged(certificate)
+        return True
+
+    def _replace(self, before: Certificate, certificate: Certificate) -> bool:
+        module, digest = before.statement.module, before.statement.digest
+        if len(certificate.signers) <= len(before.signers):
+            return False
+        if digest in self.ancestors(module, self._stands_on.get(module, "")):
+            return False
+        self._by_module[module][digest] = certificate
+        self._rows[module] += len(certificate.statement.table) - len(before.statement.table)
+        self._forget_oldest(module)
         return True
 
     def _forget_oldest(self, module: str) -> None:

@@ -72,10 +72,49 @@ def test_merging_does_not_depend_on_the_order(seed: int) -> None:
     assert not known.add(parts[0])
 
 
-def test_a_digest_keeps_its_first_statement() -> None:
+def parent_of(known: CertificateBook, digest: str) -> str:
+    return known.chain(MODULE, digest)[0].statement.parent
+
+
+def test_of_two_statements_of_a_digest_the_one_with_more_signers_is_kept() -> None:
+    made_up, true = certificate("a1", "elsewhere", 5, "X"), certificate("a1", "genesis", 0, "PQ")
+    known = book(made_up)
+    assert known.add(true)
+    assert parent_of(known, "a1") == "genesis"
+    assert not known.add(made_up)
+    assert known.all() == (true,)
+
+
+def test_of_two_statements_with_as_many_signers_the_first_is_kept() -> None:
     known = book(certificate("a1", "genesis", 0, "PQ"))
-    assert not known.add(certificate("a1", "elsewhere", 5, "XYZ"))
-    assert known.chain(MODULE, "a1")[0].statement.parent == "genesis"
+    assert not known.add(certificate("a1", "elsewhere", 5, "XY"))
+    assert not known.add(certificate("a1", "elsewhere", 5, "VWXYZ", signers="XY"))
+    assert parent_of(known, "a1") == "genesis"
+
+
+def test_signatures_count_for_the_statement_that_they_are_under() -> None:
+    known = book(certificate("a1", "elsewhere", 5, "XY"))
+    assert known.add(certificate("a1", "genesis", 0, "PQRS", signers="PQR"))
+    assert known.add(certificate("a1", "genesis", 0, "PQRS", signers="S"))
+    assert known.chain(MODULE, "a1")[0].signers == set("PQRS")
+
+
+def test_what_this_peer_stands_on_keeps_its_statements() -> None:
+    known = book(certificate("a1", "genesis", 0, "PQ"), certificate("a2", "a1", 1, "PQ"))
+    known.keep(MODULE, "a2")
+    for digest in ("a1", "a2"):
+        assert not known.add(certificate(digest, "elsewhere", 5, "VWXYZ"))
+    assert [c.statement.digest for c in known.chain(MODULE, "a2")] == ["a2", "a1"]
+
+
+def test_statements_that_are_replaced_by_larger_ones_do_not_make_a_book_large() -> None:
+    known = book(*(certificate(f"{n + 1}", f"{n}", n, "X") for n in range(40)))
+    names = [f"{n:04d}" for n in range(1024)]
+    rows = tuple(Contribution(0, name, 1) for name in names)
+    for n in range(40):
+        made = CommitStatement("run", MODULE, n + 1, f"{n}", f"{n + 1}", n, rows)
+        known.add(Certificate(made, dict.fromkeys(names[:2], b"")))
+    assert sum(len(c.statement.table) for c in known.all()) <= KEPT_ROWS_PER_MODULE
 
 
 def test_invented_chains_do_not_push_out_the_one_that_this_peer_stands_on() -> None:

@@ -92,6 +92,58 @@ def test_the_best_of_two_sides_is_the_same_for_everybody(family: Family) -> None
         assert descent.best(order, one) is None
 
 
+def random_tree(seed: int) -> tuple[Family, list[StateReference]]:
+    """Return states that descend from two beginnings, most of them in forks of forks."""
+    chance = random.Random(seed)
+    family = Family()
+    states = [family.commit(genesis(), 0, peers) for peers in ("AB", "C")]
+    for _ in range(12):
+        parent = chance.choice(states)
+        group = chance.sample("ABCDE", chance.randint(1, 4))
+        states.append(
+            family.commit(parent, parent.last_round + 1, group, tokens=chance.randint(1, 3))
+        )
+    return family, list({state.digest: state for state in states}.values())
+
+
+def test_three_states_that_each_win_over_the_next_are_in_one_order(family: Family) -> None:
+    base = family.commit(genesis(), 0, "Z")
+    one = family.commit(base, 1, "ABC", tokens=1)
+    side = family.commit(base, 1, "DE")
+    two, three = family.commit(side, 2, "F"), family.commit(side, 2, "DE")
+    descent = Descent(family.book)
+    assert descent.wins(three, two)
+    assert descent.wins(two, one)
+    assert descent.wins(one, three)
+    states = [one, two, three]
+    for own in states:
+        assert descent.best(states, own) == (None if own is one else one)
+        assert not descent.wins(own, one, among=states)
+
+
+@given(st.integers(0, 2**32))
+def test_all_with_the_same_book_choose_the_same_state_whatever_they_hold(seed: int) -> None:
+    family, states = random_tree(seed)
+    descent = Descent(family.book)
+    chosen = {(descent.best(states, own) or own).digest for own in states}
+    assert len(chosen) == 1
+    assert descent.best(states, genesis()) == descent.best(states[::-1], genesis())
+    assert {descent.best(states, genesis())} == {s for s in states if s.digest in chosen}
+
+
+@given(st.integers(0, 2**32))
+def test_among_the_same_states_what_wins_is_one_order(seed: int) -> None:
+    family, states = random_tree(seed)
+    descent = Descent(family.book)
+    wins = {
+        (one, two)
+        for one, two in itertools.permutations(states, 2)
+        if descent.wins(one, two, among=states)
+    }
+    beaten = sorted(sum(pair[0] == state for pair in wins) for state in states)
+    assert beaten == list(range(len(states)))
+
+
 @given(st.integers(0, 2**32))
 def test_of_any_two_certified_states_exactly_one_wins(seed: int) -> None:
     chance = random.Random(seed)

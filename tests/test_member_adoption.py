@@ -40,8 +40,7 @@ class Peer(LoneMember):
 
     def tell(self, state: StateReference) -> list[a.Action]:
         """Let the certificates of a state come, and what is announced be seen again."""
-        self.happen(e.ChainFetched(state, self.family.chain(state)))
-        return self.look()
+        return self.happen(e.ChainFetched(state, self.family.chain(state))) + self.look()
 
     def bring(self, state: StateReference, after: float = 1.0) -> list[a.Action]:
         """Let a state come; the held-out loss with it is `after`, and 1 with the anchor."""
@@ -72,6 +71,25 @@ def test_a_state_is_fetched_once_its_certificates_say_that_it_wins() -> None:
     actions = peer.tell(state)
     assert of(a.FetchState, actions) == [a.FetchState(state, ("Pa", "Pc"), "adopt")]
     assert of(a.FetchState, peer.look()) == []
+
+
+def test_a_state_is_fetched_as_soon_as_the_last_certificates_are_here() -> None:
+    peer = Peer("Pa")
+    one = peer.family.commit(peer.anchor, 3, ["Pa"])
+    two = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.held = {"Pa": [one], "Pc": [two]}
+    peer.look()
+    assert of(a.FetchState, peer.happen(e.ChainFetched(one, peer.family.chain(one)))) == []
+    actions = peer.happen(e.ChainFetched(two, peer.family.chain(two)))
+    assert of(a.FetchState, actions) == [a.FetchState(two, ("Pc",), "adopt")]
+
+
+def test_certificates_that_come_while_a_level_averages_start_nothing() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.announce(state, "Pc")
+    assert of(a.Average, peer.at(3.5 * ROUND_S)) != []
+    assert of(a.FetchState, peer.happen(e.ChainFetched(state, peer.family.chain(state)))) == []
 
 
 def test_counts_that_nobody_signed_move_nothing() -> None:

@@ -102,7 +102,7 @@ def test_a_peer_that_comes_early_says_when_the_others_come() -> None:
 def test_who_can_be_called_leads_the_longest_in_training_first() -> None:
     peer = group("Pa", "Pc")
     peer.claims = [claim("Pa", since_s=50.0), claim("Pc", since_s=7.0), claim("Pd", since_s=1.0)]
-    peer.serving = [record("Pd", reachable="outgoing")]
+    peer.serving = [record("Pd", reachable="relayed"), record("Pa", reachable="unknown")]
     peer.look()
     (meeting,) = of(a.Average, peer.at(boundary_s(3)))
     assert meeting.candidates == ("Pc", "Pa", ME, "Pd")

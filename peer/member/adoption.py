@@ -60,6 +60,11 @@ class Adoption:
     def winner(self, module: str) -> StateReference | None:
         """Return the state that should replace the anchor of a module, as far as is known."""
         known = self._known
+        return known.descent.best(self._candidates(module), known.anchors[module])
+
+    def _candidates(self, module: str) -> list[StateReference]:
+        """Return the states of a module that are said to be held, and may be had."""
+        known = self._known
         told = [
             certificate.statement.digest
             for certificate in known.book.all_of(module)
@@ -68,15 +73,12 @@ class Adoption:
         candidates = {state.digest: state for state in known.states(module)}
         for digest in told:
             candidates.setdefault(digest, known.book.reference(module, digest))
-        return known.descent.best(
-            (
-                state
-                for state in candidates.values()
-                if not self._is_refused(state)
-                and known.now_s >= self._unavailable.get(state.digest, 0.0)
-            ),
-            known.anchors[module],
-        )
+        return [
+            state
+            for state in candidates.values()
+            if not self._is_refused(state)
+            and known.now_s >= self._unavailable.get(state.digest, 0.0)
+        ]
 
     def look(self, running: Collection[str]) -> None:
         """See whether a state of a module wins over its anchor; levels that are `running` wait."""
@@ -86,6 +88,14 @@ class Adoption:
                 continue
             states = [s for s in known.states(module) if not self._is_refused(s)]
             self._chains.learn(states, anchor)
+            self.start(module)
+
+    def on_chain(self, module: str, running: Collection[str]) -> None:
+        """Certificates of a module came: once all are here that are on their way, see who wins."""
+        known = self._known
+        if module not in known.anchors or known.grid.level_of(module) in running:
+            return
+        if not self._chains.is_wanted(module):
             self.start(module)
 
     def start(self, module: str) -> bool:
@@ -123,7 +133,8 @@ class Adoption:
         for module, fetch in list(self._fetching.items()):
             if not fetch.is_here or fetch.is_checking or known.grid.level_of(module) in running:
                 continue
-            if not known.descent.wins(fetch.reference, known.anchors[module]):
+            anchor = known.anchors[module]
+            if not known.descent.wins(fetch.reference, anchor, self._candidates(module)):
                 del self._fetching[module]
             elif self._is_settled(fetch.reference):
                 self._adopt(fetch.reference)

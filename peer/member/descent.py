@@ -2,12 +2,14 @@
 
 The chain with more certified contributors since the common ancestor wins, then the one with more
 tokens in its certificates since then, then the smaller digest. So one fast machine that was alone
-never outweighs many, and nothing that a peer says of itself decides.
+never outweighs many, and nothing that a peer says of itself decides. Among several the oldest fork
+is decided first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 
 from dipaco.dht.certificates import CertificateBook
 from dipaco.modules.state import StateReference
@@ -24,28 +26,76 @@ class Descent:
         certificate = self.book.get(state.module, state.digest)
         return certificate is not None and bool(certificate.signers)
 
-    def wins(self, candidate: StateReference, own: StateReference) -> bool:
-        """Tell whether a holder of `own` should take `candidate` instead.
+    def wins(
+        self,
+        candidate: StateReference,
+        own: StateReference,
+        among: Iterable[StateReference] = (),
+    ) -> bool:
+        """Tell whether a holder of `own` should take `candidate` instead, `among` the states there.
 
         A genesis state never wins, nor one whose certificate is not known. `own` may be a state
         that stands for none, or one from an earlier life whose certificate is lost.
         """
-        module = candidate.module
-        if candidate.digest == own.digest or not self.is_certified(candidate):
+        if candidate.digest == own.digest or not self._may_replace(candidate, own):
             return False
-        if own.version == 0:
-            return True
-        if not self.is_certified(own):
-            return candidate.version >= own.version
-        ancestor = self.book.common_ancestor(module, candidate.digest, own.digest)
-        if ancestor == own.digest:
-            return True
-        if ancestor == candidate.digest:
+        order = [state.digest for state in self._order((*among, candidate, own))]
+        if candidate.digest not in order:
             return False
-        return self._merit(candidate, ancestor) > self._merit(own, ancestor)
+        return own.digest not in order or order.index(candidate.digest) > order.index(own.digest)
+
+    def best(
+        self, candidates: Iterable[StateReference], own: StateReference
+    ) -> StateReference | None:
+        """Return the candidate that should replace `own`, or None.
+
+        Whoever holds one of the states chooses the same of them.
+        """
+        able = [state for state in candidates if self._may_replace(state, own)]
+        order = self._order((*able, own))
+        return order[-1] if order and order[-1].digest != own.digest else None
+
+    def _may_replace(self, candidate: StateReference, own: StateReference) -> bool:
+        if not self.is_certified(candidate):
+            return False
+        return self.is_certified(own) or candidate.version >= own.version
+
+    def _order(self, states: Iterable[StateReference]) -> list[StateReference]:
+        """Return the certified ones of some states of one module, the worst first.
+
+        Compared two by two, three states can each win over the next in a circle, and their
+        holders would chase each other. So the oldest fork is decided first, between the best of
+        each side, and a whole side stands behind another.
+        """
+        known = {state.digest: state for state in states if self.is_certified(state)}
+        children: dict[str, set[str]] = {}
+        for state in known.values():
+            line = self.book.ancestors(state.module, state.digest)
+            for digest, parent in itertools.pairwise(line):
+                children.setdefault(parent, set()).add(digest)
+        # Certificates that go round in a circle have no beginning, and count for nothing.
+        begins = sorted(children.keys() - {d for made in children.values() for d in made})
+        return self._side(None, begins, known, children)
+
+    def _side(
+        self,
+        fork: str | None,
+        branches: Iterable[str],
+        known: Mapping[str, StateReference],
+        children: Mapping[str, Collection[str]],
+    ) -> list[StateReference]:
+        """Return the known states of all `branches` that begin at `fork`, the worst first."""
+        sides = []
+        for digest in branches:
+            side = [known[digest]] if digest in known else []
+            side += self._side(digest, children.get(digest, ()), known, children)
+            sides.append(side)
+        if len(sides) > 1:
+            sides.sort(key=lambda side: self._merit(side[-1], fork))
+        return list(itertools.chain.from_iterable(sides))
 
     def _merit(self, state: StateReference, ancestor: str | None) -> tuple[int, int, int]:
-        """Return what orders two chains that part at `ancestor`."""
+        """Return what orders chains that part at `ancestor`."""
         contributors = self.book.contributors_since(state.module, state.digest, ancestor)
         tokens = 0
         for certificate in self.book.chain(state.module, state.digest):
@@ -53,16 +103,6 @@ class Descent:
                 break
             tokens += sum(row.tokens for row in certificate.statement.table)
         return len(contributors), tokens, -int(state.digest[:15], 16)
-
-    def best(
-        self, candidates: Iterable[StateReference], own: StateReference
-    ) -> StateReference | None:
-        """Return the candidate that should replace `own`, or None."""
-        found = own
-        for candidate in sorted(candidates, key=lambda state: state.digest):
-            if self.wins(candidate, found):
-                found = candidate
-        return None if found is own else found
 
     def contains(self, state: StateReference, peer: str, round_index: int) -> bool:
         """Tell whether what `peer` contributed to a module in a round is in a state."""

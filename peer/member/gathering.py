@@ -32,14 +32,14 @@ def longest_wait_s(rounds: RoundsConfig) -> float:
 def leading_order(known: Knowledge, peers: Collection[str]) -> tuple[str, ...]:
     """Return peers in the order in which they are asked to lead.
 
-    The longest in training first; those that cannot be called, last.
+    The longest in training first; those that can be called only through others, last.
     """
     view = known.view
 
     def order(peer: str) -> tuple[bool, tuple[bool, float, str]]:
         record = view.peers.get(peer)
-        is_closed = record is not None and record.reachable == "outgoing"
-        return is_closed, seniority(view, known.me, peer)
+        is_relayed = record is not None and record.reachable == "relayed"
+        return is_relayed, seniority(view, known.me, peer)
 
     return tuple(sorted(peers, key=order))
 

@@ -168,6 +168,8 @@ class Member:
             case ChainFetched():
                 self._chains.on_fetched(event)
                 self._outer.on_chain(event.reference.module)
+                if self._phase is _Phase.TRAINING:
+                    self._adoption.on_chain(event.reference.module, running)
                 self._keeping.on_chain()
             case SnapshotTaken():
                 self._outer.on_snapshot(event)
