@@ -9,6 +9,10 @@ to all of its processes, for up to two and a half rounds. In place of one that h
 same peer with its disk, or one that was never there. What happens when follows from --seed. The
 last three rounds are quiet. The bootstrap node lives on: it is the address to join through.
 
+The languages of the four paths are made up and share no words, so paths that share a module pull
+it apart as hard as they can; --learning-rate says how fast. Peers refuse what others made of a
+module without them when it wrecks their own held-out text: `refused` counts how often.
+
 A step takes at least --step-s seconds, most of which the processor waits, as it does for a GPU:
 a few peers can then share a core, and the swarm trains about as fast calm as under churn.
 
@@ -76,6 +80,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--round-s", type=float, default=8.0, help="seconds of a round (8)")
     parser.add_argument("--peers", type=int, default=8, help="peers at a time (8)")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds of a step (0.1)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="only the calm run, for --rounds")
     parser.add_argument("--no-calm", action="store_true", help="no calm run beside it")
@@ -105,6 +110,7 @@ class World:
             seed=chosen.seed,
             documents_per_path=400,
             validation_documents_per_path=32,
+            inner={"learning_rate": chosen.learning_rate},
             rounds={
                 "validation_sequences": 8,
                 "matchmaking_s": min(2.0, 0.2 * chosen.round_s),
@@ -256,6 +262,11 @@ class World:
         modules_of = self.grid.modules_of_path
         return count(self.lives(), modules_of, tokens_per_step, self.ended_s)
 
+    def refusals(self) -> int:
+        """Return how often a peer refused a state that it had fetched."""
+        outputs = {member.output for member in self.endings}
+        return sum(file.read_text(errors="replace").count("refused state") for file in outputs)
+
     def perplexity(self, final: dict[str, Event]) -> float:
         """Score the final states, as the peers wrote them when they left, on all held-out text."""
         states = {}
@@ -297,6 +308,7 @@ def figures_of(world: World, counts: Counts) -> dict[str, Any]:
         "faults": dict(sorted(world.done.items())),
         "lives": len(world.endings),
         "ended_by_themselves": endings["by itself"],
+        "refused": world.refusals(),
         "exit_codes": {str(code): times for code, times in sorted(world.exit_codes.items())},
         "commits": counts.commits,
         "versions": counts.versions,
@@ -317,6 +329,8 @@ def figures_of(world: World, counts: Counts) -> dict[str, Any]:
 
 def main() -> int:
     chosen = options()
+    # Whoever ends this ends the peers with it, those that are stopped too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report("churn", ("", "churn", "calm"))
     with output_folder(chosen) as folder:
         faults = [] if chosen.calm else schedule(chosen.peers, chosen.rounds, chosen.seed)
