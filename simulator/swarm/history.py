@@ -138,7 +138,8 @@ class _History:
             )
             self._machines.append(machine)
             for path in range(world.grid.path_count):
-                if random.random() < 0.4:
+                # Blobs have copies: the first peers of a run have all of them.
+                if number < 2 or random.random() < 0.4:
                     machine.disk.shards.add(path)
         for number, machine in enumerate(self._machines):
             start_s = self._engine.between(-0.4, 0.1) * self._round_s

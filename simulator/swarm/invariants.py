@@ -1,7 +1,7 @@
 """What has to hold in every history, checked while it runs and when it has come to rest.
 
-`agreement`: at rest, all honest trainers of a module stand on one state. (Not where none of them
-can be called: they never meet.)
+`agreement`: at rest, all honest trainers of a module stand on one state. Not where none of them
+can be called: they never meet. Who takes long over an inner step may be behind, but on no fork.
 `work`: at rest, every step that an honest peer trained is in that state once or in the peer's
 unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
 were no numbers) the last steps may be missing: those after its last merged boundary.
@@ -40,6 +40,8 @@ INVARIANTS = (
     "contract",
 )
 LIVENESS_ROUNDS = 4
+# Of a round: who takes longer over an inner step hears the answer to a question too late.
+SLOW_SHARE = 0.1
 COPIES = 3
 COPY_ROUNDS = 2
 # In a round and for each module of the path: requests, and states of bytes.
@@ -119,6 +121,8 @@ class Invariants:
 
     def lost(self, machine: Body, module: str, why: str) -> None:
         """The unmerged work of a module is gone."""
+        if why == "it left":
+            self.faulty_s = self._world.now_s
         stay = self._stays[machine.peer, module][-1]
         stay.end = machine.steps
         if why == "it went back to its anchor":
@@ -196,7 +200,7 @@ class Invariants:
         fit = [
             m
             for m in trainers
-            if m.is_awake and m.step_s <= 0.2 * self._round_s and abs(m.clock_error_s) < 1.0
+            if m.is_awake and not self._is_slow(m) and abs(m.clock_error_s) < 1.0
         ]
         sides = Counter(m.link.side for m in fit)
         together = max(sides.values(), default=0)
@@ -226,7 +230,9 @@ class Invariants:
             if m.link.can_be_called and self._up_since.get(m.peer, now_s) <= before_s
         ]
         commits = [state for time_s, state in self._commits.get(module, ()) if time_s <= before_s]
-        if len(reachable) < COPIES or not commits:
+        trainers = [m for m in self._honest() if module in m.works]
+        never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
+        if len(reachable) < COPIES or not commits or never_meet:
             return
         wanted = commits[-1].reference
         holders = [
@@ -289,16 +295,33 @@ class Invariants:
         """Look again and again whether all stand on one state: while they commit, they do not."""
         for module in sorted(self._unsettled):
             machines = [m for m in self._honest() if module in m.works]
-            digests = {m.works[module].anchor.reference.digest for m in machines}
-            if len(digests) > 1 and not any(m.link.can_be_called for m in machines):
+            never_meet = len(machines) > 1 and not any(m.link.can_be_called for m in machines)
+            if never_meet:
                 self._unsettled.discard(module)
-            elif len(digests) <= 1:
+            elif self._is_settled(module, machines):
                 self._unsettled.discard(module)
                 self._check_work(module)
         rested_s = self._world.now_s - self._rest_s
         if self._unsettled:
             self.figures.rounds_to_rest = rested_s / self._round_s
             self._world.engine.after(self._round_s / 25, self._settle)
+
+    def _is_slow(self, machine: Body) -> bool:
+        return machine.step_s > SLOW_SHARE * self._round_s
+
+    def _is_settled(self, module: str, machines: list[Body]) -> bool:
+        """Tell whether those that train a module stand on one state, or are on the way to it."""
+        slow = [m for m in machines if self._is_slow(m)]
+        fast = [m for m in machines if m not in slow] or machines
+        newest = {m.works[module].anchor.reference.digest for m in fast}
+        if len(newest) > 1:
+            return False
+        behind = {m.works[module].anchor.reference.digest for m in slow} - newest
+        states, digest = self._world.stock.states, next(iter(newest), "")
+        while behind and digest in states:
+            digest = states[digest].parent
+            behind.discard(digest)
+        return not behind
 
     def end(self) -> None:
         """The rest is over."""
@@ -316,9 +339,9 @@ class Invariants:
 
     def _final(self, module: str) -> SimulatedState | None:
         machines = self._honest()
-        for machine in machines:
-            if module in machine.works:
-                return machine.works[module].anchor
+        trainers = sorted((m for m in machines if module in m.works), key=self._is_slow)
+        for machine in trainers:
+            return machine.works[module].anchor
         held = [m.served[module] for m in machines if module in m.served]
         return max(held, key=lambda s: (s.reference.version, s.reference.digest), default=None)
 
@@ -331,7 +354,10 @@ class Invariants:
             work = machine.works.get(module) if machine.is_alive else None
             machine.count_steps()
             counts: Counter[int] = Counter()
-            contents = [state.content] + ([work.shift] if work is not None else [])
+            contents = [state.content]
+            if work is not None:
+                base = work.anchor if self._is_slow(machine) else state
+                contents = [base.content, work.shift]
             for content in contents:
                 for begin, end, count in counts_of(content, machine.peer):
                     for step in range(begin, end):
