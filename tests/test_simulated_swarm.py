@@ -25,7 +25,7 @@ from dipaco.simulator.swarm.work import Content, ModuleWork, add, counts_of, ste
 from dipaco.simulator.swarm.world import Decider, World
 
 # Seeds of each profile that every run of the tests lives through, in chunks.
-SEEDS, CHUNK = 24, 8
+SEEDS, CHUNK = 16, 8
 PROFILES = ("calm",)
 
 

@@ -75,6 +75,10 @@ class Keeping:
     def _is_mine_to_care_for(self, module: str, state: StateReference) -> bool:
         known, view = self._known, self._known.view
         trainers = expected_group(view, known.grid, module)
+        # Who signed it has it for sure: not one that only claims to train, nor one that is behind.
+        certificate = known.book.get(module, state.digest)
+        if certificate is not None:
+            trainers = (trainers & certificate.signers) or trainers
         if trainers:
             return min(trainers, key=lambda p: seniority(view, known.me, p)) == known.me
         holders = {known.me, *view.holders(state)}
