@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -111,6 +112,7 @@ class Errands:
         self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
         self._lock = threading.Lock()
         self._fetched: dict[str, ModuleState] = {}
+        self._uses: Counter[str] = Counter()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -128,6 +130,9 @@ class Errands:
             case a.Look():
                 self._submit(self._look, action)
             case a.FetchState():
+                with self._lock:
+                    # A path can begin with the very state of which a copy is to be kept.
+                    self._uses[action.reference.digest] += 1
                 self._submit(self._fetch_state, action)
             case a.FetchChain():
                 self._submit(self._fetch_chain, action)
@@ -149,9 +154,18 @@ class Errands:
         return True
 
     def take(self, state: StateReference) -> ModuleState:
-        """Hand out a state that was fetched; called once for each."""
+        """Hand out a state that was fetched; called once for each time that it was asked for."""
         with self._lock:
-            return self._fetched.pop(state.digest)
+            found = self._fetched[state.digest]
+            self._used(state.digest)
+            return found
+
+    def _used(self, digest: str) -> None:
+        """Count one use less; what is needed no more goes. The lock is held."""
+        self._uses[digest] -= 1
+        if self._uses[digest] <= 0:
+            del self._uses[digest]
+            self._fetched.pop(digest, None)
 
     def look_up(self, digest: str) -> ModuleState | None:
         """Return a fetched state without taking it."""
@@ -204,13 +218,21 @@ class Errands:
                 logger.info("could not copy %s: %s", wanted.module, error)
             else:
                 logger.warning("state %s of %s: %s", wanted.digest[:12], wanted.module, error)
+            with self._lock:
+                self._used(wanted.digest)
             self._report(e.FetchFailed(wanted.module, wanted.digest, str(error)))
             return
         reference = state.reference
         with self._lock:
-            self._fetched[reference.digest] = state
+            if reference.digest != wanted.digest:
+                self._uses[reference.digest] += 1
+                self._used(wanted.digest)
+            # The first of two that were asked for serves both: the second may come too late.
+            if self._uses[reference.digest] > 0:
+                self._fetched[reference.digest] = state
             while len(self._fetched) > MOST_FETCHED:
-                del self._fetched[next(iter(self._fetched))]
+                oldest = next(iter(self._fetched))
+                del self._fetched[oldest], self._uses[oldest]
         chain = self._chains.chain(wanted.module, reference.digest)
         self._report(e.StateFetched(reference, dict(state.progress), chain))
 

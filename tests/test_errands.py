@@ -190,6 +190,16 @@ def test_a_state_is_fetched_with_its_chain_and_handed_out_once(rig: Rig) -> None
     assert rig.errands.look_up(state.digest) is None
 
 
+def test_a_path_can_begin_with_the_state_of_which_a_copy_is_kept(rig: Rig) -> None:
+    state = held_state(MODULE, version=3)
+    rig.fetcher.states[state.digest] = stored(state)
+    for purpose in ("begin", "keep"):
+        rig.outcome(fetch(state, purpose))
+    rig.errands.carry_out(a.Keep(state))
+    assert rig.errands.take(state).reference == state
+    assert rig.errands.look_up(state.digest) is None
+
+
 @pytest.mark.parametrize("failure", [NetworkError("nobody answers"), IntegrityError("not it")])
 @pytest.mark.parametrize("purpose", ["begin", "adopt", "keep"])
 def test_a_state_that_cannot_be_had_is_said(
