@@ -22,7 +22,7 @@ from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.peer.trainer import REMEMBERED_BUNDLES
+from dipaco.peer.member.ledger import MOST_PARTS
 from dipaco.routing.token_files import token_dtype
 from torch._subclasses import FakeTensorMode
 
@@ -261,7 +261,7 @@ def _main_memory_bytes(config: RunConfig, grid: Grid, path_parameters: int) -> d
     return {
         "anchors": path,
         "outer momentum": path,
-        "contributions remembered": REMEMBERED_BUNDLES * path,
+        "contributions remembered": MOST_PARTS * path,
         "averagers' buffers": sum(sizes[level] for level in sizes if level != PRIVATE_LEVEL),
         # The snapshot, its outer gradient, and the state that comes of it.
         "outer step": 4 * max(sizes.values()),

@@ -131,7 +131,15 @@ class OuterSteps:
         except Exception as error:
             # An unforeseen failure costs the commit, never the peer.
             logger.debug("averaging of %s failed", module, exc_info=True)
-            self._report(e.AverageFailed(module, attempt, f"{type(error).__name__}: {error}"))
+            # What the others made of it is not known.
+            self._report(
+                e.AverageFailed(
+                    module,
+                    attempt,
+                    f"{type(error).__name__}: {error}",
+                    members=action.candidates,
+                )
+            )
         else:
             self._outcomes[module] = outcome
             self._report(e.Averaged(module, attempt, outcome.table))

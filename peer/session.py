@@ -234,6 +234,12 @@ class Session:
                 return self._take_snapshot(action)
             case a.ForgetSnapshot():
                 self._snapshots.pop((action.module, action.round_index), None)
+                if not action.keeps_part:
+                    self._trainer.undo_cut(action.module, action.round_index)
+            case a.JoinParts():
+                self._trainer.join_parts(action.module, action.older, action.newer)
+            case a.DropPart():
+                self._trainer.drop_part(action.module, action.part)
             case a.Average():
                 return self._average(action)
             case a.Await():
@@ -338,7 +344,7 @@ class Session:
     def _commit(self, action: a.Commit) -> None:
         step = self._outer_steps.take(action.reference.digest)
         state = step.state
-        self._trainer.commit(step.snapshot, state, begins_bundle=action.begins_bundle)
+        self._trainer.commit(step.snapshot, state)
         self._snapshots.pop((action.module, action.round_index), None)
         self._hold_anchor(state, save=action.save)
         self._certifier.committed(state.reference, step.snapshot.anchor.digest, step.table)
@@ -383,16 +389,7 @@ class Session:
 
     def _adopt(self, action: a.Adopt) -> None:
         state = self._errands.take(action.reference)
-        merged = None
-        if action.merged_round is not None:
-            merged = self._snapshots.get((action.module, action.merged_round))
-        self._trainer.adopt(
-            action.module,
-            state,
-            merged=merged,
-            put_back=action.put_back,
-            weight=action.weight,
-        )
+        self._trainer.adopt(action.module, state, on_top=action.on_top, weight=action.weight)
         self._hold_anchor(state, save=action.save)
         self.events.emit(
             "adopt",
@@ -400,7 +397,7 @@ class Session:
             version=state.version,
             digest=state.digest,
             tokens=state.tokens,
-            own_work_merged=merged is not None,
+            own_work_merged=action.is_merged,
         )
 
     def _hold_anchor(self, state: ModuleState, *, save: bool) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,10 +32,6 @@ from dipaco.routing.batches import BatchStream
 
 logger = logging.getLogger("dipaco.peer.trainer")
 
-# Sums of contributions that can be put back on top of a state that lacks them; each takes memory
-# of the module's size.
-REMEMBERED_BUNDLES = 3
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -47,7 +43,8 @@ class Snapshot:
     anchor: ModuleState
     local: torch.Tensor
     tokens: int
-    path_step: int
+    parts: tuple[int, ...] = ()
+    """The parts of own work that are in `local` and not in the anchor."""
 
     @property
     def is_finite(self) -> bool:
@@ -60,21 +57,36 @@ class Snapshot:
 
 
 @dataclass
-class _Bundle:
-    """Work that was merged into an anchor: needed again if another state wins."""
+class _Part:
+    """Own work between two cuts."""
 
-    first_round: int
     shift: torch.Tensor
     tokens: int
 
 
 @dataclass
 class _ModuleProgress:
-    """What the trainer knows of one module of its path."""
+    """What the trainer knows of one module of its path.
+
+    local = anchor + the shifts of the unmerged parts + what came after the last cut.
+    """
 
     anchor: ModuleState
-    unmerged_tokens: int = 0
-    bundles: deque[_Bundle] = field(default_factory=lambda: deque(maxlen=REMEMBERED_BUNDLES))
+    tail_tokens: int = 0
+    """Trained since the last cut."""
+    parts: dict[int, _Part] = field(default_factory=dict)
+    unmerged: tuple[int, ...] = ()
+
+    @property
+    def unmerged_tokens(self) -> int:
+        return self.tail_tokens + sum(self.parts[part].tokens for part in self.unmerged)
+
+    def cut_parameters(self) -> torch.Tensor:
+        """Return the local parameters as they were at the last cut, in terms of the anchor."""
+        base = self.anchor.parameters
+        for part in self.unmerged:
+            base = base + self.parts[part].shift
+        return base
 
 
 class PathTrainer:
@@ -163,81 +175,90 @@ class PathTrainer:
         loss = self.inner.step(tokens, self.path_step)
         self.path_step += 1
         for progress in self._modules.values():
-            progress.unmerged_tokens += self.tokens_per_step
+            progress.tail_tokens += self.tokens_per_step
         return loss
 
     def snapshot(self, module: str, round_index: int) -> Snapshot:
-        """Copy a module at a boundary."""
+        """Copy a module at a boundary, and cut its work there."""
         assert self.path is not None
         progress = self._modules[module]
+        local = gather_module(self.model, self.grid, module)
+        shift, tokens = local - progress.cut_parameters(), progress.tail_tokens
+        part = progress.parts.get(round_index)
+        if part is None:
+            progress.parts[round_index] = _Part(shift, tokens)
+            progress.unmerged = (*progress.unmerged, round_index)
+        else:
+            part.shift.add_(shift)
+            part.tokens += tokens
+        progress.tail_tokens = 0
         return Snapshot(
             module=module,
             path=self.path,
             round_index=round_index,
             anchor=progress.anchor,
-            local=gather_module(self.model, self.grid, module),
+            local=local,
             tokens=progress.unmerged_tokens,
-            path_step=self.path_step,
+            parts=progress.unmerged,
         )
 
-    def commit(self, snapshot: Snapshot, state: ModuleState, *, begins_bundle: bool = True) -> None:
-        """Make `state` the anchor; it contains the work up to `snapshot`.
+    def undo_cut(self, module: str, round_index: int) -> None:
+        """Let the work before a cut and after it be one part: nobody averaged the snapshot."""
+        progress = self._modules[module]
+        part = progress.parts.pop(round_index, None)
+        if part is not None:
+            progress.unmerged = tuple(p for p in progress.unmerged if p != round_index)
+            progress.tail_tokens += part.tokens
 
-        The contribution is remembered, in a sum with those before it unless it `begins_bundle`.
-        """
+    def join_parts(self, module: str, older: int, newer: int) -> None:
+        """Keep two parts as one, under the name of the newer."""
+        progress = self._modules[module]
+        part = progress.parts.pop(older)
+        progress.parts[newer].shift.add_(part.shift)
+        progress.parts[newer].tokens += part.tokens
+        progress.unmerged = tuple(p for p in progress.unmerged if p != older)
+
+    def drop_part(self, module: str, part: int) -> None:
+        """Remember a part no more: it is in the anchor."""
+        progress = self._modules[module]
+        del progress.parts[part]
+        progress.unmerged = tuple(p for p in progress.unmerged if p != part)
+
+    def commit(self, snapshot: Snapshot, state: ModuleState) -> None:
+        """Make `state` the anchor; it contains the work up to `snapshot`."""
         progress = self._modules[snapshot.module]
         self._rebase(snapshot.module, state, snapshot.local)
-        self._remember(progress, snapshot, begins_bundle)
-        progress.unmerged_tokens -= snapshot.tokens
+        progress.unmerged = tuple(p for p in progress.unmerged if p not in snapshot.parts)
         self._advance_path_step(state, progress)
 
-    def _remember(self, progress: _ModuleProgress, snapshot: Snapshot, begins_bundle: bool) -> None:
-        shift = snapshot.local - snapshot.anchor.parameters
-        if begins_bundle or not progress.bundles:
-            progress.bundles.append(_Bundle(snapshot.round_index, shift, snapshot.tokens))
-        else:
-            progress.bundles[-1].shift.add_(shift)
-            progress.bundles[-1].tokens += snapshot.tokens
-
     def adopt(
-        self,
-        module: str,
-        state: ModuleState,
-        *,
-        merged: Snapshot | None = None,
-        put_back: Collection[int] = (),
-        weight: float = 1.0,
+        self, module: str, state: ModuleState, *, on_top: Sequence[int], weight: float = 1.0
     ) -> None:
-        """Put a state that others made under this peer's unmerged work (design 4.4).
+        """Put a state that others made under this peer's own work (design 4.4).
 
-        Work up to the snapshot `merged` is in the state already: only the steps since then are put
-        on top. The bundles with the first rounds `put_back` are not in it and are put on top
-        again. `weight` shortens all that is put on top: work of long ago.
+        The parts `on_top` are not in it; they and what came after the last cut are put on top of
+        it, the other parts are in it. `weight` shortens all that goes on top: work of long ago.
         """
         progress = self._modules[module]
-        base = progress.anchor.parameters if merged is None else merged.local
-        lacking = [bundle for bundle in progress.bundles if bundle.first_round in put_back]
-        self._rebase(module, state, base)
-        if merged is not None:
-            progress.unmerged_tokens -= merged.tokens
-        if lacking or weight != 1.0:
-            local = gather_module(self.model, self.grid, module)
-            for bundle in lacking:
-                local.add_(bundle.shift)
-                progress.unmerged_tokens += bundle.tokens
-                progress.bundles.remove(bundle)
-            if weight != 1.0:
-                local = state.parameters + (local - state.parameters) * weight
+        self._rebase(module, state, progress.cut_parameters())
+        local = gather_module(self.model, self.grid, module)
+        if weight != 1.0:
+            local = state.parameters + (local - state.parameters) * weight
+        for part in on_top:
+            progress.parts[part].shift.mul_(weight)
+            local = local + progress.parts[part].shift
+        if on_top or weight != 1.0:
             scatter_module(self.model, self.grid, module, local)
-        if merged is not None:
-            self._remember(progress, merged, begins_bundle=True)
+        progress.unmerged = tuple(on_top)
         self._advance_path_step(state, progress)
 
     def discard(self, module: str) -> None:
         """Go back to the anchor: the local parameters are no longer numbers."""
         progress = self._modules[module]
         scatter_module(self.model, self.grid, module, progress.anchor.parameters)
-        progress.unmerged_tokens = 0
+        for part in progress.unmerged:
+            del progress.parts[part]
+        progress.unmerged, progress.tail_tokens = (), 0
         self.inner.reset()
 
     def _rebase(self, module: str, state: ModuleState, base: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What became of own work: in a state by name, put back on top, or never merged; once in all."""
+"""What became of own work: in a state by name, put on top, or never merged; once in all."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import random
 from collections import Counter
 
 from dipaco.modules.state import StateReference
+from dipaco.peer.member.actions import DropPart, JoinParts
 from dipaco.peer.member.descent import Descent
-from dipaco.peer.member.ledger import (
-    GREATEST_BUNDLES,
-    GREATEST_SNAPSHOTS,
-    STALE_ROUNDS,
-    Ledger,
-)
+from dipaco.peer.member.ledger import MOST_PARTS, STALE_ROUNDS, Ledger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.family import Family, genesis
@@ -29,49 +25,53 @@ class Trainer:
         self.anchor = anchor
         self.ledger = Ledger(anchor, ME)
         self.trained: Counter[int] = Counter()
-        self.local: Counter[int] = Counter()
-        """Work in the local parameters that is not in the anchor."""
-        self.snapshots: dict[int, Counter[int]] = {}
-        self.bundles: dict[int, Counter[int]] = {}
+        self.tail: Counter[int] = Counter()
+        """Work since the last cut."""
+        self.parts: dict[int, Counter[int]] = {}
         self.contributions: dict[str, Counter[int]] = {}
         """What this peer gave to the step that came to a state."""
 
+    @property
+    def local(self) -> Counter[int]:
+        """Work in the local parameters that is not in the anchor."""
+        return sum((self.parts[part] for part in self.ledger.unmerged), Counter(self.tail))
+
     def train(self, round_index: int) -> None:
         self.trained[round_index] += 1
-        self.local[round_index] += 1
+        self.tail[round_index] += 1
 
-    def commit(self, round_index: int, group: str) -> StateReference:
+    def cut(self, round_index: int) -> None:
+        self.parts[round_index], self.tail = self.tail, Counter()
+        for action in self.ledger.cut(round_index):
+            if isinstance(action, JoinParts):
+                self.parts[action.newer] += self.parts.pop(action.older)
+            elif isinstance(action, DropPart):
+                del self.parts[action.part]
+        assert set(self.parts) == set(self.ledger.parts)
+
+    def commit(self, round_index: int, group: str, *, is_whole: bool = False) -> StateReference:
+        self.cut(round_index)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
-        self.contributions[state.digest] = Counter(self.local)
-        if self.ledger.committed(round_index, frozenset(group) | {ME}):
-            self.bundles[round_index] = Counter()
-        first = max(self.bundles)
-        self.bundles[first] += self.local
-        self.local.clear()
-        self.snapshots.clear()
-        self.ledger.forget_all()
+        self.contributions[state.digest] = self.local
+        self.ledger.committed(round_index, is_whole=is_whole, is_last_signed=is_whole)
         self.anchor = state
         return state
 
     def miss(self, round_index: int, group: str) -> StateReference:
         """Others commit with this peer's contribution, and it does not learn of that."""
+        self.cut(round_index)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
-        self.contributions[state.digest] = Counter(self.local)
-        self.snapshots[round_index] = Counter(self.local)
-        for old in self.ledger.remember(round_index):
-            del self.snapshots[old]
+        self.contributions[state.digest] = self.local
         return state
 
+    def fail(self, round_index: int) -> None:
+        """Nobody came."""
+        self.cut(round_index)
+        self.ledger.uncut(round_index)
+        self.tail += self.parts.pop(round_index)
+
     def adopt(self, state: StateReference) -> None:
-        reckoning = self.ledger.adopt(state, self.anchor, self.descent)
-        if reckoning.merged_round is not None:
-            merged = self.snapshots[reckoning.merged_round]
-            self.local -= merged
-            self.bundles[reckoning.merged_round] = Counter(merged)
-        for first in reckoning.put_back:
-            self.local += self.bundles.pop(first)
-        self.ledger.forget_all()
-        self.snapshots.clear()
+        self.ledger.adopt(state, self.anchor, self.descent)
         self.anchor = state
 
     def counted(self) -> Counter[int]:
@@ -86,7 +86,7 @@ def began(family: Family) -> Trainer:
     return Trainer(family, family.commit(genesis(), 0, "ABC"))
 
 
-def test_work_that_a_state_names_is_not_put_back() -> None:
+def test_work_that_a_state_names_is_not_put_on_it() -> None:
     family = Family()
     peer = began(family)
     peer.train(1)
@@ -95,7 +95,7 @@ def test_work_that_a_state_names_is_not_put_back() -> None:
     assert peer.counted() == peer.trained
 
 
-def test_a_bundle_that_the_winner_lacks_is_put_back_exactly() -> None:
+def test_what_the_winner_lacks_is_put_on_it_exactly() -> None:
     family = Family()
     peer = began(family)
     fork = peer.anchor
@@ -107,19 +107,20 @@ def test_a_bundle_that_the_winner_lacks_is_put_back_exactly() -> None:
     assert peer.local == Counter({1: 1, 2: 1, 3: 1})
 
 
-def test_of_the_rounds_of_a_fork_only_those_behind_it_are_put_back() -> None:
+def test_a_fork_behind_any_round_puts_back_what_came_after_it() -> None:
     family = Family()
     peer = began(family)
     peer.train(1)
     fork = peer.commit(1, "ABC")
     peer.train(2)
-    peer.commit(2, "")
-    peer.adopt(family.commit(fork, 2, "ABC"))
+    peer.commit(2, "ABC")
+    # A newcomer's side: no member was lost when the chains parted.
+    peer.adopt(family.commit(fork, 2, "ABCDEF"))
     assert peer.local == Counter({2: 1})
     assert peer.counted() == peer.trained
 
 
-def test_a_missed_commit_takes_the_snapshot_and_leaves_what_came_after() -> None:
+def test_a_missed_commit_takes_what_was_in_it_and_leaves_what_came_after() -> None:
     family = Family()
     peer = began(family)
     peer.train(1)
@@ -130,58 +131,65 @@ def test_a_missed_commit_takes_the_snapshot_and_leaves_what_came_after() -> None
     assert peer.counted() == peer.trained
 
 
-def test_work_of_a_missed_commit_is_put_back_when_another_fork_wins() -> None:
+def test_a_side_that_merged_missed_work_may_win_after_another_was_adopted() -> None:
     family = Family()
     peer = began(family)
     fork = peer.anchor
     peer.train(1)
-    peer.adopt(peer.miss(1, "A"))
-    peer.adopt(family.commit(fork, 1, "BCD"))
+    missed = peer.miss(1, "AB")
+    peer.adopt(family.commit(fork, 1, "CDE"))
     assert peer.local == Counter({1: 1})
-
-
-def test_a_missed_round_that_nobody_merged_stays_local() -> None:
-    family = Family()
-    peer = began(family)
-    peer.train(1)
-    peer.miss(1, "A")
-    peer.adopt(family.commit(peer.anchor, 1, "BC"))
-    assert peer.local == Counter({1: 1})
-
-
-def test_groups_that_only_grow_are_one_bundle_and_a_lost_member_begins_another() -> None:
-    ledger = Ledger(genesis(), ME)
-    assert ledger.committed(0, frozenset("AM"))
-    assert not ledger.committed(1, frozenset("AM"))
-    assert not ledger.committed(2, frozenset("ABM"))
-    assert ledger.committed(3, frozenset("AM"))
-    assert [bundle.rounds for bundle in ledger.bundles] == [(0, 1, 2), (3,)]
-
-
-def test_after_others_went_on_alone_the_next_commit_begins_a_bundle() -> None:
-    """They may go on from there again, with what was before and without what came after."""
-    family = Family()
-    peer = began(family)
-    peer.train(1)
-    peer.commit(1, "AB")
-    fork = family.commit(peer.anchor, 2, "XY")
-    peer.adopt(fork)
-    peer.train(3)
-    peer.commit(3, "AB")
-    peer.adopt(family.commit(fork, 3, "XYZ"))
-    assert peer.local == Counter({3: 1})
+    peer.adopt(family.commit(missed, 2, "AB"))
+    assert peer.local == Counter()
     assert peer.counted() == peer.trained
 
 
+def test_work_that_was_merged_in_a_missed_round_is_not_in_the_next_commit_twice() -> None:
+    family = Family()
+    peer = began(family)
+    peer.train(1)
+    missed = peer.miss(1, "AB")
+    peer.train(2)
+    peer.commit(2, "C")
+    peer.adopt(family.commit(missed, 2, "AB"))
+    assert peer.local == Counter({2: 1})
+    assert peer.counted() == peer.trained
+
+
+def test_a_round_that_nobody_came_to_leaves_one_growing_part() -> None:
+    family = Family()
+    peer = began(family)
+    for round_index in (1, 2, 3):
+        peer.train(round_index)
+        peer.fail(round_index)
+    assert peer.ledger.parts == []
+    assert peer.local == peer.trained
+
+
+def test_in_a_calm_swarm_old_parts_are_joined_and_not_lost() -> None:
+    family = Family()
+    peer = began(family)
+    fork = peer.anchor
+    for round_index in range(1, 12):
+        peer.train(round_index)
+        peer.commit(round_index, "", is_whole=True)
+    assert len(peer.ledger.parts) == MOST_PARTS
+    peer.adopt(family.commits(fork, range(1, 12), "AB"))
+    # The first part may lie before the fork as well as behind it, and is not joined to the rest.
+    assert peer.counted() == peer.trained - Counter({1: 1}) or peer.counted() == peer.trained
+
+
 def test_what_is_remembered_is_bounded() -> None:
-    ledger = Ledger(genesis(), ME)
-    for round_index in range(10):
-        ledger.committed(round_index, frozenset({ME, str(round_index)}))
-    assert len(ledger.bundles) == GREATEST_BUNDLES
-    forgotten = [ledger.remember(round_index) for round_index in range(4)]
-    assert forgotten == [()] * GREATEST_SNAPSHOTS + [(0,), (1,)]
-    assert ledger.forget_all() == (2, 3)
-    assert ledger.forget_all() == ()
+    family = Family()
+    peer = began(family)
+    for round_index in range(1, 30):
+        peer.train(round_index)
+        peer.commit(round_index, str(round_index % 10))
+    assert len(peer.ledger.parts) == MOST_PARTS
+    for round_index in range(30, 60):
+        peer.train(round_index)
+        peer.miss(round_index, "A")
+    assert len(peer.ledger.parts) == MOST_PARTS
 
 
 def test_without_a_known_ancestor_nothing_is_merged_twice() -> None:
@@ -194,6 +202,17 @@ def test_without_a_known_ancestor_nothing_is_merged_twice() -> None:
     family.book.add_all(c for c in other.chain(far)[:40])
     peer.adopt(far)
     assert peer.local == Counter()
+
+
+def test_discarded_work_is_in_no_part() -> None:
+    family = Family()
+    peer = began(family)
+    peer.train(1)
+    peer.commit(1, "A")
+    peer.train(2)
+    peer.cut(2)
+    peer.ledger.discard()
+    assert (peer.ledger.parts, peer.ledger.unmerged) == ([1], [])
 
 
 def test_old_work_is_shortened_and_young_work_is_not() -> None:
@@ -210,49 +229,38 @@ def test_old_work_is_shortened_and_young_work_is_not() -> None:
     assert weight(3, 3 + 10 * STALE_ROUNDS) == 0.1
 
 
-def test_work_that_is_put_back_is_as_old_as_its_bundle() -> None:
+def live_through(chance: random.Random, rounds: int) -> Trainer:
+    """Commits, missed commits, lonely rounds and foreign states in any order."""
     family = Family()
     peer = began(family)
-    fork = peer.anchor
-    for round_index in range(1, 9):
+    starts = [peer.anchor]
+    """States from which others may go on."""
+    for round_index in range(1, rounds + 1):
         peer.train(round_index)
-        peer.commit(round_index, "")
-    winner = family.commits(fork, range(1, 9), "AB")
-    reckoning = peer.ledger.adopt(winner, peer.anchor, peer.descent)
-    assert reckoning.put_back == (1,)
-    assert reckoning.weight == STALE_ROUNDS / 8
+        what = chance.choice(["commit", "commit", "miss", "fail", "adopt"])
+        if what == "commit":
+            is_whole = chance.random() < 0.5
+            starts.append(peer.commit(round_index, "AB", is_whole=is_whole))
+        elif what == "miss":
+            starts.append(peer.miss(round_index, "AB"))
+        elif what == "fail":
+            peer.fail(round_index)
+        else:
+            start = chance.choice(starts)
+            peer.adopt(family.commits(start, range(start.last_round + 1, round_index + 1), "XYZ"))
+            starts.append(peer.anchor)
+    return peer
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
-def test_whatever_forks_come_all_work_is_counted_exactly_once(seed: int) -> None:
-    """A fork begins where a group loses members; a peer may miss a commit that has its work.
+def test_while_all_parts_are_remembered_work_is_counted_exactly_once(seed: int) -> None:
+    peer = live_through(random.Random(seed), MOST_PARTS)
+    assert peer.counted() == peer.trained
 
-    It learns of that before it commits again, and misses as many as it remembers at most.
-    """
-    chance = random.Random(seed)
-    family = Family()
-    peer = began(family)
-    others = "ABC"
-    forks: list[StateReference] = []
-    """Where others may have gone on without this peer."""
-    merged: list[StateReference] = []
-    """Commits of others with this peer's work that it does not know of."""
-    for round_index in range(1, 12):
-        peer.train(round_index)
-        what = chance.choice(["commit", "commit", "lose", "miss", "fail", "adopt"])
-        if what == "lose" and len(forks) < GREATEST_BUNDLES - 1 and len(others) > 0:
-            forks.append(peer.anchor)
-            others = others[:-1]
-        if what in ("commit", "lose"):
-            peer.commit(round_index, others)
-            merged.clear()
-        elif what == "miss" and len(merged) < GREATEST_SNAPSHOTS:
-            merged.append(peer.miss(round_index, "AB"))
-        elif what == "adopt" and (forks or merged):
-            start = chance.choice([*forks, *merged, peer.anchor])
-            rounds = range(start.last_round + 1, round_index + 1)
-            peer.adopt(family.commits(start, rounds, "XYZ"))
-            forks, others = [], "ABC"
-            merged.clear()
-        assert peer.counted() == peer.trained, what
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_however_long_it_takes_no_work_is_counted_twice(seed: int) -> None:
+    peer = live_through(random.Random(seed), 5 * MOST_PARTS)
+    assert not peer.counted() - peer.trained

@@ -297,8 +297,7 @@ def test_own_work_that_the_group_merged_is_merged_by_name() -> None:
     peer.happen(e.Answered(MODULE, {"Pa": state}))
     peer.happen(e.ChainFetched(state, peer.family.chain(state)))
     actions = peer.bring(state)
-    assert [adopted.merged_round for adopted in of(a.Adopt, actions)] == [3]
-    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3)]
+    assert [(adopted.on_top, adopted.is_merged) for adopted in of(a.Adopt, actions)] == [((), True)]
 
 
 def test_own_work_that_the_group_left_out_stays_on_top() -> None:
@@ -308,8 +307,8 @@ def test_own_work_that_the_group_left_out_stays_on_top() -> None:
     peer.happen(e.Answered(MODULE, {"Pa": state}))
     peer.happen(e.ChainFetched(state, peer.family.chain(state)))
     actions = peer.bring(state)
-    assert [adopted.merged_round for adopted in of(a.Adopt, actions)] == [None]
-    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3)]
+    found = [(adopted.on_top, adopted.is_merged) for adopted in of(a.Adopt, actions)]
+    assert found == [((3,), False)]
 
 
 def committed(peer: Peer, round_index: int, *group: str) -> StateReference:
@@ -326,14 +325,13 @@ def test_a_fork_that_loses_is_put_back_from_its_first_round_on() -> None:
     committed(peer, 5, "Pa", ME, "Pc")
     winner = peer.family.commits(both, (4, 5), ["Pd", "Pe", "Pf", "Pg"])
     adopted = peer.adopts(winner, "Pd")
-    # Two still claimed to train that took no part: either step may be the fork.
-    assert (adopted.merged_round, adopted.put_back, adopted.weight) == (None, (4, 5), 1.0)
+    assert (adopted.on_top, adopted.is_merged, adopted.weight) == ((4, 5), False, 1.0)
 
 
 def test_what_both_sides_have_is_not_put_back() -> None:
     peer = Peer("Pa", "Pc", "Pd", "Pe")
     both = committed(peer, 3, "Pa", ME, "Pc", "Pd", "Pe")
-    assert peer.adopts(peer.family.commit(both, 4, ["Pa", "Pc"]), "Pa").put_back == ()
+    assert peer.adopts(peer.family.commit(both, 4, ["Pa", "Pc"]), "Pa").on_top == ()
 
 
 def test_work_of_long_ago_is_shortened() -> None:

@@ -117,13 +117,12 @@ def test_a_peer_that_is_about_to_join_is_met() -> None:
     assert set(meeting.candidates) == {ME, "Pn"}
 
 
-def test_the_first_commit_of_a_bundle_begins_it_and_states_are_saved_when_due() -> None:
+def test_states_are_saved_when_due() -> None:
     peer = group("Pa")
     for round_index in (3, 4):
         peer.at(boundary_s(round_index))
         peer.averaged(MODULE, ["Pa", ME])
         peer.stepped(MODULE, ["Pa", ME], round_index)
-    assert [c.begins_bundle for c in peer.of(a.Commit)] == [True, False]
     assert all(c.save for c in peer.of(a.Commit))
 
 
@@ -138,7 +137,7 @@ def test_half_of_those_who_count_commit_nothing() -> None:
     (said,) = of(a.CarryOn, actions)
     assert said.reason == f"have 2 of 4 peers of {MODULE}, need 3"
     # Others may have more than this peer saw: its contribution may be in a state.
-    assert of(a.ForgetSnapshot, actions) == []
+    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3, keeps_part=True)]
 
 
 def test_invented_claims_stop_nobody() -> None:
@@ -189,8 +188,6 @@ def test_survivors_meet_again_under_another_attempt_without_the_culprits() -> No
     peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)
     peer.stepped(MODULE, ["Pa", ME, "Pc"], 3)
     assert [(c.attempt, c.expected) for c in peer.of(a.Commit)] == [(1, 4)]
-    # The copy was kept in case the first group had committed after all: it is not needed now.
-    assert a.ForgetSnapshot(MODULE, 3) in peer.done
 
 
 def test_after_two_attempts_the_work_is_carried_on() -> None:
@@ -201,7 +198,7 @@ def test_after_two_attempts_the_work_is_carried_on() -> None:
         answers(peer, "Pa", "Pc")
     assert [said.reason for said in peer.of(a.CarryOn)] == ["it broke"]
     assert peer.of(a.TakeOuterStep) == []
-    assert a.ForgetSnapshot(MODULE, 3) in peer.done
+    assert peer.of(a.ForgetSnapshot) == [a.ForgetSnapshot(MODULE, 3, keeps_part=False)]
     assert len(of(a.TakeSnapshot, peer.at(boundary_s(4)))) == 1
 
 
@@ -244,8 +241,8 @@ def test_a_state_that_others_committed_is_taken_once_its_certificate_is_here() -
     assert (wanted.reference.digest, wanted.holders) == (state.digest, ("Pa",))
     assert wanted.purpose == "adopt"
     assert [c.reason for c in of(a.CarryOn, actions)] == ["the group committed without this peer"]
-    # What of the own work is in it is told by this copy.
-    assert of(a.ForgetSnapshot, peer.done) == []
+    # What of the own work is in it is told by name.
+    assert of(a.ForgetSnapshot, peer.done) == [a.ForgetSnapshot(MODULE, 3, keeps_part=True)]
 
 
 def test_a_state_without_a_certificate_does_not_keep_the_others_from_meeting() -> None:
@@ -395,7 +392,7 @@ def test_who_trained_nothing_does_not_come() -> None:
     peer.tokens = 0
     actions = peer.at(boundary_s(3))
     assert of(a.Average, actions) == []
-    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3)]
+    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3, keeps_part=False)]
 
 
 def test_an_average_that_no_state_can_be_made_of_changes_nothing() -> None:

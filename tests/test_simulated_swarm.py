@@ -84,7 +84,7 @@ def _violated_by(
 
 def test_lost_work_is_noticed() -> None:
     def forget(action: Action) -> Action:
-        return replace(action, put_back=()) if isinstance(action, Adopt) else action
+        return replace(action, on_top=()) if isinstance(action, Adopt) else action
 
     assert "work" in _violated_by(forget, "split", seeds=4, members=4, paths=1, rounds=8)
 

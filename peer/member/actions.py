@@ -79,7 +79,8 @@ class StartPath:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Copy a module as it is now. Answered by `SnapshotTaken` at once.
+    """Copy a module as it is now, and cut its work: what was done since the last cut is a part,
+    named by the round. Answered by `SnapshotTaken` at once.
 
     The copy is kept until it is committed or forgotten.
     """
@@ -97,7 +98,29 @@ class ForgetSnapshot:
 
     module: str
     round_index: int
+    keeps_part: bool
+    """Others may have merged it, so the work up to here stays apart; otherwise the cut is undone
+    and the part goes on growing."""
     kind: Literal["forget_snapshot"] = "forget_snapshot"
+
+
+@dataclass(frozen=True)
+class JoinParts:
+    """Keep two parts of a module's work as one, under the name of the newer."""
+
+    module: str
+    older: int
+    newer: int
+    kind: Literal["join_parts"] = "join_parts"
+
+
+@dataclass(frozen=True)
+class DropPart:
+    """Remember a part of a module's work no more: it is in the anchor."""
+
+    module: str
+    part: int
+    kind: Literal["drop_part"] = "drop_part"
 
 
 @dataclass(frozen=True)
@@ -177,9 +200,6 @@ class Commit:
     """How many peers count, for the person who reads the log."""
     save: bool
     """Write it to disk too."""
-    begins_bundle: bool
-    """The contribution is remembered in a sum of its own, and not with those of the rounds
-    before: it may have to be put back alone."""
     kind: Literal["commit"] = "commit"
 
 
@@ -218,11 +238,11 @@ class Adopt:
 
     module: str
     reference: StateReference
-    merged_round: int | None
-    """The newest snapshot whose work the state contains: only what came after it stays on top."""
-    put_back: tuple[int, ...]
-    """First rounds of the bundles of contributions that were in the old anchor and are not in
-    this state, see `Commit.begins_bundle`."""
+    on_top: tuple[int, ...]
+    """Parts of own work that are not in it. They are put on top, with what came after the last
+    cut; the other parts are in it."""
+    is_merged: bool
+    """Whether own work is in it that was not in the anchor."""
     weight: float
     """How much of the work's length stays: less than 1 for work of long ago."""
     save: bool
@@ -355,6 +375,8 @@ Action = (
     | StartPath
     | TakeSnapshot
     | ForgetSnapshot
+    | JoinParts
+    | DropPart
     | Average
     | Await
     | Ask

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dipaco.modules.state import StateReference
 
-from .actions import Adopt, CheckState, FetchState, ForgetSnapshot, Warn
+from .actions import Adopt, CheckState, FetchState, Warn
 from .chains import Chains, refresh_period_s
 from .events import Checked, FetchFailed, StateFetched
 from .knowledge import Knowledge
@@ -200,7 +200,8 @@ class Adoption:
         own = book.recent_contributors(
             anchor.module, anchor.digest, anchor.last_round + 1 - RECENT_ROUNDS
         ) - {known.me}
-        return len(since) >= 2 and 2 * len(since & own) >= len(own)
+        shared = since & own
+        return len(since) >= 2 and bool(shared) and 2 * len(shared) >= len(own)
 
     def _adopt(self, state: StateReference) -> None:
         """Make a state the anchor, with the work that it lacks on top."""
@@ -214,10 +215,9 @@ class Adoption:
             Adopt(
                 module,
                 state,
-                reckoning.merged_round,
-                reckoning.put_back,
+                reckoning.on_top,
+                reckoning.is_merged,
                 reckoning.weight,
                 save=known.is_save_due(state.last_round),
-            ),
-            *(ForgetSnapshot(module, r) for r in ledger.forget_all()),
+            )
         )

@@ -1,130 +1,155 @@
-"""What became of this peer's own work: which rounds are in which state, by name (design 4.4).
+"""What became of this peer's own work: which part of it is in which state, by name (design 4.4).
 
-A contribution is either in the anchor's chain, where a certificate names peer and round, or it is
-a part of the local parameters. The tensors lie in the trainer; here are only rounds and tokens.
+Work is cut into parts at the boundaries. What a round contributes is all that is not in the anchor,
+so a row of a certificate, a peer and a round, stands for parts that are remembered here. A state
+has in it what the rows in its chain stand for; the rest goes on top of it. The tensors lie in the
+trainer, and are done as they are told here.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from dipaco.modules.state import StateReference
 
+from .actions import Action, DropPart, JoinParts
 from .descent import Descent
 
-# Bundles of merged work that can be put back, for each module; each takes memory of its size.
-GREATEST_BUNDLES = 3
-# Snapshots of failed rounds that a state may turn out to contain.
-GREATEST_SNAPSHOTS = 2
+# Parts of own work that are kept apart, for each module; each takes memory of its size.
+MOST_PARTS = 4
 # Work that is put on a state of so many rounds later keeps its length; what is older is shortened.
 STALE_ROUNDS = 4
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Contributions that were merged one after the other while nobody stood aside.
-
-    A fork begins where a trainer does not take a step that others take, so a bundle is in another
-    state as a whole or not at all, and one sum of its shifts is enough.
-    """
-
-    rounds: tuple[int, ...]
-    members: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Reckoning:
     """What adopting a state means for own work."""
 
-    merged_round: int | None
-    """The newest snapshot that is in it."""
-    put_back: tuple[int, ...]
-    """First rounds of the bundles that are not in it."""
+    on_top: tuple[int, ...]
+    """Parts that are not in it."""
+    is_merged: bool
+    """Whether work is in it that was not in the anchor."""
     weight: float
-    """How much of the length of the work that stays on top is kept."""
+    """How much of the length of the work that goes on top is kept."""
 
 
 class Ledger:
-    """Own work in one module of the path in training."""
+    """Own work in one module of the path in training. A part is named by the round that cut it."""
 
     def __init__(self, anchor: StateReference, me: str) -> None:
+        self._module = anchor.module
         self._me = me
         self._base_round = anchor.last_round
-        self._is_open = False
-        self.bundles: list[Bundle] = []
-        self.snapshots: list[int] = []
-        """Rounds whose copies are kept, because others may have merged them."""
+        self.parts: list[int] = []
+        """What is remembered, the oldest first."""
+        self.unmerged: list[int] = []
+        """Those that are not in the anchor."""
+        self._rows: dict[int, frozenset[int]] = {}
+        """The parts that the contribution of a round has in it."""
+        self._joinable: set[int] = set()
+        """Parts of a commit in which nobody stood aside: no fork lies before them."""
+        self._whole: int | None = None
+        """The newest such part; whether all stand on that commit shows at the next one."""
 
-    def committed(
-        self, round_index: int, members: frozenset[str], *, is_whole: bool = True
-    ) -> bool:
-        """Note a commit of own work. Returns whether it begins a new bundle.
+    def cut(self, round_index: int) -> list[Action]:
+        """Note that a snapshot was taken: what came since the last one is a part.
 
-        `is_whole` tells that no trainer stood aside: all who claim to train are in the group, and
-        all of the group of the last commit have signed it.
+        Returns what the trainer does to keep few parts.
         """
+        if round_index not in self.parts:
+            self.parts.append(round_index)
+            self.unmerged.append(round_index)
+        self._rows[round_index] = frozenset(self.unmerged)
+        return self._make_room()
+
+    def uncut(self, round_index: int) -> None:
+        """Forget a snapshot that nobody else can have averaged: its part goes on growing."""
+        if round_index in self.unmerged:
+            self.parts.remove(round_index)
+            self.unmerged.remove(round_index)
+        self._rows.pop(round_index, None)
+
+    def committed(self, round_index: int, *, is_whole: bool, is_last_signed: bool) -> None:
+        """Note a commit. `is_whole`: all who claim to train were in the group, those of the group
+        before among them. `is_last_signed`: these have all signed the commit before this one."""
         self._base_round = round_index
-        last = self.bundles[-1] if self.bundles else None
-        if is_whole and self._is_open and last is not None and last.members <= members:
-            self.bundles[-1] = Bundle((*last.rounds, round_index), members)
-            return False
-        self._begin_bundle(Bundle((round_index,), members))
-        return True
+        row = self._rows[round_index]
+        self.unmerged = [part for part in self.unmerged if part not in row]
+        if is_last_signed and self._whole is not None:
+            self._joinable.add(self._whole)
+        self._whole = round_index if is_whole and row == {round_index} else None
 
-    def _begin_bundle(self, bundle: Bundle) -> None:
-        self._is_open = True
-        self.bundles.append(bundle)
-        del self.bundles[:-GREATEST_BUNDLES]
-
-    def remember(self, round_index: int) -> tuple[int, ...]:
-        """Keep the copy of a failed round; returns the rounds whose copies are to be forgotten."""
-        self.snapshots.append(round_index)
-        forgotten = tuple(self.snapshots[:-GREATEST_SNAPSHOTS])
-        del self.snapshots[:-GREATEST_SNAPSHOTS]
-        return forgotten
-
-    def forget_all(self) -> tuple[int, ...]:
-        """Forget the copies of failed rounds: their work is in an anchor. Returns the rounds."""
-        forgotten = tuple(self.snapshots)
-        self.snapshots.clear()
-        return forgotten
+    def discard(self) -> None:
+        """Note that what was not in the anchor is thrown away."""
+        self.parts = [part for part in self.parts if part not in self.unmerged]
+        self._rows = {r: row for r, row in self._rows.items() if not row & {*self.unmerged}}
+        self.unmerged = []
 
     def adopt(self, state: StateReference, own: StateReference, descent: Descent) -> Reckoning:
         """Work out what of the own work a state contains, and note that it is the anchor."""
-        merged = [r for r in self.snapshots if descent.contains(state, self._me, r)]
-        put_back: list[Bundle] = []
-        # Without a common ancestor in sight nothing is known of old work: it is not merged twice.
-        if own.version == 0 or descent.reaches(state, own):
-            for bundle in self.bundles:
-                contained = [r for r in bundle.rounds if descent.contains(state, self._me, r)]
-                if not contained and not self._is_shared(bundle, state, own, descent):
-                    put_back.append(bundle)
-        oldest = min((b.rounds[0] - 1 for b in put_back), default=self._base_round)
+        contained: set[int] = set()
+        for round_index, row in self._rows.items():
+            if descent.contains(state, self._me, round_index):
+                contained |= row
+        contained |= self._surely_shared(state, own, descent)
+        on_top = [part for part in self.parts if part not in contained]
+        is_merged = any(part in contained for part in self.unmerged)
+        oldest = min((part - 1 for part in on_top), default=self._base_round)
         age = max(0, state.last_round - min(oldest, self._base_round))
-        self.bundles = [bundle for bundle in self.bundles if bundle not in put_back]
-        if merged:
-            self._begin_bundle(Bundle((max(merged),), _members(state, max(merged), descent)))
-        # Others went on without this peer, and may do so from there again.
-        self._is_open = state.last_round == max(merged, default=None)
+        self.unmerged = on_top
+        self._joinable.clear()
+        self._whole = None
         self._base_round = state.last_round
-        return Reckoning(
-            max(merged, default=None),
-            tuple(bundle.rounds[0] for bundle in put_back),
-            min(1.0, STALE_ROUNDS / age) if age else 1.0,
-        )
+        weight = min(1.0, STALE_ROUNDS / age) if age else 1.0
+        return Reckoning(tuple(on_top), is_merged, weight)
 
-    def _is_shared(
-        self, bundle: Bundle, state: StateReference, own: StateReference, descent: Descent
-    ) -> bool:
-        """Tell whether a bundle lies before the fork, further back than certificates name it."""
+    def _surely_shared(
+        self, state: StateReference, own: StateReference, descent: Descent
+    ) -> set[int]:
+        """Return the parts in the own anchor that lie before the fork, further back than
+        certificates name them; all of them when nothing is known of a fork."""
+        merged = {part for part in self.parts if part not in self.unmerged}
+        if own.version == 0:
+            return set()
         ancestor = descent.book.common_ancestor(state.module, state.digest, own.digest)
-        certificate = descent.book.get(state.module, ancestor or "")
-        return certificate is not None and bundle.rounds[-1] <= certificate.statement.round_index
+        if ancestor is None:
+            return merged
+        certificate = descent.book.get(state.module, ancestor)
+        if certificate is None:
+            return set()
+        return {part for part in merged if part <= certificate.statement.round_index}
 
+    def _make_room(self) -> list[Action]:
+        """Join parts between which no fork can lie, or do without the oldest."""
+        done: list[Action] = []
+        while len(self.parts) > MOST_PARTS:
+            pair = self._pair_to_join()
+            if pair is None:
+                oldest = self.parts.pop(0)
+                self._rows = {r: row - {oldest} for r, row in self._rows.items()}
+                done.append(DropPart(self._module, oldest))
+                continue
+            older, newer = pair
+            self.parts.remove(older)
+            if older not in self._joinable:
+                # A fork may lie before the whole of it.
+                self._joinable.discard(newer)
+            if older in self.unmerged:
+                self.unmerged.remove(older)
+            self._rows = {
+                r: (row - {older}) | {newer} if older in row else row
+                for r, row in self._rows.items()
+            }
+            done.append(JoinParts(self._module, older, newer))
+        self._rows = {r: row for r, row in self._rows.items() if row}
+        return done
 
-def _members(state: StateReference, round_index: int, descent: Descent) -> frozenset[str]:
-    """Return the group of a round in the chain of a state."""
-    for certificate in descent.book.chain(state.module, state.digest):
-        if certificate.statement.round_index == round_index:
-            return frozenset(row.peer for row in certificate.statement.table)
-    return frozenset()
+    def _pair_to_join(self) -> tuple[int, int] | None:
+        """Return two neighbours that are in a state together or not at all, as far as one can
+        tell. Of parts that no anchor has, the first two, whatever became of them."""
+        merged = [part for part in self.parts if part not in self.unmerged]
+        for older, newer in itertools.pairwise(merged):
+            if newer in self._joinable:
+                return older, newer
+        return None if merged else (self.parts[0], self.parts[1])

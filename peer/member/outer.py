@@ -154,8 +154,10 @@ class OuterRounds:
         running = self._of(event.module, Phase.COPYING)
         if running is None or running.boundary.round_index != event.round_index:
             return
-        running.tokens = event.tokens
+        ledger = self.adoption.ledgers[event.module]
+        self.known.do(*ledger.cut(event.round_index))
         if not event.is_finite:
+            ledger.discard()
             self.known.do(
                 Warn(f"{event.module} has become non-finite: back to its anchor"),
                 Discard(event.module),
@@ -251,7 +253,7 @@ class OuterRounds:
         counting = self._counting(running)
         running.expected = len(counting | group)
         if not is_majority(group, counting):
-            self._remember(running)
+            running.had_members = True
             need = running.expected // 2 + 1
             self._end(
                 running,
@@ -272,11 +274,9 @@ class OuterRounds:
             running.until_s = known.now_s + AGAIN_AFTER_S
             return
         running.failure = event.reason
-        running.had_members = bool(event.members)
+        running.had_members |= bool(event.members)
         running.culprits |= set(event.culprits) - {known.me}
         self._culprits.blame(running.culprits, running.boundary.round_index)
-        if event.members:
-            self._remember(running)
         if self.is_leaving:
             self._end(running, "this peer leaves")
             return
@@ -325,6 +325,7 @@ class OuterRounds:
             if self._is_counted:
                 self._catching_up[running.boundary.level] = running
                 del self._running[running.boundary.level]
+                self._release(running)
                 self._say_carry_on(running, "the group committed without this peer")
             else:
                 self._end(running, "the group committed without this peer", in_vain=False)
@@ -391,8 +392,10 @@ class OuterRounds:
         known, module, state = self.known, event.module, event.reference
         known.take_certificates((event.certificate,))
         ledger = self.adoption.ledgers[module]
-        begins_bundle = ledger.committed(
-            running.boundary.round_index, running.group, is_whole=self._is_whole(running)
+        ledger.committed(
+            running.boundary.round_index,
+            is_whole=self._is_whole(running),
+            is_last_signed=self._is_last_signed(running),
         )
         known.do(
             Commit(
@@ -402,9 +405,7 @@ class OuterRounds:
                 running.attempt,
                 running.expected,
                 save=known.is_save_due(running.boundary.round_index),
-                begins_bundle=begins_bundle,
-            ),
-            *(ForgetSnapshot(module, r) for r in ledger.forget_all()),
+            )
         )
         known.anchors[module] = state
         known.serve(state)
@@ -413,12 +414,17 @@ class OuterRounds:
         self.position.closed(running.boundary)
 
     def _is_whole(self, running: RoundUnderWay) -> bool:
-        """Tell whether no trainer of a module stood aside in this commit or in the last one."""
+        """Tell whether all are in a group who claim to train or were in the group before."""
         known, module = self.known, running.module
         last = known.book.get(module, known.anchors[module].digest)
-        if last is not None and last.signers != {row.peer for row in last.statement.table}:
-            return False
-        return expected_group(known.view, known.grid, module) <= running.group
+        before = {row.peer for row in last.statement.table} if last is not None else set()
+        return before | expected_group(known.view, known.grid, module) <= running.group
+
+    def _is_last_signed(self, running: RoundUnderWay) -> bool:
+        """Tell whether all of the group before are known to stand on the anchor."""
+        known, module = self.known, running.module
+        last = known.book.get(module, known.anchors[module].digest)
+        return last is not None and last.signers == {row.peer for row in last.statement.table}
 
     def on_step_failed(self, event: OuterStepFailed) -> None:
         """The average was no good: nothing changes."""
@@ -433,20 +439,18 @@ class OuterRounds:
 
     # -- without a commit
 
-    def _remember(self, running: RoundUnderWay) -> None:
-        """Others may have merged this snapshot: keep the copy until that is known."""
-        ledger = self.adoption.ledgers[running.module]
-        round_index = running.boundary.round_index
-        if round_index not in ledger.snapshots:
-            for old in ledger.remember(round_index):
-                self.known.do(ForgetSnapshot(running.module, old))
+    def _release(self, running: RoundUnderWay) -> None:
+        """Let go of the copy. Where a group had formed, others may have merged what is in it."""
+        module, round_index = running.module, running.boundary.round_index
+        if not running.had_members:
+            self.adoption.ledgers[module].uncut(round_index)
+        self.known.do(ForgetSnapshot(module, round_index, keeps_part=running.had_members))
 
     def _end(self, running: RoundUnderWay, reason: str, *, in_vain: bool = True) -> None:
         """Carry on: the work stays in `anchor - local`."""
         module, boundary = running.module, running.boundary
         self._running.pop(boundary.level, None)
-        if boundary.round_index not in self.adoption.ledgers[module].snapshots:
-            self.known.do(ForgetSnapshot(module, boundary.round_index))
+        self._release(running)
         self._in_vain[module] += in_vain
         self._say_carry_on(running, reason)
         self.position.closed(boundary)

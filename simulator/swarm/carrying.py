@@ -22,7 +22,7 @@ from dipaco.peer.member import actions, events
 from .averaging import Averaging
 from .fetching import Fetching
 from .network import CALL_BYTES, Reply
-from .work import Content, ModuleWork, SimulatedState, Snapshot, is_signed, signature
+from .work import Content, ModuleWork, SimulatedState, is_signed, signature
 from .world import Body
 
 CERTIFICATE_BYTES = 700
@@ -55,6 +55,8 @@ class Carrying:
             actions.StartPath: self._start_path,
             actions.TakeSnapshot: self._take_snapshot,
             actions.ForgetSnapshot: self._forget_snapshot,
+            actions.JoinParts: self._join_parts,
+            actions.DropPart: self._drop_part,
             actions.Average: self.averaging.begin,
             actions.Await: self.averaging.await_peers,
             actions.Ask: self._ask,
@@ -198,7 +200,7 @@ class Carrying:
             return
         tokens = self._machine.claimed_tokens(work)
         is_finite = not self._world.engine.chance(self._world.conditions.not_finite)
-        work.snapshots[action.round_index] = Snapshot(work.anchor, dict(work.shift), tokens)
+        work.cut(action.round_index, tokens)
         self._machine.answers.append(
             events.SnapshotTaken(action.module, action.round_index, tokens, is_finite)
         )
@@ -206,7 +208,23 @@ class Carrying:
     def _forget_snapshot(self, action: actions.ForgetSnapshot) -> None:
         work = self._work(action.module)
         if work is not None:
-            work.snapshots.pop(action.round_index, None)
+            work.forget(action.round_index, keeps_part=action.keeps_part)
+
+    def _join_parts(self, action: actions.JoinParts) -> None:
+        work = self._work(action.module)
+        try:
+            if work is not None:
+                work.join(action.older, action.newer)
+        except KeyError as error:
+            self._wrong(f"joins parts of {action.module}, but {error} is not remembered")
+
+    def _drop_part(self, action: actions.DropPart) -> None:
+        work = self._work(action.module)
+        try:
+            if work is not None:
+                work.drop(action.part)
+        except KeyError as error:
+            self._wrong(f"drops a part of {action.module}, but {error} is not remembered")
 
     def _averaged(
         self, module: str, table: tuple[Contribution, ...], shifts: dict[str, Content]
@@ -257,7 +275,7 @@ class Carrying:
         if state.parent != work.anchor.reference.digest:
             self._wrong(f"commits a state of {action.module} that is not of its anchor")
         self._world.watch.committed(machine, action, state)
-        work.commit(state, action.round_index, begins_bundle=action.begins_bundle)
+        work.commit(state, action.round_index)
         self._hold(state, save=action.save)
         self._share(state)
 
@@ -290,7 +308,7 @@ class Carrying:
         work = self._work(action.module)
         if work is not None:
             self._world.watch.lost(self._machine, action.module, "it went back to its anchor")
-            work.shift = {}
+            work.discard()
 
     def _check_state(self, action: actions.CheckState) -> None:
         state = self.fetching.find(action.digest)
@@ -306,9 +324,9 @@ class Carrying:
             return
         self._world.watch.adopted(self._machine, action, work.anchor)
         try:
-            work.adopt(state, action.merged_round, action.put_back)
+            work.adopt(state, action.on_top)
         except KeyError as error:
-            self._wrong(f"adopts {action.module}, but round {error} is not remembered")
+            self._wrong(f"adopts {action.module}, but part {error} is not remembered")
         self._hold(state, save=action.save)
 
     def _end_round(self, action: actions.EndRound) -> None:

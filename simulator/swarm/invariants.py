@@ -152,7 +152,7 @@ class Invariants:
         if not machine.is_honest:
             return
         self.figures.adoptions += 1
-        self.figures.put_back += len(action.put_back)
+        self.figures.put_back += len(action.on_top)
         book, module = machine.book, action.module
         new, before = action.reference.digest, old.reference.digest
         if old.reference.version == 0:

@@ -71,6 +71,7 @@ class Snapshot:
     anchor: SimulatedState
     shift: Content
     tokens: int
+    parts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -83,8 +84,10 @@ class ModuleWork:
     shift: Content = field(default_factory=dict)
     """Local minus anchor."""
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    bundles: dict[int, Content] = field(default_factory=dict)
-    """What was contributed to the anchors, summed over rounds, by the first round of each sum."""
+    parts: dict[int, Content] = field(default_factory=dict)
+    """Work between two cuts, by the round of the later one."""
+    unmerged: tuple[int, ...] = ()
+    """Parts that are not in the anchor: together with what came after the last cut, `shift`."""
 
     def count(self, peer: str, steps: int) -> None:
         """Take note of the steps that the machine has done by now."""
@@ -92,38 +95,65 @@ class ModuleWork:
             add(self.shift, {(peer, self.counted_steps): 1, (peer, steps): -1})
             self.counted_steps = steps
 
-    def commit(self, state: SimulatedState, round_index: int, *, begins_bundle: bool) -> None:
+    def cut(self, round_index: int, tokens: int) -> None:
+        """Copy the work, and begin a new part."""
+        part = self.tail()
+        if round_index in self.parts:
+            add(self.parts[round_index], part)
+        else:
+            self.parts[round_index] = part
+            self.unmerged = (*self.unmerged, round_index)
+        self.snapshots[round_index] = Snapshot(self.anchor, dict(self.shift), tokens, self.unmerged)
+
+    def tail(self) -> Content:
+        """Return what came after the last cut."""
+        tail = dict(self.shift)
+        for part in self.unmerged:
+            add(tail, self.parts[part], -1)
+        return tail
+
+    def forget(self, round_index: int, *, keeps_part: bool) -> None:
+        """Do without a snapshot; unless its part is kept, undo the cut."""
+        self.snapshots.pop(round_index, None)
+        if not keeps_part and self.parts.pop(round_index, None) is not None:
+            self.unmerged = tuple(part for part in self.unmerged if part != round_index)
+
+    def join(self, older: int, newer: int) -> None:
+        """Keep two parts as one. KeyError for a part that is not here."""
+        add(self.parts[newer], self.parts.pop(older))
+        self.unmerged = tuple(part for part in self.unmerged if part != older)
+
+    def drop(self, part: int) -> None:
+        """Remember a part no more. KeyError for one that is not here."""
+        del self.parts[part]
+        self.unmerged = tuple(kept for kept in self.unmerged if kept != part)
+
+    def discard(self) -> None:
+        """Go back to the anchor."""
+        for part in self.unmerged:
+            del self.parts[part]
+        self.unmerged = ()
+        self.shift.clear()
+
+    def commit(self, state: SimulatedState, round_index: int) -> None:
         """Make a state the anchor that has the snapshot of a round in it."""
         snapshot = self.snapshots.pop(round_index)
-        self._take_out(snapshot)
-        is_first = begins_bundle or not self.bundles
-        self._remember(snapshot, round_index if is_first else next(reversed(self.bundles)))
-        self.anchor = state
-
-    def adopt(
-        self, state: SimulatedState, merged_round: int | None, put_back: Iterable[int]
-    ) -> None:
-        """Put a foreign state under the local work, and bundles that it lacks on top of that.
-
-        KeyError for a round of which nothing is known here.
-        """
-        for first in put_back:
-            add(self.shift, self.bundles.pop(first))
-        if merged_round is not None:
-            snapshot = self.snapshots.pop(merged_round)
-            self._take_out(snapshot)
-            self._remember(snapshot, merged_round)
-        self.anchor = state
-
-    def _take_out(self, snapshot: Snapshot) -> None:
-        """Let the local work be what came after a snapshot: local minus the snapshot's local."""
         add(self.shift, snapshot.shift, -1)
         if snapshot.anchor is not self.anchor:
             add(self.shift, self.anchor.content)
             add(self.shift, snapshot.anchor.content, -1)
+        self.unmerged = tuple(part for part in self.unmerged if part not in snapshot.parts)
+        self.anchor = state
 
-    def _remember(self, snapshot: Snapshot, first: int) -> None:
-        add(self.bundles.setdefault(first, {}), snapshot.shift)
+    def adopt(self, state: SimulatedState, on_top: Iterable[int]) -> None:
+        """Put a foreign state under the parts that it lacks and what came after the last cut.
+
+        KeyError for a part that is not here.
+        """
+        self.shift, self.unmerged = self.tail(), tuple(on_top)
+        for part in self.unmerged:
+            add(self.shift, self.parts[part])
+        self.anchor = state
 
 
 class Stock:
