@@ -67,6 +67,10 @@ class Background:
         if failure is not None:
             raise failure
 
+    def fail(self, error: DipacoError) -> None:
+        """Let `check` raise an error that ends the peer. From any thread."""
+        self._fail("background", error)
+
     def _fail(self, name: str, error: Exception) -> None:
         logger.debug("the %s thread failed", name, exc_info=error)
         failure = error

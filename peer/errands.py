@@ -9,13 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from dipaco.dht.certificates import Certificate
-from dipaco.modules.errors import DipacoError, ProtocolVersionError
+from dipaco.modules.errors import (
+    ConfigurationError,
+    CorpusError,
+    DipacoError,
+    ProtocolVersionError,
+    StorageError,
+)
 from dipaco.modules.state import ModuleState, StateReference
 
 from .events import EventLog
@@ -30,8 +35,10 @@ CALL_TIMEOUT_S = 5.0
 POLL_S = 0.2
 # Peers that are called or asked at the same time.
 AT_ONCE = 16
-# States that were fetched and not used yet; a path and a few more.
-MOST_FETCHED = 12
+# Copies for others that were fetched and are not kept yet.
+MOST_COPIES = 12
+# What does not get better by trying again: a peer that cannot begin for it ends.
+PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
 class OtherPeers(Protocol):
@@ -83,7 +90,8 @@ class Holdings(Protocol):
 class Errands:
     """Carries out the actions of a member that every node has.
 
-    `genesis` gives a module's first state; a bootstrap node needs none.
+    `genesis` gives a module's first state; a bootstrap node needs none. `fail` hears of what keeps
+    a path from being begun for good, such as a full disk.
     """
 
     def __init__(
@@ -98,6 +106,7 @@ class Errands:
         report: Callable[[e.Event], None],
         *,
         genesis: Callable[[str], ModuleState] | None = None,
+        fail: Callable[[DipacoError], None] | None = None,
         executor: Executor | None = None,
     ) -> None:
         self._swarm = swarm
@@ -109,10 +118,13 @@ class Errands:
         self._events = events
         self._report = report
         self._genesis = genesis
+        self._fail = fail
         self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
         self._lock = threading.Lock()
-        self._fetched: dict[str, ModuleState] = {}
-        self._uses: Counter[str] = Counter()
+        # A member wants one state of a module at a time for one purpose: what comes in the end of
+        # one that it wanted before is let go.
+        self._wanted: dict[tuple[a.Purpose, str], str] = {}
+        self._fetched: dict[tuple[a.Purpose, str], ModuleState] = {}
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -130,9 +142,7 @@ class Errands:
             case a.Look():
                 self._submit(self._look, action)
             case a.FetchState():
-                with self._lock:
-                    # A path can begin with the very state of which a copy is to be kept.
-                    self._uses[action.reference.digest] += 1
+                self._want(action)
                 self._submit(self._fetch_state, action)
             case a.FetchChain():
                 self._submit(self._fetch_chain, action)
@@ -154,23 +164,26 @@ class Errands:
         return True
 
     def take(self, state: StateReference) -> ModuleState:
-        """Hand out a state that was fetched; called once for each time that it was asked for."""
+        """Hand out a state that was fetched; called once for each. Raises `KeyError`."""
         with self._lock:
-            found = self._fetched[state.digest]
-            self._used(state.digest)
-            return found
+            found = (key for key, here in self._fetched.items() if here.digest == state.digest)
+            key = next(found, None)
+            if key is None:
+                raise KeyError(state.digest)
+            self._wanted.pop(key, None)
+            return self._fetched.pop(key)
 
-    def _used(self, digest: str) -> None:
-        """Count one use less; what is needed no more goes. The lock is held."""
-        self._uses[digest] -= 1
-        if self._uses[digest] <= 0:
-            del self._uses[digest]
-            self._fetched.pop(digest, None)
+    def forget(self, *purposes: a.Purpose) -> None:
+        """Let go what was fetched for some purposes, and what is on its way for them."""
+        with self._lock:
+            for key in [key for key in self._wanted if key[0] in purposes]:
+                del self._wanted[key]
+                self._fetched.pop(key, None)
 
     def look_up(self, digest: str) -> ModuleState | None:
         """Return a fetched state without taking it."""
         with self._lock:
-            return self._fetched.get(digest)
+            return next((s for s in self._fetched.values() if s.digest == digest), None)
 
     def run(self, work: Callable[[], None]) -> Future[None]:
         """Do other work on the same threads; it reports its outcome itself."""
@@ -209,30 +222,40 @@ class Errands:
 
     # -- states
 
+    def _want(self, action: a.FetchState) -> None:
+        key = (action.purpose, action.reference.module)
+        with self._lock:
+            self._fetched.pop(key, None)
+            self._wanted[key] = action.reference.digest
+
+    def _store(self, action: a.FetchState, state: ModuleState) -> None:
+        """Keep a state until it is taken; copies never push out what is trained from."""
+        key = (action.purpose, action.reference.module)
+        with self._lock:
+            if self._wanted.get(key) == action.reference.digest:
+                self._fetched[key] = state
+            copies = [key for key in self._fetched if key[0] == "keep"]
+            for key in copies[:-MOST_COPIES]:
+                del self._fetched[key]
+                self._wanted.pop(key, None)
+
     def _fetch_state(self, action: a.FetchState) -> None:
         wanted = action.reference
         try:
             state = self._state(action)
         except DipacoError as error:
-            if action.purpose == "keep":
+            if self._stopping.is_set():
+                logger.debug("state of %s: %s", wanted.module, error)
+            elif action.purpose == "begin" and self._fail and isinstance(error, PERMANENT):
+                self._fail(error)
+            elif action.purpose == "keep":
                 logger.info("could not copy %s: %s", wanted.module, error)
             else:
-                logger.warning("state %s of %s: %s", wanted.digest[:12], wanted.module, error)
-            with self._lock:
-                self._used(wanted.digest)
+                logger.warning("state %s of %s: %s", wanted.digest[:12] or "0", wanted.module, error)
             self._report(e.FetchFailed(wanted.module, wanted.digest, str(error)))
             return
         reference = state.reference
-        with self._lock:
-            if reference.digest != wanted.digest:
-                self._uses[reference.digest] += 1
-                self._used(wanted.digest)
-            # The first of two that were asked for serves both: the second may come too late.
-            if self._uses[reference.digest] > 0:
-                self._fetched[reference.digest] = state
-            while len(self._fetched) > MOST_FETCHED:
-                oldest = next(iter(self._fetched))
-                del self._fetched[oldest], self._uses[oldest]
+        self._store(action, state)
         chain = self._chains.chain(wanted.module, reference.digest)
         self._report(e.StateFetched(reference, dict(state.progress), chain))
 
@@ -256,7 +279,11 @@ class Errands:
         self._report(e.ChainFetched(action.reference, chain))
 
     def _keep(self, action: a.Keep) -> None:
-        state = self.take(action.reference)
+        try:
+            state = self.take(action.reference)
+        except KeyError:
+            logger.info("too many copies came at once: %s is not kept", action.reference.module)
+            return
         self._held.hold(state)
         self._held.save(state)
         self._swarm.announce()

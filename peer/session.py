@@ -98,6 +98,7 @@ class Session:
             events,
             shell.report,
             genesis=self._files.genesis_state,
+            fail=background.fail,
         )
         self._outer_steps = OuterSteps(
             node.plan,
@@ -262,6 +263,7 @@ class Session:
             case a.Move():
                 self._move(action)
             case a.Stay():
+                self._errands.forget("begin")
                 logger.warning("stays on path %d: %s", action.path, action.reason)
             case _:
                 raise AssertionError(f"nobody carries out {action}")
@@ -290,6 +292,7 @@ class Session:
         data = self._path_data
         assert data is not None
         states = {state.module: self._errands.take(state) for state in action.states}
+        self._errands.forget("begin", "adopt")
         optimizer_state = self.node.states.load_optimizer(action.path)
         self._snapshots.clear()
         self._outer_steps.forget()

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import IntegrityError, NetworkError, ProtocolVersionError
+from dipaco.modules.errors import (
+    IntegrityError,
+    NetworkError,
+    ProtocolVersionError,
+    StorageError,
+)
 from dipaco.modules.state import StateReference
 from dipaco.peer import errands as errands_file
-from dipaco.peer.errands import Errands
+from dipaco.peer.errands import MOST_COPIES, Errands
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.publisher import PeerStatus
@@ -208,6 +213,45 @@ def test_a_state_that_cannot_be_had_is_said(
     rig.fetcher.failure = failure
     state = held_state(MODULE)
     assert rig.outcome(fetch(state, purpose)) == e.FetchFailed(MODULE, state.digest, str(failure))
+
+
+@pytest.mark.parametrize("purpose", ["begin", "adopt"])
+def test_copies_push_out_nothing_that_is_trained_from(rig: Rig, purpose: a.Purpose) -> None:
+    own = [held_state(f"L0.E{n}", digest=f"own {n}") for n in range(2 * MOST_COPIES)]
+    copies = [held_state(f"L1.E{n}", digest=f"copy {n}") for n in range(2 * MOST_COPIES)]
+    rig.fetcher.states = {state.digest: stored(state) for state in (*own, *copies)}
+    for state in own:
+        rig.outcome(fetch(state, purpose))
+    for state in copies:
+        rig.outcome(fetch(state, "keep"))
+    assert [rig.errands.take(state).reference for state in own] == own
+    assert sum(rig.errands.look_up(state.digest) is not None for state in copies) == MOST_COPIES
+    rig.errands.carry_out(a.Keep(copies[0]))
+    assert rig.held.get("L1.E0") is None
+
+
+def test_what_was_not_wanted_in_the_end_is_let_go(rig: Rig) -> None:
+    one, two = held_state(MODULE, digest="e"), held_state(MODULE, digest="f")
+    rig.fetcher.states = {state.digest: stored(state) for state in (one, two)}
+    rig.outcome(fetch(one))
+    rig.outcome(fetch(two))
+    assert rig.errands.look_up(one.digest) is None
+    rig.outcome(fetch(one, "begin"))
+    rig.errands.forget("adopt")
+    assert rig.errands.look_up(two.digest) is None
+    assert rig.errands.take(one).reference == one
+
+
+def test_what_keeps_a_path_from_being_begun_for_good_ends_the_peer(rig: Rig) -> None:
+    failed: list[Exception] = []
+    rig.errands._fail = failed.append
+    rig.fetcher.failure = StorageError("disk full")
+    state = held_state(MODULE)
+    rig.outcome(fetch(state, "keep"))
+    rig.outcome(fetch(state, "adopt"))
+    assert failed == []
+    rig.outcome(fetch(state, "begin"))
+    assert failed == [rig.fetcher.failure]
 
 
 def test_what_lies_here_is_not_fetched(rig: Rig) -> None:

@@ -11,11 +11,12 @@ from dipaco.dht.records import ClaimRecord
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.beginning import LIMIT_S, RETRY_S
+from dipaco.peer.member.beginning import LIMIT_S, MOVE_LIMIT_S, RETRY_S, Beginning
+from dipaco.peer.member.chains import Chains
 from dipaco.peer.member.claiming import LONGEST_WAIT_S, MAX_LOOKS, SHORTEST_WAIT_S, Claiming
 from dipaco.peer.member.knowledge import Knowledge, MemberSettings
 from dipaco.peer.member.member import Member
-from support.lone_member import ME, claim, grid_of, of, taken, view_of
+from support.lone_member import ME, claim, grid_of, knowledge, of, taken, view_of
 from support.make_plan import make_plan
 
 PLAN = make_plan(rounds=RoundsConfig(duration_s=20.0))
@@ -180,6 +181,18 @@ def test_a_shard_that_cannot_be_had_at_first_is_tried_again() -> None:
     (wait,) = of(a.Wait, actions)
     assert wait.what == "the shard of path 0 (nobody serves the shard of path 0)"
     assert 0 < wait.limit_s < LIMIT_S
+
+
+def test_a_peer_that_has_a_path_does_not_stand_idle_for_another() -> None:
+    for path, limit_s in ((None, LIMIT_S), (1, MOVE_LIMIT_S)):
+        known = knowledge(PLAN)
+        known.path = path
+        known.learn(view_of(START_S))
+        beginning = Beginning(known, Chains(known))
+        beginning.begin(0)
+        assert beginning.left_s == limit_s
+        known.now_s += limit_s + 0.1
+        assert beginning.has_failed
 
 
 def test_what_never_comes_ends_the_wait_with_its_reason() -> None:

@@ -15,6 +15,8 @@ from .knowledge import Knowledge
 
 # How long content is waited for before a member gives up on a path.
 LIMIT_S = 300.0
+# A member that has a path to train waits no longer than this for another one.
+MOVE_LIMIT_S = 20.0
 RETRY_S = 3.0
 # A state that could not be fetched is left alone for so long.
 UNAVAILABLE_S = 15.0
@@ -44,7 +46,8 @@ class Beginning:
         self.reason = ""
         self._has_shard = self._shard_wanted = False
         self._retry_s = 0.0
-        self._until_s = self._known.now_s + LIMIT_S
+        limit_s = LIMIT_S if self._known.path is None else MOVE_LIMIT_S
+        self._until_s = self._known.now_s + limit_s
         self._fetching, self._ready, self._unavailable = {}, {}, {}
         self.on_turn()
 
