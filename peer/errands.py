@@ -251,7 +251,9 @@ class Errands:
             elif action.purpose == "keep":
                 logger.info("could not copy %s: %s", wanted.module, error)
             else:
-                logger.warning("state %s of %s: %s", wanted.digest[:12] or "0", wanted.module, error)
+                logger.warning(
+                    "state %s of %s: %s", wanted.digest[:12] or "0", wanted.module, error
+                )
             self._report(e.FetchFailed(wanted.module, wanted.digest, str(error)))
             return
         reference = state.reference
