@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ClockError, NetworkError, ProtocolVersionError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import StateReference
-from dipaco.peer.exchange import service
+from dipaco.peer.exchange import hello, service
 from dipaco.peer.exchange.certifier import Certifier
 from dipaco.peer.exchange.clock import measure_clock
 from dipaco.peer.exchange.exchange import Exchange
@@ -57,6 +58,31 @@ def test_a_plain_hivemind_node_is_recognised(nodes: Nodes) -> None:
     client = nodes.asking()
     with pytest.raises(ProtocolVersionError, match="does not speak dipaco's protocol"):
         client.hello(str(nodes.server_dht.peer_id))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["stream reset", "protocols not supported"], ProtocolVersionError),
+        (["stream reset", "stream reset"], NetworkError),
+        (["connection refused"], NetworkError),
+    ],
+)
+def test_a_stream_that_is_reset_is_opened_once_more(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], expected: type[Exception]
+) -> None:
+    """Which of the two a stranger says first depends on what libp2p knows of it by then."""
+
+    class Stub:
+        async def rpc_hello(self, request: object, timeout: float) -> None:
+            raise RuntimeError(answers.pop(0))
+
+    monkeypatch.setattr(hello.ExchangeService, "get_stub", lambda *_, **__: Stub())
+    stranger = "12D3KooWNDVktXNXL3VHw1f4eXXwnvXC1BdcEPAUxipXmRtn4LKu"
+    asking = hello.say_hello(object(), stranger, "test", 1, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(expected):
+        asyncio.run(asking)
+    assert answers == []
 
 
 def test_the_clock_follows_a_neighbour(nodes: Nodes) -> None:

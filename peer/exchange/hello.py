@@ -16,7 +16,7 @@ from hivemind.proto import runtime_pb2
 
 from .clock import ClockSample, sample_of
 from .messages import HelloReply, HelloRequest, Message, MessageError, decode, encode
-from .reasons import short_reason, speaks_no_dipaco
+from .reasons import short_reason, speaks_no_dipaco, was_reset
 from .service import NAMESPACE, ExchangeService
 
 SOFTWARE = f"dipaco/{version('dipaco')}"
@@ -54,7 +54,15 @@ async def ask(
     try:
         stub = ExchangeService.get_stub(p2p, PeerID.from_base58(peer), namespace=NAMESPACE)
         request = runtime_pb2.ExpertRequest(metadata=encode(message))
-        response = await getattr(stub, method)(request, timeout=timeout_s)
+        call = getattr(stub, method)
+        try:
+            response = await call(request, timeout=timeout_s)
+        except Exception as error:
+            # Before it knows a peer's protocols libp2p opens a stream in the hope of the best, and
+            # one who does not speak ours resets it. The second time it says so.
+            if not was_reset(error):
+                raise
+            response = await call(request, timeout=timeout_s)
         return decode(reply, response.metadata)
     except MessageError as error:
         raise NetworkError(f"peer {peer} answered nonsense: {error}") from None

@@ -58,3 +58,8 @@ def dial_reason(error: BaseException, address: str) -> str:
 def speaks_no_dipaco(error: BaseException) -> bool:
     """Tell whether a libp2p peer answered that it knows no such service."""
     return "protocols not supported" in str(error)
+
+
+def was_reset(error: BaseException) -> bool:
+    """Tell whether the other side reset the stream of a call."""
+    return "stream reset" in str(error)
