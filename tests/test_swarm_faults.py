@@ -211,7 +211,8 @@ def _bootstrap_killed(world: Accidents, bootstrap: Member) -> Member:
     newcomer = world.start(world.training()[-1], "late", program=PATIENT_PEER)
     (joined,) = world.swarm.wait([newcomer], "training")
     (first,) = world.swarm.wait([newcomer], "commit", lambda e: e["module"] == SHARED)
-    assert first["round"] <= joined["round"] + 1, (joined, first)
+    # Others wait for a newcomer once they have read its claim; rounds here last a second or two.
+    assert first["round"] <= joined["round"] + 2, (joined, first)
     assert newcomer.peer_id in first["group"]
     assert len(first["group"]) >= 3, first
     return newcomer
