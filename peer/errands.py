@@ -24,7 +24,7 @@ from dipaco.modules.errors import (
 from dipaco.modules.state import ModuleState, StateReference
 
 from .events import EventLog
-from .interfaces import StateFetcher, Swarm
+from .interfaces import StateFetcher, StateHolder, Swarm
 from .member import actions as a
 from .member import events as e
 from .publisher import Claim, PeerStatus
@@ -71,22 +71,6 @@ class Chains(Protocol):
         ...
 
 
-class Holdings(Protocol):
-    """What is served here: the held states."""
-
-    def get(self, module: str) -> StateReference | None: ...
-
-    def load(self, module: str) -> ModuleState | None: ...
-
-    def hold(self, state: ModuleState) -> None: ...
-
-    def save(self, state: ModuleState) -> None: ...
-
-    def save_all(self) -> None: ...
-
-    def drop(self, module: str) -> None: ...
-
-
 class Errands:
     """Carries out the actions of a member that every node has.
 
@@ -100,7 +84,7 @@ class Errands:
         fetcher: StateFetcher,
         others: OtherPeers,
         chains: Chains,
-        held: Holdings,
+        held: StateHolder,
         status: PeerStatus,
         events: EventLog,
         report: Callable[[e.Event], None],

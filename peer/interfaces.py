@@ -67,6 +67,22 @@ class StateHolder(Protocol):
         """What is held of a module."""
         ...
 
-    def hold(self, state: ModuleState, *, save: bool) -> None:
-        """Serve a state from now on; with `save` from the disk."""
+    def load(self, module: str) -> ModuleState | None:
+        """The held state itself, from memory or disk."""
+        ...
+
+    def hold(self, state: ModuleState) -> None:
+        """Serve a state from now on, from memory."""
+        ...
+
+    def save(self, state: ModuleState) -> None:
+        """Write a state to disk, and serve it from there."""
+        ...
+
+    def save_all(self) -> None:
+        """Write what is only in memory."""
+        ...
+
+    def drop(self, module: str) -> None:
+        """Serve a module no more, and remove its states from the disk."""
         ...

@@ -75,6 +75,7 @@ class Session:
         self._saving: Future[None] = self._saver.submit(lambda: None)
         self._waiting_for = ""
         self._last_loss = float("nan")
+        self._resumed = False
         member_settings = MemberSettings(
             node.me,
             pinned=settings.path,

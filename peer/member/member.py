@@ -353,10 +353,11 @@ class Member:
         outer.on_turn(turn.step_s)
         if position.round_ended(outer.running):
             self._end_round()
+            if self._phase is _Phase.LEAVING:
+                self._turn_leaving()
+                return
             if self._phase is not _Phase.TRAINING:
-                known.do(Wait("", 0.0)) if self._phase is not _Phase.LEAVING else None
-                if self._phase is _Phase.LEAVING:
-                    self._turn_leaving()
+                known.do(Wait("", 0.0))
                 return
         if position.may_step(known.now_s):
             self._waits_since_s = 0.0

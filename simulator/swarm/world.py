@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class World:
         self.trace.add(self.engine.now_s - START_S, peer, kind, what)
 
 
-class Body:
+class Body(ABC):
     """What a machine has and does, as far as its parts and other machines see it."""
 
     is_honest = True
@@ -194,33 +195,33 @@ class Body:
             delay_s, self.world.network.run, self.peer, self.link.life, what, *arguments
         )
 
+    @abstractmethod
     def deliver(self, event: Event) -> None:
         """Report an event to the member: at once, or after the inner step under way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self) -> None:
         """Write all records."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish_item(self, item: str) -> None:
         """Write one record, or withdraw it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, is_answer: bool) -> None:
         """Read the swarm and tell the member."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hear_call(self, *said: Any) -> None:
         """Take what the other side of a call of a meeting says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hear_broken_call(self, *call: Any) -> None:
         """Take note that a call of a meeting broke."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hear_signature(self, certificate: Certificate) -> None:
         """Take the signature of another member of a group."""
-        raise NotImplementedError
 
     def serve_state(self, state: SimulatedState) -> None:
         """Serve a state in place of the module's last one, which can be had for a while still."""
