@@ -7,6 +7,7 @@ simulator call the same functions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from .config import OuterConfig
 from .errors import IntegrityError
 from .plan import RunPlan, ShardIndex
 from .state import ModuleState, PathProgress
+
+# A table with more rows is summed in sections, which a swarm does in two levels. Part of the
+# protocol: with another number a larger group gets other bits.
+SECTION_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,16 @@ def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
     return tuple(sorted(table, key=lambda row: (row.path, row.peer)))
 
 
+def sections(rows: int, greatest: int = SECTION_ROWS) -> tuple[range, ...]:
+    """Return the rows of a table, in order, in as few sections as hold at most `greatest` each.
+
+    Their sizes differ by one at most.
+    """
+    count = max(1, -(-rows // greatest))
+    bounds = [index * rows // count for index in range(count + 1)]
+    return tuple(itertools.starmap(range, itertools.pairwise(bounds)))
+
+
 def outer_gradient(anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return anchor minus local, both flat fp32 [size]: what inner training changed, negated."""
     return anchor - local
@@ -62,11 +77,12 @@ class AveragingRule:
 
     One value for the swarm's averagers, for a peer that is alone in its group and for the
     simulator, so that all of them compute the same bits. `shard_sequences` are the sequences of
-    each path's shard; None weighs paths alike.
+    each path's shard; None weighs paths alike. `section_rows` is another number in tests alone.
     """
 
     codec: Codec
     shard_sequences: Mapping[int, int] | None = None
+    section_rows: int = SECTION_ROWS
 
     @classmethod
     def of(cls, plan: RunPlan, index: ShardIndex) -> AveragingRule:
@@ -100,15 +116,38 @@ class AveragingRule:
     ) -> torch.Tensor:
         """Return the weighted mean of contributions, or of one part of each, in canonical order.
 
-        They are as their receivers see them, flat fp32 of one shape. Weights are rounded to fp32
-        first; product and sum are rounded separately. Raises ValueError when contributions and
-        weights differ in number.
+        They are as their receivers see them, flat fp32 of one shape. The rows of each section are
+        summed in order, then the sections. Raises ValueError when contributions and weights differ
+        in number.
+        """
+        rows = zip(contributions, weights, strict=True)
+        sums = (
+            self.sum_section(itertools.islice(rows, len(section)))
+            for section in sections(len(weights), self.section_rows)
+        )
+        total = self.add_sections(sums)
+        next(rows, None)  # Raises if contributions are left.
+        return total
+
+    def sum_section(self, rows: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
+        """Return the weighted sum of one section's contributions, in new memory.
+
+        Weights are rounded to fp32 first; product and sum are rounded separately.
         """
         total: torch.Tensor | None = None
-        for contribution, weight in zip(contributions, weights, strict=True):
+        for contribution, weight in rows:
             if total is None:
                 total = torch.zeros_like(contribution)
             total.add_(contribution.mul(_fp32(weight)))
+        if total is None:
+            raise ValueError("nothing to combine")
+        return total
+
+    def add_sections(self, sums: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the sections' sums, in order, in the memory of the first."""
+        total: torch.Tensor | None = None
+        for section_sum in sums:
+            total = section_sum if total is None else total.add_(section_sum)
         if total is None:
             raise ValueError("nothing to combine")
         return total

@@ -15,6 +15,7 @@ from dipaco.modules.config import AveragingConfig, OuterConfig
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
+    SECTION_ROWS,
     AveragingRule,
     Contribution,
     advanced_progress,
@@ -22,6 +23,7 @@ from dipaco.modules.outer import (
     outer_gradient,
     outer_learning_rate,
     outer_step,
+    sections,
 )
 from dipaco.modules.state import ModuleState, PathProgress
 from hypothesis import given, settings
@@ -134,6 +136,36 @@ def test_combining_rounds_every_operation(weights: list[float], seed: int) -> No
     assert total.numpy().tobytes() == expected.tobytes()
 
 
+@given(st.integers(1, 2000), st.integers(1, 64))
+def test_sections_hold_all_rows_in_order_and_are_as_few_and_as_equal_as_can_be(
+    rows: int, greatest: int
+) -> None:
+    found = sections(rows, greatest)
+    sizes = [len(section) for section in found]
+    assert [row for section in found for row in section] == list(range(rows))
+    assert len(found) == math.ceil(rows / greatest)
+    assert max(sizes) <= greatest
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("rows", [SECTION_ROWS, SECTION_ROWS + 1, 70, 100])
+def test_a_large_table_is_summed_in_sections(rows: int) -> None:
+    parts = [drawn(seed, 10.0 ** (seed % 5)) for seed in range(rows)]
+    weights = [1 / (2 + seed) for seed in range(rows)]
+    total: np.ndarray | None = None
+    for section in sections(rows):
+        subtotal = np.zeros(SIZE, dtype=np.float32)
+        for row in section:
+            subtotal = subtotal + np.float32(weights[row]) * parts[row].numpy()
+        total = subtotal if total is None else total + subtotal
+    assert total is not None
+    assert total.dtype == np.float32
+    summed = PLAIN.combine(iter(parts), weights)
+    assert summed.numpy().tobytes() == total.tobytes()
+    flat = AveragingRule(PLAIN.codec, section_rows=rows).combine(parts, weights)
+    assert torch.equal(flat, summed) == (rows <= SECTION_ROWS)
+
+
 def test_a_sum_in_pieces_is_the_sum() -> None:
     # The swarm's reducers each sum a part; the simulator sums all at once.
     parts, weights = [drawn(i) for i in range(3)], [0.2, 0.5, 0.3]
@@ -149,6 +181,8 @@ def test_a_sum_in_pieces_is_the_sum() -> None:
 def test_combining_wants_one_weight_each() -> None:
     with pytest.raises(ValueError, match="zip"):
         PLAIN.combine([drawn(0)], [0.5, 0.5])
+    with pytest.raises(ValueError, match="zip"):
+        PLAIN.combine([drawn(0), drawn(1)], [0.5])
     with pytest.raises(ValueError, match="nothing"):
         PLAIN.combine([], [])
 
