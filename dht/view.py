@@ -14,6 +14,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
 from .announced_bests import announced_bests
+from .coverage import Scope
 from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
 
 logger = logging.getLogger("dipaco.dht.view")
@@ -59,6 +60,17 @@ class SwarmView:
     """Announced best parameters of each path, those to be tried first in front."""
     duration_s: float = math.inf
     """Seconds of a round."""
+    scope: Scope | None = None
+    """What was read; None for everything. Of the rest nothing is known: it is not that there is
+    nothing."""
+
+    def covers_module(self, module: str) -> bool:
+        """Tell whether the trainers and holders of a module were read."""
+        return self.scope is None or self.scope.covers_module(module)
+
+    def covers_path(self, path: int) -> bool:
+        """Tell whether the claims on a path, and how far it is, were read."""
+        return self.scope is None or self.scope.covers_path(path)
 
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, one of each holding."""
@@ -114,6 +126,7 @@ def build_view(
     peers: Iterable[PeerRecord],
     holdings: Mapping[str, Iterable[HoldingRecord]],
     progress: Iterable[ProgressRecord],
+    scope: Scope | None = None,
 ) -> SwarmView:
     """Make a view of records, leaving out what this run cannot have.
 
@@ -147,6 +160,7 @@ def build_view(
         progress=_merge_progress(progress, grid.path_count, latest),
         bests=announced_bests(progress, believed, grid.path_count, latest),
         duration_s=plan.rounds.duration_s,
+        scope=scope,
     )
 
 

@@ -1,0 +1,87 @@
+"""Which part of a run a peer reads, so that its cost does not grow with the swarm (design 4.7).
+
+Paths are dealt out to buckets of about `BUCKET_PATHS`. What a peer says of itself, and how far
+paths are, stands under the key of a bucket; who holds and trains a module under the key of the
+module. A run of few paths has one bucket, and everybody sees everybody. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from dipaco.modules.grid import Grid
+
+BUCKET_PATHS = 64
+# Buckets beside a peer's own that it reads at a time, to find peers or paths that need one.
+SAMPLED_AT_ONCE = 4
+# With fewer peers in its own bucket it reads the next ones too: somebody has to keep copies.
+ENOUGH_PEERS = 8
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What one view of the swarm reads."""
+
+    modules: tuple[str, ...]
+    """Whose trainers and holders are read."""
+    buckets: tuple[int, ...]
+    """Whose peers and progress are read."""
+    bucket_count: int
+    """Buckets of the run."""
+
+    @cached_property
+    def _module_set(self) -> frozenset[str]:
+        return frozenset(self.modules)
+
+    @cached_property
+    def _bucket_set(self) -> frozenset[int]:
+        return frozenset(self.buckets)
+
+    def covers_module(self, module: str) -> bool:
+        """Tell whether the trainers and holders of a module are read."""
+        return module in self._module_set
+
+    def covers_path(self, path: int) -> bool:
+        """Tell whether the claims on a path, and how far it is, are read."""
+        return path % self.bucket_count in self._bucket_set
+
+
+def scope_of(modules: Iterable[str], buckets: Iterable[int], grid: Grid) -> Scope:
+    """Return a scope in its one spelling: sorted, each once."""
+    count = bucket_count(grid.path_count)
+    return Scope(tuple(sorted(set(modules))), tuple(sorted(set(buckets))), count)
+
+
+def whole_scope(grid: Grid) -> Scope:
+    """Return the scope of all that is published: for tools that show or fetch everything."""
+    return scope_of(grid.modules(), range(bucket_count(grid.path_count)), grid)
+
+
+def bucket_count(path_count: int) -> int:
+    """Return how many buckets the paths of a run are in."""
+    return -(-path_count // BUCKET_PATHS)
+
+
+def home_bucket(peer: str, path: int | None, count: int) -> int:
+    """Return the bucket in which a peer publishes: that of the path it claims, if it claims one."""
+    if path is not None:
+        return path % count
+    return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:8], "big") % count
+
+
+def next_buckets(home: int, count: int) -> tuple[int, ...]:
+    """Return the buckets after `home`, all of them a ring: where one with few peers looks on."""
+    return tuple((home + step) % count for step in range(1, min(SAMPLED_AT_ONCE, count - 1) + 1))
+
+
+def sampled_buckets(peer: str, attempt: int, home: int, count: int) -> tuple[int, ...]:
+    """Return a few buckets other than `home`: others for each peer, and at each attempt."""
+    others = (bucket for bucket in range(count) if bucket != home)
+
+    def place(bucket: int) -> bytes:
+        return hashlib.sha256(f"{peer}/{attempt}/{bucket}".encode()).digest()
+
+    return tuple(sorted(others, key=place)[:SAMPLED_AT_ONCE])
