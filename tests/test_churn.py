@@ -16,6 +16,8 @@ from churn_counts import (
     count,
     schedule,
 )
+from dipaco.routing.run_folder import RunFolder
+from support.swarm import LIMIT_S, Swarm
 
 STEP = 10
 MODULES = {0: ("L0.E0", "L1.E0"), 1: ("L0.E0", "L1.E1")}
@@ -169,3 +171,17 @@ def test_the_schedule_follows_from_the_seed_and_ends_in_quiet() -> None:
         assert len(own) % 2 == 0
         for before, after in zip(own[::2], own[1::2], strict=True):
             assert after in follows[before]
+
+
+def test_a_life_has_no_events_of_the_peer_that_comes_back_under_its_name(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path, RunFolder(tmp_path))
+    for path in range(2):
+        write = f"""
+import json, sys
+with open(sys.argv[sys.argv.index("--log-json") + 1], "a") as log:
+    print(json.dumps({{"event": "inner", "path": {path}}}), file=log)
+"""
+        program = (sys.executable, "-c", write)
+        peer = swarm.start_peer("/ip4/127.0.0.1/tcp/1", name="peer0", program=program)
+        assert peer.popen.wait(LIMIT_S) == 0
+    assert [[event["path"] for event in life.read()] for life in swarm.members] == [[0], [1]]

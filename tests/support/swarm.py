@@ -44,6 +44,7 @@ class Member:
         self.events: list[Event] = []
         # A name that comes back is the same peer in a new life: events and address begin anew.
         self._offset = self.log.stat().st_size if self.log.exists() else 0
+        self._is_over = False
         self.address_file.unlink(missing_ok=True)
         with self.output.open("ab") as output:
             self.popen = subprocess.Popen(
@@ -57,7 +58,7 @@ class Member:
 
     def read(self) -> list[Event]:
         """Return all events so far."""
-        if self.log.exists():
+        if not self._is_over and self.log.exists():
             with self.log.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
@@ -65,6 +66,11 @@ class Member:
             self._offset += len(complete)
             self.events += [json.loads(line) for line in complete.splitlines()]
         return self.events
+
+    def be_replaced(self) -> None:
+        """Read to the end of this life: what comes to the log after it is of the next one."""
+        self.read()
+        self._is_over = True
 
     def of(self, kind: str) -> list[Event]:
         """Return the events of one kind so far."""
@@ -125,6 +131,9 @@ class Swarm:
                 member.kill()
 
     def _add(self, name: str, command: list[str]) -> Member:
+        for earlier in self.members:
+            if earlier.name == name:
+                earlier.be_replaced()
         member = Member(name, self.folder, command)
         self.members.append(member)
         return member
