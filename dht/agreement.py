@@ -9,22 +9,25 @@ from .view import SwarmView
 
 def expected_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     """Return the peers that should come to a module's outer round: those that train it now."""
-    paths = set(grid.paths_of_module(module))
-    return frozenset(
-        claim.peer_id
-        for claim in view.claims.values()
-        if claim.path in paths and claim.state == "training"
-    )
+    place = ("expected", module)
+    if place not in view.worked_out:
+        view.worked_out[place] = frozenset(
+            claim.peer_id
+            for path in grid.paths_of_module(module)
+            for claim in view.claimants(path)
+            if claim.state == "training"
+        )
+    return view.worked_out[place]
 
 
 def possible_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     """Return the expected group and those who are about to join it."""
-    paths = set(grid.paths_of_module(module))
-    return frozenset(
-        claim.peer_id
-        for claim in view.claims.values()
-        if claim.path in paths and claim.state != "leaving"
-    )
+    place = ("possible", module)
+    if place not in view.worked_out:
+        view.worked_out[place] = frozenset(
+            claim.peer_id for path in grid.paths_of_module(module) for claim in view.claimants(path)
+        )
+    return view.worked_out[place]
 
 
 def awaited_group(view: SwarmView, grid: Grid, module: str, round_index: int) -> frozenset[str]:

@@ -118,7 +118,9 @@ class CertificateBook:
             return self._replace(before, certificate)
         if certificate.signers <= before.signers:
             return False
-        known[statement.digest] = before.merged(certificate)
+        # Who has all signatures may be kept as it came, and shared.
+        has_all = before.signatures.keys() <= certificate.signatures.keys()
+        known[statement.digest] = certificate if has_all else before.merged(certificate)
         return True
 
     def _replace(self, before: Certificate, certificate: Certificate) -> bool:

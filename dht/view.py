@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.grid import Grid
@@ -72,6 +73,28 @@ class SwarmView:
         """Tell whether the claims on a path, and how far it is, were read."""
         return self.scope is None or self.scope.covers_path(path)
 
+    def at(self, now_s: float) -> SwarmView:
+        """Return the same records at another moment, with what was worked out of them before."""
+        other = object.__new__(SwarmView)
+        other.__dict__.update(self.__dict__, now_s=now_s)
+        return other
+
+    @cached_property
+    def worked_out(self) -> dict[tuple[str, str], frozenset[str]]:
+        """What follows from the claims, once it was asked for: see `agreement.py`."""
+        return {}
+
+    @cached_property
+    def _by_path(self) -> dict[int, tuple[ClaimRecord, ...]]:
+        found: dict[int, list[ClaimRecord]] = {}
+        for claim in self.claims.values():
+            if claim.state != "leaving":
+                found.setdefault(claim.path, []).append(claim)
+        return {
+            path: tuple(sorted(claims, key=lambda c: (c.since_s, c.peer_id)))
+            for path, claims in found.items()
+        }
+
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, one of each holding."""
         return tuple(holding.reference for holding in self.holdings.get(module, ()))
@@ -83,8 +106,7 @@ class SwarmView:
 
     def claimants(self, path: int) -> tuple[ClaimRecord, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""
-        claims = [c for c in self.claims.values() if c.path == path and c.state != "leaving"]
-        return tuple(sorted(claims, key=lambda c: (c.since_s, c.peer_id)))
+        return self._by_path.get(path, ())
 
     def last_round(self, path: int) -> int:
         """Return the last round in which a path is known to have been trained; -1 for never."""

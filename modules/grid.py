@@ -97,6 +97,9 @@ class Grid:
         self._layouts = self._build_layouts(parameter_shapes(model))
         self.level_names = tuple(self._layouts)
         self._offsets = _level_offsets(self.level_names, level_offsets)
+        # What was asked for before: a peer asks for a few, again and again.
+        self._modules_by_path: dict[int, tuple[str, ...]] = {}
+        self._paths_by_module: dict[str, tuple[int, ...]] = {}
 
     def _build_layouts(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ModuleLayout]:
         """Give every parameter to one level, and refuse a level that gets none."""
@@ -161,11 +164,23 @@ class Grid:
 
     def modules_of_path(self, path: int) -> tuple[str, ...]:
         """Return the modules of `path` in level order, the private one last."""
+        modules = self._modules_by_path.get(path)
+        if modules is None:
+            modules = self._modules_by_path[path] = self._find_modules(path)
+        return modules
+
+    def _find_modules(self, path: int) -> tuple[str, ...]:
         shared = tuple(f"L{level}.E{digit}" for level, digit in enumerate(self.digits(path)))
         return (*shared, f"{PRIVATE_LEVEL}{path}") if self.has_private else shared
 
     def paths_of_module(self, module: str) -> tuple[int, ...]:
         """Return the paths through `module`, ascending."""
+        paths = self._paths_by_module.get(module)
+        if paths is None:
+            paths = self._paths_by_module[module] = self._find_paths(module)
+        return paths
+
+    def _find_paths(self, module: str) -> tuple[int, ...]:
         level = self.level_of(module)
         if level == PRIVATE_LEVEL:
             return (int(module[1:]),)

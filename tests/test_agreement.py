@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,3 +100,15 @@ def test_a_few_who_say_that_they_are_ahead_overtake_nobody(
     )
     view = view_of(*(claim(n, 0) for n in range(5)), holdings={"L0.E0": held})
     assert is_overtaken(view, grid, "L0.E0", 10, PEERS[4]) is overtaken
+
+
+def test_a_view_at_another_moment_has_the_same_groups(grid: Grid) -> None:
+    module = grid.modules_of_path(1)[0]
+    view = SwarmView(now_s=5.0, claims={PEERS[0]: claim(0, 1)}, duration_s=100.0)
+    assert expected_group(view, grid, module) == {PEERS[0]}
+    later = view.at(205.0)
+    assert (later.now_s, later.claims, view.now_s) == (205.0, view.claims, 5.0)
+    assert expected_group(later, grid, module) == {PEERS[0]}
+    assert later.rounds_held(later.claims[PEERS[0]]) > view.rounds_held(view.claims[PEERS[0]])
+    without = replace(later, claims={})
+    assert expected_group(without, grid, module) == frozenset()

@@ -75,3 +75,12 @@ def test_what_is_remembered_is_bounded() -> None:
     doubts.called_in_vain(many)
     doubts.prove([f"Q{n}" for n in range(REMEMBERED + 50)], 1.0)
     assert len(doubts._in_vain) == len(doubts._proven) == REMEMBERED
+
+
+def test_who_is_forgotten_is_not_doubted() -> None:
+    doubts = Doubts("me")
+    doubts.called_in_vain(["A"])
+    doubts.called_in_vain(["A"])
+    assert doubts.is_doubted("A")
+    doubts.called_in_vain([f"P{n}" for n in range(REMEMBERED)])
+    assert not doubts.is_doubted("A")

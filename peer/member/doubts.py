@@ -7,7 +7,7 @@ certificate. A few calls a refresh are enough, because what matters is looked at
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -25,14 +25,18 @@ class Doubts:
 
     def __init__(self, me: str) -> None:
         self._me = me
-        self._in_vain: Counter[str] = Counter()
+        self._in_vain: dict[str, int] = {}
+        self._doubted: set[str] = set()
         self._proven: dict[str, float] = {}
 
     def prove(self, peers: Iterable[str], now_s: float) -> bool:
         """Note who answered or has trained; returns whether any of them was doubted."""
         was_doubted = False
         for peer in peers:
-            was_doubted |= self._in_vain.pop(peer, 0) >= CALLS_IN_VAIN
+            self._in_vain.pop(peer, None)
+            if peer in self._doubted:
+                was_doubted = True
+                self._doubted.discard(peer)
             self._proven.pop(peer, None)
             self._proven[peer] = now_s
         while len(self._proven) > REMEMBERED:
@@ -43,21 +47,26 @@ class Doubts:
         """Note who was called and did not answer; returns whether any is doubted from now on."""
         is_new = False
         for peer in peers:
-            self._in_vain[peer] += 1
-            is_new |= self._in_vain[peer] == CALLS_IN_VAIN
+            calls = self._in_vain[peer] = self._in_vain.get(peer, 0) + 1
+            if calls == CALLS_IN_VAIN:
+                is_new = True
+                self._doubted.add(peer)
         while len(self._in_vain) > REMEMBERED:
-            del self._in_vain[next(iter(self._in_vain))]
+            forgotten = next(iter(self._in_vain))
+            del self._in_vain[forgotten]
+            self._doubted.discard(forgotten)
         return is_new
 
     def is_doubted(self, peer: str) -> bool:
         """Tell whether a peer is left out."""
-        return self._in_vain[peer] >= CALLS_IN_VAIN
+        return peer in self._doubted
 
     def believed(self, view: SwarmView) -> SwarmView:
         """Return a view without those who are doubted."""
-        doubted = {peer for peer, calls in self._in_vain.items() if calls >= CALLS_IN_VAIN}
-        doubted.discard(self._me)
-        if not doubted & (view.claims.keys() | view.peers.keys()):
+        doubted = {
+            peer for peer in self._doubted - {self._me} if peer in view.claims or peer in view.peers
+        }
+        if not doubted:
             return view
         return replace(
             view,
@@ -79,5 +88,8 @@ class Doubts:
             for peer in (view.claims.keys() | view.peers.keys()) - {self._me}
             if self._proven.get(peer, -1.0) < since_s
         ]
-        waiting.sort(key=lambda peer: (peer not in first, self._in_vain[peer], peer))
-        return tuple(waiting[:CALLS_AT_ONCE])
+
+        def order(peer: str) -> tuple[bool, int, str]:
+            return peer not in first, self._in_vain.get(peer, 0), peer
+
+        return tuple(heapq.nsmallest(CALLS_AT_ONCE, waiting, key=order))

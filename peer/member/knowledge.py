@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from dipaco.dht.certificates import Certificate, CertificateBook
@@ -97,7 +97,7 @@ class Knowledge:
         if self._believed is None:
             self._believed = self.doubts.believed(self._view)
         if self._believed.now_s != self.now_s:
-            self._believed = replace(self._believed, now_s=self.now_s)
+            self._believed = self._believed.at(self.now_s)
         return self._believed
 
     @property

@@ -236,11 +236,9 @@ class Member:
     def _call_unknown(self) -> None:
         """See whether those are there who claim to be, a few at a time (design 4.5)."""
         known = self.known
-        view = known.whole_view
+        view, latest = known.whole_view, known.present_round - 2
         stale = {
-            peer
-            for peer, claim in view.claims.items()
-            if view.last_round(claim.path) < known.present_round - 2
+            peer for peer, claim in view.claims.items() if view.last_round(claim.path) < latest
         }
         period_s = refresh_period_s(known.plan.rounds.duration_s)
         peers = known.doubts.to_call(view, stale, known.now_s - CALL_PERIODS * period_s)
