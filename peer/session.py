@@ -129,6 +129,8 @@ class Session:
         self.node.exchange.set_offer_handler(self._note_offer)
 
     def _note_offer(self, peer: str, offered: StateReference) -> bool:
+        if self.status.claim.state == "leaving":
+            return False
         self._shell.report(e.Offered(peer, offered))
         return True
 

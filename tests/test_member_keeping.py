@@ -96,9 +96,11 @@ def test_who_was_passed_over_is_asked_again_after_a_while() -> None:
     peer = Trainer(serving=("Ps",))
     assert peer.offered() == ["Ps"]
     peer.answer("Ps", is_kept=False)
-    assert peer.offered() == []
-    peer.now_s += PASSED_OVER_PERIODS * PERIOD_S
-    assert peer.offered() == ["Ps"]
+    for periods in (1, 2, 4, 8, PASSED_OVER_PERIODS):
+        assert peer.offered() == []
+        peer.now_s += periods * PERIOD_S
+        assert peer.offered() == ["Ps"], "it may only have been busy"
+        peer.answer("Ps", is_kept=False)
 
 
 def test_an_offer_that_nobody_answers_for_is_made_again() -> None:
@@ -321,17 +323,49 @@ def test_a_module_in_training_is_not_dropped() -> None:
 def test_who_leaves_hands_over_what_nobody_else_holds() -> None:
     peer = Trainer(serving=SERVING)
     peer.look()
-    peer.held = {"Ps": [peer.member.anchors[LAST]]}
+    peer.held = {keeper: [peer.member.anchors[LAST]] for keeper in SERVING[:COPIES]}
     peer.look()
     actions = peer.happen(e.LeaveWanted())
     assert {offer.reference.module for offer in of(a.Offer, actions)} == {MODULE}
     assert len(of(a.Offer, actions)) == HANDED_TO
     assert of(a.Left, peer.turn()) == []
     assert "take over" in of(a.Wait, peer.turn())[0].what
-    peer.answer(ORDER[0], is_kept=True)
+    for keeper in ORDER[:COPIES]:
+        assert of(a.Left, peer.turn()) == [], "the next one may leave too"
+        peer.answer(keeper, is_kept=True)
     (left,) = of(a.Left, peer.turn())
     assert set(left.handed_over) == {MODULE, LAST}
     assert peer.of(a.Warn) == []
+
+
+def test_who_leaves_counts_on_nobody_who_leaves() -> None:
+    peer = Trainer("Pc", serving=("Ps",))
+    peer.held = {"Pc": list(peer.member.anchors.values())}
+    peer.look()
+    peer.claims = [claim("Pc", state="leaving", since_s=1e9)]
+    peer.look()
+    actions = peer.happen(e.LeaveWanted())
+    assert {(o.reference.module, o.peer) for o in of(a.Offer, actions)} == {
+        (MODULE, "Ps"),
+        (LAST, "Ps"),
+    }
+
+
+def test_who_leaves_takes_no_more_copies() -> None:
+    peer = Trainer(serving=("Ps",), plan=small_plan((2, 1)))
+    other = peer.family.commits(genesis("L0.E1"), range(3), ["Pz"])
+    peer.look()
+    peer.happen(e.LeaveWanted())
+    assert peer.happen(e.Offered("Pz", other)) == []
+
+
+def test_a_copy_that_nobody_else_holds_is_handed_on() -> None:
+    peer = Trainer(serving=("Ps", "Pt"), plan=small_plan((2, 1)))
+    copy = peer.family.commits(genesis("L0.E1"), range(3), ["Pz"])
+    peer.member.known.serve(copy)
+    peer.look()
+    actions = peer.happen(e.LeaveWanted())
+    assert copy in [offer.reference for offer in of(a.Offer, actions)]
 
 
 def test_what_nobody_took_over_is_said() -> None:

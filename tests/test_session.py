@@ -288,7 +288,7 @@ def test_it_joins_trains_moves_and_leaves(rig: Callable[..., Rig]) -> None:
     # A shared module goes on where the other path left it.
     shared = next(module for module in here if module in there)
     assert [c[2] for c in commits if c[0] == shared] == [1, 2, 3, 4]
-    assert sorted(peer.events.of("leaving")[0]["handed_over"]) == sorted(there)
+    assert set(there) <= set(peer.events.of("leaving")[0]["handed_over"])
     assert peer.directory.claims[-1] is None
     assert peer.directory.peers[-1] is None
 

@@ -113,6 +113,10 @@ def check_best_paths(
         swarm.wait(
             [bootstrap], "kept_best", lambda e, path=path: e["path"] == path, timeout_s=LIMIT_S
         )
+    for module in swarm.run.grid(swarm.run.plan()).modules():
+        swarm.wait(
+            [bootstrap], "kept", lambda e, module=module: e["module"] == module, timeout_s=LIMIT_S
+        )
     for peer in peers:
         peer.interrupt()
     for peer in peers:
@@ -130,5 +134,5 @@ def check_best_paths(
         reports[flag] = json.loads(done.stdout)
     scored = len(reports[""]["paths"])
     assert reports[""]["states"] == {"best": scored, "current": 0}
-    assert reports["--current"]["states"] == {"best": 0, "current": scored}
+    assert reports["--current"]["states"] == {"best": 0, "current": scored}, swarm.outputs()
     assert scored == 4

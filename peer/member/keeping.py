@@ -24,7 +24,8 @@ from .knowledge import Knowledge
 # copies: views differ a little, and some of those before may be gone.
 GREATEST_PLACE = 4
 OFFER_LIMIT_S = 60.0
-# Who did not take an offer is passed over for so many refresh periods.
+# Who did not take an offer is passed over for so many refresh periods at most: for one at first,
+# since it may have been busy, then for twice as long each time.
 PASSED_OVER_PERIODS = 8
 # States that others offered and that are looked into at the same time.
 GREATEST_OFFERS = 64
@@ -44,6 +45,18 @@ class _Care:
     """Peer to when its answer must have come."""
     passed_over: dict[str, float] = field(default_factory=dict)
     """Peer to when it may be asked again."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Peer to how many offers it did not take since it last took one."""
+
+
+@dataclass
+class _HandOver:
+    """What a leaving peer still waits for, of one module."""
+
+    asked: set[str]
+    """Peers whose answers are on their way."""
+    missing: int
+    """Copies by which others hold fewer than the run wants."""
 
 
 class Keeping:
@@ -56,7 +69,7 @@ class Keeping:
         self._offers: dict[str, StateReference] = {}
         self._fetching: dict[str, StateReference] = {}
         self._looked_s = -math.inf
-        self._handing_over: dict[str, set[str]] | None = None
+        self._handing_over: dict[str, _HandOver] | None = None
         self.handed_over: set[str] = set()
         """Modules whose newest states others hold, while the member leaves."""
 
@@ -153,12 +166,17 @@ class Keeping:
         certificate = known.book.get(event.module, event.digest)
         if event.is_kept and certificate is not None:
             care.acknowledged[event.peer] = certificate.statement.round_index
+            care.refusals.pop(event.peer, None)
         elif not event.is_kept:
-            period_s = refresh_period_s(known.plan.rounds.duration_s)
-            care.passed_over[event.peer] = known.now_s + PASSED_OVER_PERIODS * period_s
+            refusals = care.refusals[event.peer] = care.refusals.get(event.peer, 0) + 1
+            periods = min(PASSED_OVER_PERIODS, 2 ** (min(refusals, 16) - 1))
+            wait_s = periods * refresh_period_s(known.plan.rounds.duration_s)
+            care.passed_over[event.peer] = known.now_s + wait_s
         if self._handing_over is not None:
-            waiting = self._handing_over.get(event.module, set())
-            waiting.discard(event.peer)
+            waiting = self._handing_over.get(event.module)
+            if waiting is not None and event.peer in waiting.asked:
+                waiting.asked.remove(event.peer)
+                waiting.missing -= event.is_kept
             if event.is_kept:
                 self.handed_over.add(event.module)
         elif not event.is_kept and known.has_view and state is not None:
@@ -174,6 +192,8 @@ class Keeping:
     def on_offered(self, event: Offered) -> None:
         """Another peer wants this one to hold a state: only a keeper does, and never blindly."""
         known, state = self._known, event.reference
+        if self._handing_over is not None:
+            return
         if state.module not in known.grid.modules() or state.version == 0:
             return
         if state.module in known.anchors or not known.has_view:
@@ -255,29 +275,46 @@ class Keeping:
     # -- leaving
 
     def hand_over(self, limit_s: float) -> None:
-        """Offer the newest states to others before this peer leaves."""
+        """Offer to others what they hold too few copies of, before this peer leaves.
+
+        Others may be about to leave too, each believing that the next one stays: so one that took
+        a state is not enough. A copy that nobody else holds is handed on like what was trained.
+        """
         known = self._known
         self._handing_over = {}
         if not known.has_view:
             return
-        modules = known.anchors if known.settings.trains else known.held
-        for module in modules:
-            state = known.held.get(module)
-            if state is None or state.version == 0:
+        for module, state in known.held.items():
+            if state.version == 0:
                 continue
-            if set(known.view.holders(state)) - {known.me}:
+            holders = self._other_holders(module, state)
+            is_own = module in known.anchors or not known.settings.trains
+            if holders and is_own:
                 self.handed_over.add(module)
+            missing = known.plan.rounds.copies - len(holders)
+            if missing <= 0 or (holders and not is_own):
                 continue
             trainers = sorted(expected_group(known.view, known.grid, module) - {known.me})
-            peers = (*trainers, *self._order(module))[:HANDED_TO]
-            self._handing_over[module] = set(peers)
-            known.do(*(Offer(state, peer, limit_s) for peer in peers))
+            others = [p for p in (*trainers, *self._order(module)) if p not in holders]
+            self._handing_over[module] = _HandOver(set(others[:HANDED_TO]), missing)
+            known.do(*(Offer(state, peer, limit_s) for peer in others[:HANDED_TO]))
+
+    def _other_holders(self, module: str, state: StateReference) -> set[str]:
+        """Return who else holds a state and is not seen leaving."""
+        known = self._known
+        holders = set(known.view.holders(state))
+        care = self._care.get(module)
+        if care is not None:
+            newest = (p for p, last in care.acknowledged.items() if last >= state.last_round)
+            holders.update(newest)
+        peers = known.view.peers
+        return {p for p in holders - {known.me} if p in peers and peers[p].state != "leaving"}
 
     @property
     def is_handing_over(self) -> bool:
         """Whether an answer is waited for that could still make a difference."""
-        waiting = self._handing_over or {}
-        return any(peers and m not in self.handed_over for m, peers in waiting.items())
+        waiting = (self._handing_over or {}).values()
+        return any(module.asked and module.missing > 0 for module in waiting)
 
     @property
     def left_behind(self) -> tuple[str, ...]:
