@@ -137,7 +137,7 @@ def train(
     for peer in peers:
         peer.popen.wait(60)
     with ReadOnlyClient((bootstrap.address(),)) as client:
-        states = {module: client.heaviest_state(module) for module in grid.modules()}
+        states = {module: client.winning_state(module) for module in grid.modules()}
     for module, state in states.items():
         if state.version != size.rounds:
             raise SystemExit(f"{module} is of version {state.version}, not {size.rounds}")

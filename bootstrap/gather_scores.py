@@ -198,7 +198,7 @@ class SwarmScores:
         self._say(f"scores of path {path} from {peer[-8:]} are refused: {error}")
 
     def states(self) -> StateStore:
-        """Fetch the heaviest state of every module, once, and return the store that has them.
+        """Fetch the state that wins of every module, once, and return the store that has them.
 
         A preparation that was stopped goes on with the same states. A module that nobody serves
         is taken from the old run's folder; if that has none, the store has none either.
@@ -216,7 +216,7 @@ class SwarmScores:
         for number, module in enumerate(modules, 1):
             held = node.states.load_latest(module, node.grid.layout(module))
             own = held.reference if held is not None else None
-            state = node.fetcher.heaviest_state(module, view, own=own)
+            state = node.fetcher.winning_state(module, view, own=own)
             if state is not None:
                 node.states.save(state)
                 fetched += 1

@@ -279,7 +279,7 @@ class SwarmSource(StateSource):
 
     def _committed_state(self, module: str) -> ModuleState | None:
         try:
-            return self._client.heaviest_state(module)
+            return self._client.winning_state(module)
         except (NetworkError, IntegrityError) as error:
             logger.warning("no state of %s: %s", module, error)
             return None

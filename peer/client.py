@@ -18,7 +18,7 @@ from .node import Node, join_run
 
 
 class ReadOnlyClient:
-    """Joins in client mode and fetches blobs and the heaviest states. A context manager.
+    """Joins in client mode and fetches blobs and the states that win. A context manager.
 
     Files go to `cache_folder`, or to a temporary folder that is removed at the end.
     """
@@ -96,16 +96,17 @@ class ReadOnlyClient:
         """
         return self._node.fetcher.best_path(path, sha256)
 
-    def heaviest_state(self, module: str) -> ModuleState | None:
-        """Fetch the heaviest state of a module; None when nobody holds one (still genesis).
+    def winning_state(self, module: str) -> ModuleState | None:
+        """Fetch the state of a module whose certified chain wins; None when there is none yet.
 
-        Raises `NetworkError` when it is announced but nobody serves it.
+        Raises `NetworkError` when states are announced and none can be had.
         """
         view = self.view()
-        state = self._node.fetcher.heaviest_state(module, view)
-        if state is None and view.holdings.get(module):
+        state = self._node.fetcher.winning_state(module, view)
+        holders = sum(holding.version > 0 for holding in view.holdings.get(module, ()))
+        if state is None and holders:
             raise NetworkError(
-                f"{module} has {len(view.holdings[module])} announced holders and none serves it; "
-                "try again in a minute"
+                f"{module} has {holders} announced holders and none serves a certified state of "
+                "it; try again in a minute"
             )
         return state

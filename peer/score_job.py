@@ -63,7 +63,7 @@ def fetch_documents(node: Node, request: ScoreRequest) -> RouterDocuments:
 
 
 def fetch_states(node: Node, publisher: Publisher, path: int) -> dict[str, ModuleState]:
-    """Return the heaviest states of the modules of a path. Called in the background.
+    """Return the states that win of the modules of a path. Called in the background.
 
     Raises `NetworkError` when a state is announced and nobody serves it.
     """
@@ -73,9 +73,11 @@ def fetch_states(node: Node, publisher: Publisher, path: int) -> dict[str, Modul
         own = node.held.load(module)
         known = own.reference if own is not None else StateReference.untrained(module)
         view = publisher.view
-        found = node.fetcher.heaviest_state(module, view, own=known)
-        if found is None and any(state.wins_over(known) for state in view.states(module)):
-            raise NetworkError(f"the state of {module} is announced but nobody serves it")
+        found = node.fetcher.winning_state(module, view, own=known)
+        if found is own is None and any(state.version for state in view.states(module)):
+            raise NetworkError(
+                f"states of {module} are announced but nobody serves one that is certified"
+            )
         states[module] = found or own or files.genesis_state(module)
     return states
 

@@ -130,7 +130,7 @@ class Swarm:
     def fetch_blob(self, sha256: str) -> Path:
         return self._run.blobs.require(sha256)
 
-    def heaviest_state(self, module: str) -> None:
+    def winning_state(self, module: str) -> None:
         return None
 
     def close(self) -> None:

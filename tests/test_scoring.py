@@ -84,7 +84,7 @@ class Swarm:
     def use_blobs(self, hashes: Any) -> None:
         self.served = (*self.served, *hashes)
 
-    def heaviest_state(self, module: str, view: SwarmView, *, own: StateReference) -> None:
+    def winning_state(self, module: str, view: SwarmView, *, own: StateReference) -> None:
         return None
 
     # The publisher.

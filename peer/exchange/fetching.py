@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dipaco.dht.certificates import CertificateBook
 from dipaco.dht.directory import Directory
 from dipaco.dht.view import SwarmView, plausible_state
 from dipaco.modules.best_parameters import (
@@ -24,14 +26,19 @@ from dipaco.modules.state import (
     greatest_state_bytes,
     read_state,
 )
+from dipaco.peer.member.descent import Descent
 
-from .certifier import Certifier
+from .certifier import CHAIN_LIMIT_S, Certifier
 from .exchange import Exchange
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
 MAX_BLOB_BYTES = 2**40
 FETCH_TIMEOUT_S = 600.0
+# What a reader looks into: states of a module, at once, and for how long altogether.
+MAX_READ_STATES = 64
+CHAINS_AT_ONCE = 8
+CHAINS_LIMIT_S = 60.0
 
 
 class ContentFetcher:
@@ -169,24 +176,48 @@ class ContentFetcher:
                 "the run can have trained so far"
             )
 
-    def heaviest_state(
+    def winning_state(
         self, module: str, view: SwarmView, *, own: StateReference | None = None
     ) -> ModuleState | None:
-        """Fetch the heaviest announced state of `module` that can be had and wins over `own`.
+        """Fetch the announced state of `module` whose certified chain wins over the others and
+        over `own`, as trainers choose too (design 4.4).
 
-        Without `own` any state will do. A state that cannot be fetched or is wrong is skipped
-        with one log line. None: nobody holds a better one.
+        What nobody signed is left out. A state that cannot be fetched or is wrong is skipped with
+        one log line. None: there is nothing better than `own`. Called by readers.
         """
-        tried = set()
-        for state in sorted(view.states(module), key=lambda state: state.rank):
-            if state.digest in tried or (own is not None and not state.wins_over(own)):
+        announced = {state.digest: state for state in view.states(module) if state.version}
+        # Those that many announce first; among inventions the order must not be their maker's.
+        states = sorted(
+            announced.values(), key=lambda state: (-len(view.holders(state)), state.digest)
+        )[:MAX_READ_STATES]
+        descent = self._learn_descent(states, view)
+        among = [state for state in states if descent.is_certified(state)]
+        for state in reversed(descent.in_order(among)):
+            if own is not None and not descent.wins(state, own, among):
                 continue
-            tried.add(state.digest)
             try:
                 return self.state(state, view.holders(state))
             except (IntegrityError, NetworkError) as error:
                 logger.warning("state %s of %s: %s", state.digest[:12], module, error)
         return None
+
+    def _learn_descent(self, states: Sequence[StateReference], view: SwarmView) -> Descent:
+        """Ask for the certificates of some states; bounded, however slow their holders are."""
+        assert self._certifier is not None
+        certifier, deadline = self._certifier, time.monotonic() + CHAINS_LIMIT_S
+
+        def learn(state: StateReference) -> None:
+            left_s = deadline - time.monotonic()
+            if left_s > 0:
+                certifier.fetch_chain(state, view.holders(state), min(left_s, CHAIN_LIMIT_S))
+
+        if states:
+            with ThreadPoolExecutor(max_workers=min(CHAINS_AT_ONCE, len(states))) as pool:
+                list(pool.map(learn, states))
+        book = CertificateBook()
+        for state in states:
+            book.add_all(certifier.chain(state.module, state.digest))
+        return Descent(book)
 
 
 def core_blobs(plan: RunPlan) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class Descent:
         """
         if candidate.digest == own.digest or not self._may_replace(candidate, own):
             return False
-        order = [state.digest for state in self._order((*among, candidate, own))]
+        order = [state.digest for state in self.in_order((*among, candidate, own))]
         if candidate.digest not in order:
             return False
         return own.digest not in order or order.index(candidate.digest) > order.index(own.digest)
@@ -52,7 +52,7 @@ class Descent:
         Whoever holds one of the states chooses the same of them.
         """
         able = [state for state in candidates if self._may_replace(state, own)]
-        order = self._order((*able, own))
+        order = self.in_order((*able, own))
         return order[-1] if order and order[-1].digest != own.digest else None
 
     def _may_replace(self, candidate: StateReference, own: StateReference) -> bool:
@@ -60,7 +60,7 @@ class Descent:
             return False
         return self.is_certified(own) or candidate.version >= own.version
 
-    def _order(self, states: Iterable[StateReference]) -> list[StateReference]:
+    def in_order(self, states: Iterable[StateReference]) -> list[StateReference]:
         """Return the certified ones of some states of one module, the worst first.
 
         Compared two by two, three states can each win over the next in a circle, and their

@@ -26,7 +26,7 @@ class FakeClient:
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         return self._served.blobs.require(sha256)
 
-    def heaviest_state(self, module: str) -> ModuleState | None:
+    def winning_state(self, module: str) -> ModuleState | None:
         self.fetched.append(module)
         if module in self._unserved:
             raise NetworkError("none serves it")
