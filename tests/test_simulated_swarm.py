@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from dipaco.dht.certificates import CertificateBook
+from dipaco.dht.certificate_check import encode_certificate
+from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.records import PeerRecord
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
@@ -20,9 +21,11 @@ from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link, Network
 from dipaco.simulator.swarm.scenario import draw_scenario, small_plan
+from dipaco.simulator.swarm.signing import GREATEST_TOLD, certificate_bytes
 from dipaco.simulator.swarm.trace import Trace
 from dipaco.simulator.swarm.work import Content, ModuleWork, add, counts_of, steps_in
 from dipaco.simulator.swarm.world import Decider, World
+from support.certificates import certificate
 
 # Seeds of each profile that every run of the tests lives through, in chunks.
 SEEDS, CHUNK = 16, 8
@@ -252,3 +255,28 @@ def test_what_is_given_is_not_drawn() -> None:
     assert (drawn.members, drawn.rounds, drawn.faults) == (5, 9, ("churn",))
     with pytest.raises(ValueError, match="profile must be one of calm"):
         draw_scenario(0, "rain")
+
+
+def test_certificates_are_as_long_as_real_ones() -> None:
+    for members in (2, 16, 100):
+        made = certificate(1000, range(members))
+        rows = tuple(replace(row, path=1000, tokens=5_000_000) for row in made.statement.table)
+        real = Certificate(replace(made.statement, table=rows), made.signatures)
+        assert certificate_bytes(real) == pytest.approx(len(encode_certificate(real)), rel=0.1)
+
+
+def test_a_large_group_gathers_its_signatures() -> None:
+    books: dict[str, CertificateBook] = {}
+
+    def make(machine: Machine, book: CertificateBook, held: tuple[StateReference, ...]) -> Decider:
+        books[machine.peer] = book
+        return real_member(machine, book, held)
+
+    result = run_history(1, "calm", members=GREATEST_TOLD + 2, paths=1, rounds=1, make_member=make)
+    assert result.violations == []
+    known = [certificate for book in books.values() for certificate in book.all()]
+    large = [found for found in known if len(found.statement.table) > GREATEST_TOLD]
+    assert large
+    assert sum(len(found.signers) == len(found.statement.table) for found in large) > 0.9 * len(
+        large
+    )

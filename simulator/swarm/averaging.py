@@ -20,7 +20,7 @@ from dipaco.peer.member.actions import Average, Await
 from dipaco.peer.member.meeting import Meeting
 from dipaco.peer.member.reception import Reception
 
-from .network import CALL_BYTES
+from .network import CALL_BYTES, MEETINGS, REDUCES
 from .work import Content, Snapshot
 from .world import Body
 
@@ -167,11 +167,12 @@ class Averaging:
     def _open(self, key: str, action: calls.Call) -> None:
         world, me = self._world, self._machine.peer
         network, peer = world.network, action.peer
-        self._machine.link.traffic.requests += 1
+        self._machine.link.traffic.ask(MEETINGS)
         self._calls[peer, action.number, True] = key
         other = world.machines.get(peer)
         if other is not None and network.can_call(me, peer):
-            network.tell(me, peer, other.hear_call, me, action.number, False, key, action.message)
+            said = (me, action.number, False, key, action.message)
+            network.tell(me, peer, other.hear_call, *said, kind=MEETINGS)
             return
         link = network.links.get(peer)
         if link is not None and (link.hangs or link.side != self._machine.link.side):
@@ -193,7 +194,8 @@ class Averaging:
                 not action.mine,
                 key,
                 action.message,
-                size=CALL_BYTES,
+                size=CALL_BYTES + _list_bytes(action.message),
+                kind=MEETINGS,
             )
 
     def hear(self, peer: str, number: int, mine: bool, key: str, message: calls.Message) -> None:
@@ -227,14 +229,15 @@ class Averaging:
         """The group is closed: reduce."""
         average.meeting, average.group = None, group.peers
         self._reception.end(average.key)
-        rows = [json.loads(row) for row in group.rows]
-        table = canonical_table(Contribution(path, peer, tokens) for path, peer, tokens in rows)
         place = (average.key, group.peers)
-        reduces = self._world.reduces
+        reduces, machine = self._world.reduces, self._machine
         if place not in reduces:
-            reduces[place] = Reduce(self._machine, table, average.action)
-        machine = self._machine
-        self._world.say(machine.peer, "meets", f"{average.key[:20]} {','.join(group.peers)}")
+            rows = [json.loads(row) for row in group.rows]
+            table = canonical_table(Contribution(path, peer, tokens) for path, peer, tokens in rows)
+            reduces[place] = Reduce(machine, table, lambda: reduces.pop(place, None))
+        table = reduces[place].table
+        if self._world.trace.keep:
+            self._world.say(machine.peer, "meets", f"{average.key[:20]} {','.join(group.peers)}")
 
         def done(shifts: dict[str, Content] | None, reason: str, culprits: tuple[str, ...]) -> None:
             if average.is_over:
@@ -273,11 +276,20 @@ class Averaging:
         self._reception.end(average.key)
 
 
+def _list_bytes(message: calls.Message) -> int:
+    """Return what a message has beyond a call: the leader's list."""
+    return sum(map(len, message.rows)) if isinstance(message, calls.Group) else 0
+
+
 class Reduce:
     """The exchange of one group, seen from above."""
 
-    def __init__(self, first: Body, table: tuple[Contribution, ...], action: Average) -> None:
+    def __init__(
+        self, first: Body, table: tuple[Contribution, ...], forget: Callable[[], object]
+    ) -> None:
         self._world = first.world
+        self.table = table
+        self._forget = forget
         self._peers = [row.peer for row in table]
         self._lives: dict[str, int] = {}
         self._done: dict[str, Callable[..., None]] = {}
@@ -298,7 +310,7 @@ class Reduce:
             reduces = link.can_be_called
             sent = size * (reducers - reduces) / reducers
             received = size * (count - 1) / reducers if reduces else 0.0
-            link.traffic.bytes += 2 * (sent + received)
+            link.traffic.move(REDUCES, 2 * (sent + received))
             slowest = max(slowest, sent / link.uplink, received / link.downlink)
         return slowest + 2 * max(link.latency_s for link in links)
 
@@ -331,16 +343,34 @@ class Reduce:
             return True  # Neither reduces a part for the other.
         return self._is_there(other) and self._world.network.can_talk(one, other)
 
-    def _half(self) -> None:
-        """Everybody has sent its parts, or not."""
+    def _all_are_there(self) -> bool:
+        """Tell whether nobody is missing, to anybody."""
+        now_s, links, lives = self._world.now_s, self._world.network.links, self._lives
+        side = links[self._peers[0]].side
+        for peer in self._peers:
+            link = links[peer]
+            if not link.is_up or link.life != lives[peer]:
+                return False
+            if link.awake_s > now_s or link.side != side:
+                return False
+        return True
+
+    def _broken(self) -> dict[str, tuple[str, ...]]:
+        """Return whose parts each member lacks."""
         saboteurs = [p for p in self._peers if self._world.machines[p].spoils_reduces]
-        broken = {
+        if not saboteurs and self._all_are_there():
+            return {}
+        return {
             peer: tuple(p for p in self._peers if not self._reaches(peer, p) or p in saboteurs)
             for peer in self._peers
         }
+
+    def _half(self) -> None:
+        """Everybody has sent its parts, or not."""
+        broken, engine = self._broken(), self._world.engine
+        is_broken = any(broken.values())
         for peer in self._peers:
-            engine = self._world.engine
-            if any(broken.values()):
+            if is_broken:
                 # Who is not there itself learns of it, if ever, when it is back.
                 missing = broken[peer] or tuple(p for p in self._peers if broken[p])[:1]
                 why = "did not send its parts"
@@ -353,11 +383,13 @@ class Reduce:
     def _finish(self, peer: str) -> None:
         """A member has got all averaged parts, or not."""
         links = self._world.network.links
-        missing = tuple(
-            other
-            for other in self._peers
-            if links[other].can_be_called and not self._reaches(peer, other)
-        )
+        missing: tuple[str, ...] = ()
+        if not self._all_are_there():
+            missing = tuple(
+                other
+                for other in self._peers
+                if links[other].can_be_called and not self._reaches(peer, other)
+            )
         if missing:
             self._fail(peer, "did not send its averaged part", missing)
         else:
@@ -371,3 +403,5 @@ class Reduce:
         done = self._done.pop(peer, None)
         if done is not None:
             self._world.network.run(peer, self._lives[peer], done, *result)
+        if not self._done and len(self._lives) == len(self._peers):
+            self._forget()

@@ -22,13 +22,12 @@ from dipaco.peer.member import actions, events
 from .averaging import Averaging
 from .fetching import Fetching
 from .network import CALL_BYTES, Reply
-from .work import Content, ModuleWork, SimulatedState, is_signed, signature
+from .signing import CERTIFICATE_BYTES, Signing
+from .work import Content, ModuleWork, SimulatedState, signature
 from .world import Body
 
-CERTIFICATE_BYTES = 700
 SHARD_BYTES = 4_000_000
 ASK_LIMIT_S = 3.0
-GREATEST_EARLY = 64
 HONEST_LOSS, INVENTED_LOSS = 3.0, 11.0
 
 
@@ -40,11 +39,11 @@ class Carrying:
         self._world = machine.world
         self.averaging = Averaging(machine, self._averaged)
         self.fetching = Fetching(machine)
+        self.signing = Signing(machine)
         self._unheard: set[str] = set()
         """Digests of offers that the member has not been told of yet."""
         self._averages: dict[str, tuple[tuple[Contribution, ...], dict[str, Content]]] = {}
         self._computed: dict[str, SimulatedState] = {}
-        self._early: dict[str, Certificate] = {}
         self._offers: dict[str, list[Reply]] = {}
         self._methods: dict[type, Callable[[Any], None]] = {
             actions.Say: self._say,
@@ -258,9 +257,7 @@ class Carrying:
         me, statement = self._machine.peer, state.statement
         assert statement is not None
         certificate = Certificate(statement, {me: signature(me, statement)})
-        early = self._early.pop(statement.digest, None)
-        if early is not None:
-            certificate = certificate.merged(early)
+        certificate = self.signing.with_early(certificate)
         self._machine.deliver(events.OuterStepped(statement.module, state.reference, certificate))
 
     def _commit(self, action: actions.Commit) -> None:
@@ -277,32 +274,7 @@ class Carrying:
         self._world.watch.committed(machine, action, state)
         work.commit(state, action.round_index)
         self._hold(state, save=action.save)
-        self._share(state)
-
-    def _share(self, state: SimulatedState) -> None:
-        """Send the certificate to the others of the group."""
-        me, statement = self._machine.peer, state.statement
-        assert statement is not None
-        known = self._machine.book.get(statement.module, statement.digest)
-        certificate = known or Certificate(statement, {me: signature(me, statement)})
-        for row in statement.table:
-            other = self._world.machines.get(row.peer)
-            if other is not None and row.peer != me:
-                self._world.network.tell(
-                    me, row.peer, other.hear_signature, certificate, size=CERTIFICATE_BYTES
-                )
-
-    def hear_signature(self, certificate: Certificate) -> None:
-        """A member of a group has signed what it committed."""
-        statement = certificate.statement
-        if not is_signed(certificate):
-            return
-        known = self._early.get(statement.digest)
-        self._early[statement.digest] = certificate.merged(known) if known else certificate
-        while len(self._early) > GREATEST_EARLY:
-            del self._early[next(iter(self._early))]
-        state = self._world.stock.states[statement.digest]
-        self._machine.deliver(events.ChainFetched(state.reference, (certificate,)))
+        self.signing.share(state)
 
     def _discard(self, action: actions.Discard) -> None:
         work = self._work(action.module)
@@ -333,7 +305,7 @@ class Carrying:
         machine = self._machine
         machine.round_index = action.next_round
         if action.save:
-            machine.disk.shards.add(machine.path or 0)
+            machine.have_shard(machine.path or 0)
         if machine.path is None:
             return
         counted = [work.anchor.progress.get(machine.path) for work in machine.works.values()]
@@ -434,6 +406,8 @@ class Carrying:
                 reply(chain, CALL_BYTES + CERTIFICATE_BYTES * len(chain))
             else:
                 reply(None)
+        elif what == "certificate":
+            self.signing.serve(content, reply)
         elif what == "state":
             state = machine.find(content.digest)
             if state is None:

@@ -44,7 +44,7 @@ class Fetching:
                 reason = f"could not fetch the shard of path {path}"
                 self._machine.deliver(events.PathFailed(path, reason))
                 return
-            shards.add(path)
+            self._machine.have_shard(path)
             self._machine.deliver(events.PathReady(path))
 
         if path in shards:
@@ -56,9 +56,10 @@ class Fetching:
         self._try_holders(self._holders_of_shard(path), "shard", path, done)
 
     def _holders_of_shard(self, path: int) -> list[str]:
+        had = self._world.shard_holders.get(path, {}).values()
         holders = [
-            peer
-            for peer, machine in self._world.machines.items()
+            machine.peer
+            for machine in sorted(had, key=lambda machine: machine.number)
             if machine is not self._machine and path in machine.disk.shards
         ]
         self._world.engine.random.shuffle(holders)

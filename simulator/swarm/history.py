@@ -123,7 +123,8 @@ class _History:
         world, random, drawn = self.world, self._engine.random, self._drawn
         first = Machine(world, "boot", self._link(), step_s=1.0, trains=False)
         self._machines.append(first)
-        first.disk.shards = set(range(world.grid.path_count))
+        for path in range(world.grid.path_count):
+            first.have_shard(path)
         insiders = (drawn.members - 1) // 3 if "hostile" in drawn.faults else 0
         for number in range(drawn.members):
             kind: type[Machine] = Machine
@@ -140,7 +141,7 @@ class _History:
             for path in range(world.grid.path_count):
                 # Blobs have copies: the first peers of a run have all of them.
                 if number < 2 or random.random() < 0.4:
-                    machine.disk.shards.add(path)
+                    machine.have_shard(path)
         for number, machine in enumerate(self._machines):
             start_s = self._engine.between(-0.4, 0.1) * self._round_s
             if number > 2 and random.random() < 0.3:

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dipaco.peer.member.actions import Adopt, Commit
 
-from .work import SimulatedState, counts_of
+from .work import SimulatedState, contents_by_peer, counts_of
 from .world import Body, World
 
 INVARIANTS = (
@@ -84,8 +85,10 @@ class Figures:
 class Invariants:
     """The watch of one world."""
 
-    def __init__(self, world: World, *, coverage: bool) -> None:
+    def __init__(self, world: World, *, coverage: bool, stops: bool = True) -> None:
         self._world = world
+        self._stops = stops
+        """End a history with its first violation."""
         self._checks_coverage = coverage
         self.violations: list[Violation] = []
         self.figures = Figures()
@@ -93,6 +96,8 @@ class Invariants:
         """When something last went wrong that many notice: a split, a sleep, a crash."""
         self._round_s = world.plan.rounds.duration_s
         self._stays: dict[tuple[str, str], list[Stay]] = {}
+        self._training: dict[str, dict[str, Body]] = {}
+        """Who trains a module."""
         self._versions: dict[tuple[str, int], str] = {}
         self._forked: set[tuple[str, int]] = set()
         self._commits: dict[str, list[tuple[float, SimulatedState]]] = {}
@@ -110,7 +115,8 @@ class Invariants:
         world = self._world
         self.violations.append(Violation(invariant, round(world.now_s, 2), what))
         world.say("*", "!", f"VIOLATION of {invariant}: {what}")
-        world.engine.stop()
+        if self._stops:
+            world.engine.stop()
 
     # -- what happens
 
@@ -118,6 +124,7 @@ class Invariants:
         """A machine begins to train a path."""
         for module in machine.works:
             self._stays.setdefault((machine.peer, module), []).append(Stay(machine.steps))
+            self._training.setdefault(module, {})[machine.peer] = machine
 
     def lost(self, machine: Body, module: str, why: str) -> None:
         """The unmerged work of a module is gone."""
@@ -127,6 +134,8 @@ class Invariants:
         stay.end = machine.steps
         if why == "it went back to its anchor":
             self._stays[machine.peer, module].append(Stay(machine.steps))
+        else:
+            self._training[module].pop(machine.peer, None)
 
     def wrong(self, machine: Body, what: str) -> None:
         """The contract is broken."""
@@ -175,6 +184,14 @@ class Invariants:
         machines = self._world.machines.values()
         return [m for m in machines if m.is_honest and m.is_alive]
 
+    def _trainers(self, module: str, *, honest: bool = True) -> list[Body]:
+        """Return who trains a module and lives."""
+        found = self._training.get(module, {}).values()
+        return sorted(
+            (m for m in found if m.is_alive and m.is_honest == honest and module in m.works),
+            key=lambda m: m.number,
+        )
+
     def _sample(self) -> None:
         world = self._world
         world.engine.after(self._round_s / 2, self._sample)
@@ -186,16 +203,23 @@ class Invariants:
             if machine.path is not None and machine.steps > self._seen_steps[machine.peer]:
                 self._trained[machine.path] = (world.now_s, machine.steps)
             self._seen_steps[machine.peer] = machine.steps
+        honest = self._honest()
+        untrained = sum(m.path is None and m.trains for m in honest)
+        before_s = world.now_s - COPY_ROUNDS * self._round_s
+        reachable = sum(
+            m.link.can_be_called and self._up_since.get(m.peer, world.now_s) <= before_s
+            for m in honest
+        )
         for module in world.grid.modules():
-            self._check_liveness(module)
-            self._check_copies(module)
+            self._check_liveness(module, untrained)
+            self._check_copies(module, before_s, reachable)
         if self._checks_coverage:
             self._check_coverage()
 
-    def _check_liveness(self, module: str) -> None:
-        """Does the module commit while it could?"""
+    def _check_liveness(self, module: str, untrained: int) -> None:
+        """Does the module commit while it could? `untrained` peers may be about to train it."""
         now_s = self._world.now_s
-        trainers = [m for m in self._honest() if module in m.works]
+        trainers = self._trainers(module)
         # Who is slow has nothing to contribute in most rounds.
         fit = [
             m
@@ -204,9 +228,7 @@ class Invariants:
         ]
         sides = Counter(m.link.side for m in fit)
         together = max(sides.values(), default=0)
-        machines = self._world.machines.values()
-        others = sum(m.path is None and m.trains for m in self._honest())
-        others += sum(m.is_alive and not m.is_honest and module in m.works for m in machines)
+        others = untrained + len(self._trainers(module, honest=False))
         can_meet = len(trainers) == 1 or any(m.link.can_be_called for m in fit)
         if not fit or not can_meet or 2 * together <= len(trainers) + others:
             self._alive_since.pop(module, None)
@@ -219,32 +241,28 @@ class Invariants:
                 f"{', '.join(m.peer for m in fit)} train it",
             )
 
-    def _check_copies(self, module: str) -> None:
-        now_s = self._world.now_s
-        before_s = now_s - COPY_ROUNDS * self._round_s
+    def _check_copies(self, module: str, before_s: float, reachable: int) -> None:
         if self._world.network.split or self.faulty_s > before_s - self._round_s:
             return
-        reachable = [
-            m
-            for m in self._honest()
-            if m.link.can_be_called and self._up_since.get(m.peer, now_s) <= before_s
-        ]
-        commits = [state for time_s, state in self._commits.get(module, ()) if time_s <= before_s]
-        trainers = [m for m in self._honest() if module in m.works]
+        commits = reversed(self._commits.get(module, ()))
+        wanted = next((state.reference for time_s, state in commits if time_s <= before_s), None)
+        trainers = self._trainers(module)
         never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
-        if len(reachable) < COPIES or not commits or never_meet:
+        if reachable < COPIES or wanted is None or never_meet:
             return
-        wanted = commits[-1].reference
-        holders = [
-            m.peer
-            for m in self._honest()
-            if module in m.served and m.served[module].reference.version >= wanted.version
-        ]
+
+        def holds(machine: Body, version: int = wanted.version) -> bool:
+            held = machine.served.get(module)
+            return held is not None and held.reference.version >= version
+
+        if sum(holds(m) for m in trainers) >= COPIES:
+            return
+        holders = [m.peer for m in self._honest() if holds(m)]
         if len(holders) < COPIES:
             self._violated(
                 "copies",
                 f"{COPY_ROUNDS} rounds after version {wanted.version} of {module} only "
-                f"{', '.join(holders) or 'nobody'} hold it, of {len(reachable)} that could",
+                f"{', '.join(holders) or 'nobody'} hold it, of {reachable} that could",
             )
 
     def _check_coverage(self) -> None:
@@ -294,7 +312,7 @@ class Invariants:
     def _settle(self) -> None:
         """Look again and again whether all stand on one state: while they commit, they do not."""
         for module in sorted(self._unsettled):
-            machines = [m for m in self._honest() if module in m.works]
+            machines = self._trainers(module)
             never_meet = len(machines) > 1 and not any(m.link.can_be_called for m in machines)
             if never_meet:
                 self._unsettled.discard(module)
@@ -338,37 +356,36 @@ class Invariants:
             )
 
     def _final(self, module: str) -> SimulatedState | None:
-        machines = self._honest()
-        trainers = sorted((m for m in machines if module in m.works), key=self._is_slow)
-        for machine in trainers:
+        for machine in sorted(self._trainers(module), key=self._is_slow):
             return machine.works[module].anchor
-        held = [m.served[module] for m in machines if module in m.served]
+        held = [m.served[module] for m in self._honest() if module in m.served]
         return max(held, key=lambda s: (s.reference.version, s.reference.digest), default=None)
 
     def _check_work(self, module: str) -> None:
         state = self._final(module)
         if state is None:
             return
-        world = self._world
-        for machine in world.machines.values():
+        of_peers = contents_by_peer(state.content)
+        for machine in self._world.machines.values():
+            peer = machine.peer
             work = machine.works.get(module) if machine.is_alive else None
+            is_known = work is not None or peer in of_peers or (peer, module) in self._stays
+            if not machine.is_honest or not is_known:
+                continue
             machine.count_steps()
             counts: Counter[int] = Counter()
-            contents = [state.content]
+            contents: list[Mapping[tuple[str, int], int]] = [of_peers.get(peer, {})]
             if work is not None:
-                base = work.anchor if self._is_slow(machine) else state
-                contents = [base.content, work.shift]
+                is_behind = self._is_slow(machine) and work.anchor is not state
+                contents = [work.anchor.content if is_behind else contents[0], work.shift]
             for content in contents:
-                for begin, end, count in counts_of(content, machine.peer):
+                for begin, end, count in counts_of(content, peer):
                     for step in range(begin, end):
                         counts[step] += count
-            if machine.is_honest:
-                self._check_steps(machine, module, counts)
-            strangers = {peer for peer, _ in work.shift} - {machine.peer} if work else set()
-            if strangers and machine.is_honest:
-                self._violated(
-                    "work", f"{machine.peer} has work of {sorted(strangers)} on top of {module}"
-                )
+            self._check_steps(machine, module, counts)
+            strangers = {who for who, _ in work.shift} - {peer} if work else set()
+            if strangers:
+                self._violated("work", f"{peer} has work of {sorted(strangers)} on top of {module}")
 
     def _check_steps(self, machine: Body, module: str, counts: Counter[int]) -> None:
         for stay in self._stays.get((machine.peer, module), ()):

@@ -343,4 +343,4 @@ class Machine(Body):
 
     def hear_signature(self, certificate: Certificate) -> None:
         """Take the signature of another member of a group."""
-        self.carrying.hear_signature(certificate)
+        self.carrying.signing.hear(certificate)

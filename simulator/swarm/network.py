@@ -43,13 +43,45 @@ class _Nobody:
 _NOBODY = _Nobody()
 
 
+# What calls and transfers are for, beside reading and writing the DHT ("views").
+MEETINGS, REDUCES, CERTIFICATES, STATES, QUESTIONS = (
+    "meetings",
+    "reduces",
+    "certificates",
+    "states",
+    "questions",
+)
+KIND_OF_CALL = {
+    "chain": CERTIFICATES,
+    "certificate": CERTIFICATES,
+    "state": STATES,
+    "shard": STATES,
+    "offer": STATES,
+}
+
+
 @dataclass
 class Traffic:
     """What a peer has asked and moved. Views of the swarm are counted apart."""
 
     requests: int = 0
     bytes: float = 0.0
+    view_requests: int = 0
+    """Of DHT nodes, to read and write records."""
     view_bytes: float = 0.0
+    requests_by: dict[str, int] = field(default_factory=dict)
+    """By what they were for."""
+    bytes_by: dict[str, float] = field(default_factory=dict)
+
+    def ask(self, kind: str) -> None:
+        """Count a request."""
+        self.requests += 1
+        self.requests_by[kind] = self.requests_by.get(kind, 0) + 1
+
+    def move(self, kind: str, size: float) -> None:
+        """Count bytes that are sent or received."""
+        self.bytes += size
+        self.bytes_by[kind] = self.bytes_by.get(kind, 0.0) + size
 
 
 @dataclass
@@ -83,7 +115,7 @@ class Network:
     """Between all machines of a history."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.links: dict[str, Link] = {}
         self.split = 0
         """Number of the split that is on; 0 for none."""
@@ -117,8 +149,8 @@ class Network:
         link = self.links[peer]
         if not link.is_up or link.life != life:
             return
-        if link.awake_s > self._engine.now_s:
-            self._engine.at(link.awake_s, self.run, peer, life, what, *arguments)
+        if link.awake_s > self.engine.now_s:
+            self.engine.at(link.awake_s, self.run, peer, life, what, *arguments)
         else:
             what(*arguments)
 
@@ -139,26 +171,26 @@ class Network:
 
     def can_talk(self, one: str, other: str) -> bool:
         """Tell whether either can call the other, and both are awake."""
-        now_s, a, b = self._engine.now_s, self.links[one], self.links[other]
+        now_s, a, b = self.engine.now_s, self.links[one], self.links[other]
         dialable = a.can_be_called or b.can_be_called
         return self.connected(one, other) and dialable and max(a.awake_s, b.awake_s) <= now_s
 
     def delay_s(self, sender: str, receiver: str) -> float:
         """Draw how long a message takes one way."""
         a, b = self.links[sender], self.links[receiver]
-        engine = self._engine
+        engine = self.engine
         delay_s = a.latency_s + b.latency_s
         delay_s += (a.jitter_s + b.jitter_s) * engine.random.random()
         while engine.chance(a.loss + b.loss):
             delay_s += engine.between(0.2, 0.6)
         return delay_s
 
-    def arrival_s(self, sender: str, receiver: str, size: float) -> float:
+    def arrival_s(self, sender: str, receiver: str, size: float, kind: str = QUESTIONS) -> float:
         """Draw when something that is sent now has arrived, and take the bandwidth for it."""
-        now_s = self._engine.now_s
+        now_s = self.engine.now_s
         a, b = self.links[sender], self.links[receiver]
-        a.traffic.bytes += size
-        b.traffic.bytes += size
+        a.traffic.move(kind, size)
+        b.traffic.move(kind, size)
         delay_s = self.delay_s(sender, receiver)
         if size < BULK_BYTES:
             return now_s + delay_s
@@ -173,6 +205,7 @@ class Network:
         what: Callable[..., None],
         *arguments: Any,
         size: float = CALL_BYTES,
+        kind: str = QUESTIONS,
     ) -> float:
         """Send a message on an open connection; it is lost when that has broken by then.
 
@@ -181,8 +214,8 @@ class Network:
         if not self.connected(sender, receiver):
             return 0.0
         lives = self.links[sender].life, self.links[receiver].life
-        arrival_s = self.arrival_s(sender, receiver, size)
-        self._engine.at(arrival_s, self._arrive, sender, receiver, lives, what, arguments)
+        arrival_s = self.arrival_s(sender, receiver, size, kind)
+        self.engine.at(arrival_s, self._arrive, sender, receiver, lives, what, arguments)
         return arrival_s
 
     def _arrive(
@@ -213,42 +246,78 @@ class Network:
 
         A long answer takes what it takes; when it breaks off, that is noticed after the limit too.
         """
-        engine, source = self._engine, self.links[caller]
-        source.traffic.requests += 1
-        life = source.life
-        is_over = False
-        answered_s = 0.0
-
-        def finish(answer: Any) -> None:
-            nonlocal is_over
-            if not is_over:
-                is_over = True
-                on_answer(answer)
-
-        def time_is_up() -> None:
-            if engine.now_s < answered_s:
-                engine.at(answered_s + limit_s, self.run, caller, life, time_is_up)
-            else:
-                finish(None)
-
-        engine.after(limit_s, self.run, caller, life, time_is_up)
+        engine, source = self.engine, self.links[caller]
+        kind, life = KIND_OF_CALL.get(what, QUESTIONS), source.life
+        source.traffic.ask(kind)
+        call = _Call(self, caller, callee, life, kind, on_answer, limit_s)
+        engine.after(limit_s, self.run, caller, life, call.time_is_up)
         target = self.links.get(callee)
         if target is None:
             refused_s = min(limit_s, engine.between(0.1, 3.0))
-            engine.after(refused_s, self.run, caller, life, finish, None)
+            engine.after(refused_s, self.run, caller, life, call.finish, None)
             return
         if not self.can_call(caller, callee):
             if not target.hangs and source.side == target.side:
                 # Refused at once; who vanished or is cut off lets the caller wait.
                 refused_s = 2 * source.latency_s + 0.05
-                engine.after(refused_s, self.run, caller, life, finish, None)
+                engine.after(refused_s, self.run, caller, life, call.finish, None)
             return
         if engine.chance(0.1 * (source.loss + target.loss)):
             return
+        serve, reply = target.host.serve, call.reply
+        self.tell(caller, callee, serve, caller, what, content, reply, size=size, kind=kind)
 
-        def reply(answer: Any, answer_size: float = CALL_BYTES) -> None:
-            nonlocal answered_s
-            if not is_over:
-                answered_s = self.tell(callee, caller, finish, answer, size=answer_size)
 
-        self.tell(caller, callee, target.host.serve, caller, what, content, reply, size=size)
+class _Call:
+    """A call that waits for its answer. Once answered or given up it lets go of who made it."""
+
+    __slots__ = (
+        "_answered_s",
+        "_callee",
+        "_caller",
+        "_kind",
+        "_life",
+        "_limit_s",
+        "_network",
+        "_on_answer",
+    )
+
+    def __init__(
+        self,
+        network: Network,
+        caller: str,
+        callee: str,
+        life: int,
+        kind: str,
+        on_answer: Callable[[Any], None],
+        limit_s: float,
+    ) -> None:
+        self._network, self._caller, self._callee = network, caller, callee
+        self._life, self._kind = life, kind
+        self._limit_s, self._answered_s = limit_s, 0.0
+        self._on_answer: Callable[[Any], None] | None = on_answer
+
+    def finish(self, answer: Any) -> None:
+        """Tell the caller."""
+        on_answer, self._on_answer = self._on_answer, None
+        if on_answer is not None:
+            on_answer(answer)
+
+    def time_is_up(self) -> None:
+        """Give up, unless the answer is on its way."""
+        if self._on_answer is None:
+            return
+        network = self._network
+        engine = network.engine
+        if engine.now_s < self._answered_s:
+            again_s = self._answered_s + self._limit_s
+            engine.at(again_s, network.run, self._caller, self._life, self.time_is_up)
+        else:
+            self.finish(None)
+
+    def reply(self, answer: Any, size: float = CALL_BYTES) -> None:
+        """Send the answer back."""
+        if self._on_answer is not None:
+            self._answered_s = self._network.tell(
+                self._callee, self._caller, self.finish, answer, size=size, kind=self._kind
+            )

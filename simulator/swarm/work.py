@@ -24,6 +24,9 @@ from dipaco.modules.state import PathProgress, StateReference, last_round
 # ranges merge by themselves, and a sum is a sum.
 Content = dict[tuple[str, int], int]
 
+# Outer steps that are remembered: all members of a group take the same one.
+GREATEST_STEPPED = 512
+
 
 def add(into: Content, other: Mapping[tuple[str, int], int], times: int = 1) -> Content:
     """Add `times` a content to another one in place, and return it."""
@@ -39,6 +42,14 @@ def add(into: Content, other: Mapping[tuple[str, int], int], times: int = 1) -> 
 def steps_in(content: Mapping[tuple[str, int], int]) -> int:
     """Return how many steps a content has, each as often as it is in it."""
     return -sum(position * count for (_, position), count in content.items())
+
+
+def contents_by_peer(content: Mapping[tuple[str, int], int]) -> dict[str, Content]:
+    """Return the contents of each peer's steps: together they are the whole."""
+    found: dict[str, Content] = {}
+    for (peer, position), count in content.items():
+        found.setdefault(peer, {})[peer, position] = count
+    return found
 
 
 def counts_of(content: Mapping[tuple[str, int], int], peer: str) -> list[tuple[int, int, int]]:
@@ -166,6 +177,8 @@ class Stock:
         self.state_bytes = state_bytes
         self.states: dict[str, SimulatedState] = {}
         self.genesis: dict[str, SimulatedState] = {}
+        self._complete: dict[str, Certificate] = {}
+        self._stepped: dict[tuple[str, int, int], tuple[Mapping[str, Content], SimulatedState]] = {}
         for module in grid.modules():
             state = self.invent(module, 0, f"genesis of {module}", 0, -1)
             self.genesis[module] = state
@@ -182,6 +195,12 @@ class Stock:
         self.states[digest] = state
         return state
 
+    def shared(self, certificate: Certificate) -> Certificate:
+        """Return the one certificate that has all signatures, if this has, or the same."""
+        if len(certificate.signers) < len(certificate.statement.table):
+            return certificate
+        return self._complete.setdefault(certificate.statement.digest, certificate)
+
     def step(
         self,
         anchor: SimulatedState,
@@ -190,6 +209,21 @@ class Stock:
         round_index: int,
     ) -> SimulatedState:
         """Return the state after an outer step; the same to the digest wherever it is taken."""
+        place = (anchor.reference.digest, round_index, id(shifts))
+        if place not in self._stepped:
+            # The shifts are kept too, so that no others can have their place.
+            self._stepped[place] = shifts, self._step(anchor, table, shifts, round_index)
+            while len(self._stepped) > GREATEST_STEPPED:
+                del self._stepped[next(iter(self._stepped))]
+        return self._stepped[place][1]
+
+    def _step(
+        self,
+        anchor: SimulatedState,
+        table: Sequence[Contribution],
+        shifts: Mapping[str, Content],
+        round_index: int,
+    ) -> SimulatedState:
         content = dict(anchor.content)
         text = [anchor.reference.digest, str(round_index)]
         for row in table:
@@ -230,9 +264,14 @@ def signature(peer: str, statement: CommitStatement) -> bytes:
     return f"{peer}:{statement.digest}".encode()
 
 
-def is_signed(certificate: Certificate) -> bool:
-    """Tell whether the signatures are those of the peers that they name."""
+def is_signed(certificate: Certificate, checked: Certificate | None = None) -> bool:
+    """Tell whether the signatures are those of the peers that they name.
+
+    Those that `checked` has too need no second look.
+    """
+    known = checked.signatures if checked is not None else {}
     return all(
         made == signature(peer, certificate.statement)
         for peer, made in certificate.signatures.items()
+        if peer not in known
     )

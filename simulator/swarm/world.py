@@ -114,6 +114,8 @@ class World:
     machines: dict[str, Body] = field(default_factory=dict)
     reduces: dict[tuple[str, tuple[str, ...]], Any] = field(default_factory=dict)
     """Exchanges of groups under way, see `averaging`."""
+    shard_holders: dict[int, dict[str, Body]] = field(default_factory=dict)
+    """Who has had the shard of a path; it may have lost its disk since."""
     conditions: Conditions = field(default_factory=Conditions)
     tokens_per_step: int = 0
     """Of an inner step of any machine."""
@@ -154,6 +156,7 @@ class Body(ABC):
         """Inner steps ever taken here: the number of the next one."""
         self.handled = 0
         """Events that its members have handled."""
+        self.number = len(world.machines)
         world.machines[peer] = self
         self.forget()
 
@@ -222,6 +225,11 @@ class Body(ABC):
     @abstractmethod
     def hear_signature(self, certificate: Certificate) -> None:
         """Take the signature of another member of a group."""
+
+    def have_shard(self, path: int) -> None:
+        """Note that the shard of a path lies on the disk."""
+        self.disk.shards.add(path)
+        self.world.shard_holders.setdefault(path, {})[self.peer] = self
 
     def serve_state(self, state: SimulatedState) -> None:
         """Serve a state in place of the module's last one, which can be had for a while still."""
