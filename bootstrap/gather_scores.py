@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dipaco.dht.coverage import whole_scope
 from dipaco.dht.manifest import load_or_create_operator_key
 from dipaco.dht.records import BlobRecord
 from dipaco.dht.score_request import (
@@ -211,7 +212,9 @@ class SwarmScores:
                 f"take newer ones"
             )
             return node.states
-        view = node.directory.read_view(node.plan, node.grid, node.clock.now())
+        view = node.directory.read_view(
+            node.plan, node.grid, node.clock.now(), whole_scope(node.grid)
+        )
         modules, said_at, fetched = node.grid.modules(), time.monotonic(), 0
         for number, module in enumerate(modules, 1):
             held = node.states.load_latest(module, node.grid.layout(module))

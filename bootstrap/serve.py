@@ -20,7 +20,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
 from dipaco.peer.node import Node, join_run, visible_addresses
-from dipaco.peer.publisher import Claim, PeerStatus, Publisher
+from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from dipaco.peer.server import Server
 from dipaco.routing.run_folder import RunFolder
 
@@ -71,7 +71,7 @@ def _serve(
     stopping: threading.Event,
 ) -> None:
     node.load_shard_index()
-    status = PeerStatus(Claim("serving"))
+    status = PeerStatus(Activity("serving"))
     background = Background()
     background.on_failure(stopping.set)
     publisher, keeper = start_background(node, status, background, events)

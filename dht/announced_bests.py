@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from dipaco.modules.best_parameters import BestReference
 
-from .records import ClaimRecord, ProgressEntry, ProgressRecord
+from .records import Claim, ProgressEntry, ProgressRecord
 
 # Further claims on a path are left out: each may cost a reader a transfer.
 MOST_ANNOUNCED = 4
@@ -38,7 +38,7 @@ def entry_of_kept(best: BestReference, known: ProgressEntry | None = None) -> Pr
 
 def announced_bests(
     records: Iterable[ProgressRecord],
-    claims: Mapping[str, ClaimRecord],
+    claims: Mapping[str, Claim],
     path_count: int,
     latest_round: int,
 ) -> dict[int, tuple[BestReference, ...]]:
@@ -69,7 +69,7 @@ def _place(claimed: tuple[bool, BestReference]) -> tuple[bool, tuple[float, str]
     return claimed[0], claimed[1].rank
 
 
-def _lead_trainers(claims: Iterable[ClaimRecord]) -> dict[int, str]:
+def _lead_trainers(claims: Iterable[Claim]) -> dict[int, str]:
     """Return the peer that has trained each path longest."""
     leads: dict[int, str] = {}
     for claim in sorted(claims, key=lambda c: (c.since_s, c.peer_id)):

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from dipaco.modules.plan import RunPlan
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
+from .coverage import Scope
 from .guarded_dht import GuardedDHT, start_task
 from .identity import Identity
 from .manifest import SignedManifest, verify_manifest
@@ -27,8 +28,7 @@ from .records import (
     KINDS,
     MANIFESTS_KEY,
     BlobRecord,
-    ClaimRecord,
-    HoldingRecord,
+    ModuleRecord,
     PeerRecord,
     ProgressRecord,
     Record,
@@ -41,11 +41,13 @@ from .records import (
 )
 from .repetition import Complaints
 from .score_request import SignedScoreRequest, verify_score_request
-from .view import SwarmView, build_view
+from .view import SwarmView, view_of_records
 
 logger = logging.getLogger("dipaco.dht.directory")
 
 MAX_COMPLAINTS = 1024
+# A record that says what it said before is written again after this share of its life.
+RENEWED_AFTER = 1 / 6
 RecordT = TypeVar("RecordT", bound=Record)
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]
@@ -70,6 +72,7 @@ class Directory:
         self._public_key = identity.public_key
         self._lock = threading.RLock()
         self._expirations: dict[RecordName, float] = {}
+        self._said: dict[RecordName, tuple[dict[str, Any], float]] = {}
         self._collected: dict[RecordName, _Entry] | None = None
         self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
         self._verified_manifests: dict[bytes, SignedManifest] = {}
@@ -87,33 +90,25 @@ class Directory:
 
     # -- writing
 
-    def publish_claim(self, record: ClaimRecord, life_s: float) -> bool:
-        """Say which path this peer trains."""
-        return self._publish("claims", None, record, life_s)
+    def publish_module(self, record: ModuleRecord, life_s: float) -> bool:
+        """Say what this peer has to do with a module."""
+        return self._publish("modules", record.module, record, life_s)
 
-    def withdraw_claim(self) -> bool:
-        """Take the claim back at once."""
-        return self._withdraw("claims", None)
+    def withdraw_module(self, module: str) -> bool:
+        """Take back what was said of a module."""
+        return self._withdraw("modules", module)
 
-    def publish_holding(self, record: HoldingRecord, life_s: float) -> bool:
-        """Say that this peer serves a module state."""
-        return self._publish("holdings", record.module, record, life_s)
+    def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> bool:
+        """Say what this peer is, in the bucket of its path."""
+        return self._publish("peers", str(bucket), record, life_s)
 
-    def withdraw_holding(self, module: str) -> bool:
-        """Withdraw the holding of this module."""
-        return self._withdraw("holdings", module)
+    def withdraw_peer(self, bucket: int) -> bool:
+        """Withdraw this peer's record from a bucket."""
+        return self._withdraw("peers", str(bucket))
 
-    def publish_peer(self, record: PeerRecord, life_s: float) -> bool:
-        """Say what this peer is."""
-        return self._publish("peers", None, record, life_s)
-
-    def withdraw_peer(self) -> bool:
-        """Withdraw this peer's record."""
-        return self._withdraw("peers", None)
-
-    def publish_progress(self, record: ProgressRecord, life_s: float) -> bool:
-        """Say how far the paths are that this peer trained."""
-        return self._publish("progress", None, record, life_s)
+    def publish_progress(self, record: ProgressRecord, bucket: int, life_s: float) -> bool:
+        """Say how far the paths of a bucket are that this peer trained."""
+        return self._publish("progress", str(bucket), record, life_s)
 
     def publish_blob(self, record: BlobRecord, life_s: float) -> bool:
         """Say that this peer serves a blob."""
@@ -165,13 +160,24 @@ class Directory:
                 self._store_entries(entries)
 
     def _publish(self, kind: str, item: str | None, record: Record, life_s: float) -> bool:
+        """Store a record, unless what it says stands there and is hardly older."""
         name = self._name(kind, item)
         life_s = min(life_s, KINDS[kind].max_life_s)
-        return self._store(name, record.model_dump(), life_s)
+        value = record.model_dump()
+        lasting = {field: value[field] for field in value.keys() - record.passing}
+        now_s = get_dht_time()
+        with self._lock:
+            said, expires_s = self._said.get(name, (None, 0.0))
+            if said == lasting and expires_s - now_s > (1 - RENEWED_AFTER) * life_s:
+                return True
+            self._said[name] = lasting, now_s + life_s
+        return self._store(name, value, life_s)
 
     def _withdraw(self, kind: str, item: str | None) -> bool:
         """Overwrite a record by nothing, which ends a moment later than the record did."""
         name = self._name(kind, item)
+        with self._lock:
+            self._said.pop(name, None)
         if name not in self._expirations:
             return True
         return self._store(name, None, 0.0)
@@ -194,9 +200,15 @@ class Directory:
 
     def _store_entries(self, entries: list[_Entry]) -> bool:
         """Store; if refused, store again above what this peer published in an earlier life."""
-        refused = self._try_to_store(entries)
-        if refused:
-            refused = self._try_to_store(self._postponed(refused))
+        refused = entries
+        try:
+            refused = self._try_to_store(entries)
+            if refused:
+                refused = self._try_to_store(self._postponed(refused))
+        finally:
+            with self._lock:
+                for entry in refused:
+                    self._said.pop(entry.name, None)
         for entry in refused:
             logger.info("no node stored this peer's record at %s", entry.name[0])
         return not refused
@@ -221,37 +233,29 @@ class Directory:
 
     # -- reading
 
-    def read_claims(self) -> tuple[ClaimRecord, ...]:
-        """Return all claims of the run that have not expired."""
-        return self._read("claims", None, ClaimRecord)
+    def read_view(self, plan: RunPlan, grid: Grid, now_s: float, scope: Scope) -> SwarmView:
+        """Return what `scope` covers of the swarm, as its records show it at `now_s`."""
+        buckets = tuple(map(str, scope.buckets))
+        wanted = [
+            *(("modules", module) for module in scope.modules),
+            *(("peers", bucket) for bucket in buckets),
+            *(("progress", bucket) for bucket in buckets),
+        ]
+        keys = {entry: record_key(entry[0], self.run_id, entry[1]) for entry in wanted}
+        found = self._get_many(tuple(keys.values()))
 
-    def read_peers(self) -> tuple[PeerRecord, ...]:
-        """Return all peers of the run."""
-        return self._read("peers", None, PeerRecord)
+        def read(kind: str, item: str, record_class: type[RecordT]) -> tuple[RecordT, ...]:
+            key = keys[kind, item]
+            return self._parse_all(key, found.get(key), record_class)
 
-    def read_progress(self) -> tuple[ProgressRecord, ...]:
-        """Return what all peers say of the paths that they trained."""
-        return self._read("progress", None, ProgressRecord)
-
-    def read_holdings(self, modules: Iterable[str]) -> dict[str, tuple[HoldingRecord, ...]]:
-        """Return who serves which state of each of `modules`; asked for all at once."""
-        keys = {record_key("holdings", self.run_id, module): module for module in modules}
-        found = self._get_many(tuple(keys))
-        return {
-            module: self._parse_all(key, found.get(key), HoldingRecord)
-            for key, module in keys.items()
-        }
-
-    def read_view(self, plan: RunPlan, grid: Grid, now_s: float) -> SwarmView:
-        """Return the swarm as its records show it at `now_s`."""
-        return build_view(
+        return view_of_records(
             now_s=now_s,
             plan=plan,
             grid=grid,
-            claims=self.read_claims(),
-            peers=self.read_peers(),
-            holdings=self.read_holdings(grid.modules()),
-            progress=self.read_progress(),
+            peers=[r for bucket in buckets for r in read("peers", bucket, PeerRecord)],
+            modules={m: read("modules", m, ModuleRecord) for m in scope.modules},
+            progress=[r for bucket in buckets for r in read("progress", bucket, ProgressRecord)],
+            scope=scope,
         )
 
     def score_requests(self, operator_fingerprint: str) -> tuple[SignedScoreRequest, ...]:

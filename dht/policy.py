@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dipaco.modules.grid import Grid
 
-from .records import ClaimRecord
+from .records import Claim
 from .view import SwarmView
 
 
@@ -93,7 +93,7 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
 
 
 def _preference(
-    view: SwarmView, mine: ClaimRecord, trainers: int, path: int, peer: str
+    view: SwarmView, mine: Claim, trainers: int, path: int, peer: str
 ) -> tuple[int, bool, int, bytes]:
     return trainers, path != mine.path, view.last_round(path), rendezvous(peer, path)
 
@@ -166,7 +166,7 @@ def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
     return [claim.peer_id for claim in (*waiting, *stuck)]
 
 
-def _even_out(view: SwarmView, grid: Grid, mine: ClaimRecord) -> Decision | None:
+def _even_out(view: SwarmView, grid: Grid, mine: Claim) -> Decision | None:
     """Give the newest trainer of a path to one that has two fewer."""
     here = view.claimants(mine.path)
     if len(here) < 3 or here[-1].peer_id != mine.peer_id:

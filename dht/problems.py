@@ -17,7 +17,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference, heaviest
 
 from .certificates import CertificateBook
-from .records import ClaimRecord, HoldingRecord
+from .records import Claim, Holding
 from .view import SwarmView, present_round
 
 ProblemKind = Literal[
@@ -74,7 +74,7 @@ class _Swarm:
     grid: Grid
     book: CertificateBook
     round_index: int
-    claims: Mapping[str, tuple[ClaimRecord, ...]]
+    claims: Mapping[str, tuple[Claim, ...]]
     """Module to the claims of those who train it."""
 
     @property
@@ -94,7 +94,7 @@ class _Swarm:
         turns = -(-self.grid.path_count // max(1, self.trainer_count)) + 1
         return turns * self.plan.rounds.dwell_rounds + 2
 
-    def held_by_trainers(self, module: str) -> list[HoldingRecord]:
+    def held_by_trainers(self, module: str) -> list[Holding]:
         trainers = {claim.peer_id for claim in self.claims.get(module, ())}
         return [h for h in self.view.holdings.get(module, ()) if h.peer_id in trainers]
 
@@ -111,7 +111,7 @@ def problems(
     `book` holds what certificates the caller has. Where they are silent, two states are told to
     be of different chains by their versions, rounds and tokens.
     """
-    trained: dict[str, list[ClaimRecord]] = {}
+    trained: dict[str, list[Claim]] = {}
     for claim in view.claims.values():
         if claim.state == "training":
             for module in grid.modules_of_path(claim.path):
@@ -304,7 +304,7 @@ def _split(swarm: _Swarm, module: str) -> _Split:
     )
 
 
-def _behind(swarm: _Swarm, held: Sequence[HoldingRecord], newest: StateReference) -> frozenset[str]:
+def _behind(swarm: _Swarm, held: Sequence[Holding], newest: StateReference) -> frozenset[str]:
     """Return who has held an older state than `newest` for rounds.
 
     Between two versions of a module lies at least a round.
@@ -437,7 +437,7 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
     if not count:
         return ()
     patience = swarm.usual_wait_rounds + swarm.late_rounds
-    served: dict[int, list[ClaimRecord]] = {}
+    served: dict[int, list[Claim]] = {}
     for claim in view.claims.values():
         if claim.state != "leaving":
             served.setdefault(claim.path, []).append(claim)

@@ -1,8 +1,7 @@
 """What every node of the DHT checks in every record that it stores or reads.
 
 Nothing enters the DHT but the records of `records.py`, each under the one key that its subkey
-names, signed by its owner, within its kind's bounds, and the short declarations by which
-Hivemind's matchmaking finds the members of an averaging group.
+names, signed by its owner and within its kind's bounds.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
 from .identity import (
-    PEER_ID_BYTES,
-    PEER_ID_PREFIX,
     SIGNATURE_BYTES,
     Identity,
     is_signed,
@@ -52,8 +49,6 @@ MAX_COMPLAINTS = 20
 MAX_REMEMBERED = 16_384
 # What a signature is over begins with this: the same key signs other things too.
 SIGNED_PREFIX = b"dipaco-record/1\n"
-# Matchmaking: the subkey is the bytes of a peer id, the value says "looking for a group".
-MAX_DECLARATION_LIFE_S = 3600.0
 
 
 class RecordValidator(RecordValidatorBase):
@@ -75,9 +70,6 @@ class RecordValidator(RecordValidatorBase):
         owner = "an unnamed peer"
         try:
             subkey = _load_subkey(record.subkey)
-            if _is_declaration(subkey):
-                _check_declaration(record)
-                return True
             address = parse_subkey(subkey)
             owner = address.peer_id or f"whoever stores run {address.run_id}"
             self._check(address, record)
@@ -192,25 +184,6 @@ def _fingerprint(record: DHTRecord) -> bytes:
 def _too_large(address: Address, size_bytes: int) -> str:
     kind = address.kind
     return f"a {kind.name} record has {size_bytes} bytes, at most {kind.max_bytes} are allowed"
-
-
-def _is_declaration(subkey: Any) -> bool:
-    return (
-        isinstance(subkey, bytes)
-        and len(subkey) == PEER_ID_BYTES
-        and subkey.startswith(PEER_ID_PREFIX)
-    )
-
-
-def _check_declaration(record: DHTRecord) -> None:
-    """A declaration is not signed: a peer that was declared falsely just does not answer."""
-    if type(record.value) is not bytes or type(record.expiration_time) is not float:
-        raise RecordError("a declaration for a group has no bytes or no time of expiration")
-    if len(record.value) > 1 or not isinstance(MSGPackSerializer.loads(record.value), bool):
-        raise RecordError("a declaration for a group is not a truth value")
-    life_s = record.expiration_time - get_dht_time()
-    if not life_s <= MAX_DECLARATION_LIFE_S + CLOCK_TOLERANCE_S:
-        raise RecordError(f"a declaration for a group would live for {life_s:.0f} s")
 
 
 def _check_manifest(address: Address, envelope: Any) -> None:

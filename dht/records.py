@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.errors import DipacoError
@@ -41,6 +41,18 @@ MAX_ENTRIES = 64
 MAX_SCORE_ENTRIES = 256
 MAX_SUBKEY_BYTES = 160
 DAY_S = 86_400.0
+# A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
+LIFE_PERIODS = 3.5
+
+
+def refresh_period_s(duration_s: float) -> float:
+    """Return how often records are renewed and read: four times a round, 1 to 600 seconds."""
+    return min(600.0, max(1.0, duration_s / 4))
+
+
+def record_life_s(period_s: float) -> float:
+    """Return how long the records live that are renewed every `period_s`."""
+    return LIFE_PERIODS * period_s + 2.0
 
 
 class RecordError(DipacoError):
@@ -97,12 +109,17 @@ class Record(BaseModel):
     """Base of all records: strict types; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    passing: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change all the time: a record is not written anew for them alone."""
 
     peer_id: PeerId
 
 
-class ClaimRecord(Record):
-    """This peer trains a path."""
+Reachability = Literal["direct", "relayed", "unknown"]
+
+
+class Claim(Record):
+    """This peer trains a path, or is about to: in other records, and what views are made of."""
 
     path: PathNumber
     state: Literal["joining", "training", "leaving"]
@@ -110,20 +127,73 @@ class ClaimRecord(Record):
     round: Count
     pinned: bool = False
     """This peer was told to train this path and never moves, so nobody waits for it to."""
+    reachable: Reachability = "unknown"
 
 
-class AnnouncedState(BaseModel):
-    """A `StateReference` as records and messages spell it."""
+_AGES = {"joining": 0, "serving": 1, "training": 1, "leaving": 2}
+
+
+class _Standing(Record):
+    """What a peer does: said in its peer record, and again under the key of each of its modules."""
+
+    state: Literal["joining", "training", "leaving", "serving"]
+    path: PathNumber | None
+    since_s: TimeS = 0.0
+    """Since when it is on this path."""
+    round: Count
+    pinned: bool = False
+    reachable: Reachability
+
+    @functools.cached_property
+    def claim(self) -> Claim | None:
+        """The claim in it; None when the peer trains no path."""
+        if self.path is None or self.state == "serving":
+            return None
+        return Claim.model_construct(
+            peer_id=self.peer_id,
+            path=self.path,
+            state=self.state,
+            since_s=self.since_s,
+            round=self.round,
+            pinned=self.pinned,
+            reachable=self.reachable,
+        )
+
+    @property
+    def age(self) -> tuple[float, int, int]:
+        """What orders the records of one peer: the greatest is the newest."""
+        return self.since_s, self.round, _AGES[self.state]
+
+
+class HeldState(BaseModel):
+    """A `StateReference` as module records spell it."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
-    module: ModuleName
     version: Count
     digest: Sha256
     tokens: Count
     round: Count
     """The last round that is in it; 0 for a genesis state too."""
     bytes: Count
+
+    @classmethod
+    def of(cls, reference: StateReference, **others: str) -> Self:
+        """Return the record or message about a state; `others` are its further fields."""
+        return cls(
+            version=reference.version,
+            digest=reference.digest,
+            tokens=reference.tokens,
+            round=max(0, reference.last_round),
+            bytes=reference.bytes,
+            **others,
+        )
+
+
+class AnnouncedState(HeldState):
+    """A `StateReference` as messages spell it."""
+
+    module: ModuleName
 
     @property
     def reference(self) -> StateReference:
@@ -139,33 +209,47 @@ class AnnouncedState(BaseModel):
 
     @classmethod
     def of(cls, reference: StateReference, **others: str) -> Self:
-        """Return the record or message about a state; `others` are its further fields."""
-        return cls(
-            module=reference.module,
-            version=reference.version,
-            digest=reference.digest,
-            tokens=reference.tokens,
-            round=max(0, reference.last_round),
-            bytes=reference.bytes,
-            **others,
+        """Return the message about a state; `others` are its further fields."""
+        return super().of(reference, module=reference.module, **others)
+
+
+class Holding(AnnouncedState, Record):
+    """This peer can serve a module state: part of a module record, and what views are made of."""
+
+
+class ModuleRecord(_Standing):
+    """What a peer has to do with a module: it trains a path through it, keeps a copy, or both."""
+
+    module: ModuleName
+    held: HeldState | None
+    """What it can serve of it."""
+
+    @functools.cached_property
+    def holding(self) -> Holding | None:
+        """The holding in it, if there is one."""
+        if self.held is None:
+            return None
+        held = self.held
+        return Holding.model_construct(
+            peer_id=self.peer_id,
+            module=self.module,
+            version=held.version,
+            digest=held.digest,
+            tokens=held.tokens,
+            round=held.round,
+            bytes=held.bytes,
         )
 
 
-class HoldingRecord(AnnouncedState, Record):
-    """This peer can serve a module state."""
-
-
-class PeerRecord(Record):
+class PeerRecord(_Standing):
     """What a peer says of itself."""
+
+    passing = frozenset({"tokens_per_s", "bytes_up", "bytes_down"})
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     software: Text
     device: Text
-    state: Literal["joining", "training", "leaving", "serving"]
-    path: PathNumber | None
     tokens_per_s: Rate
-    round: Count
-    reachable: Literal["direct", "relayed", "unknown"]
     addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
     bytes_up: Count
     bytes_down: Count
@@ -269,27 +353,33 @@ class Kind:
     record: type[Record] | None
     max_bytes: int
     max_life_s: float
+    item: str = ""
+    """What the items look like that it has several of; empty if it has none."""
+    field: str = ""
+    """The field that repeats the item."""
 
 
+_BUCKET = r"0|[1-9][0-9]{0,8}"
+_HASH = r"[0-9a-f]{64}"
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("claims", ClaimRecord, 512, 600.0),
-        Kind("peers", PeerRecord, 2048, 600.0),
-        Kind("holdings", HoldingRecord, 512, 600.0),
-        Kind("progress", ProgressRecord, 24_576, 2 * DAY_S),
-        Kind("blobs", BlobRecord, 384, 3600.0),
-        Kind("scores", ScoresRecord, 32_768, 600.0),
+        Kind("modules", ModuleRecord, 512, 2400.0, r"[LP][0-9.E]{1,12}", "module"),
+        Kind("peers", PeerRecord, 2048, 2400.0, _BUCKET),
+        Kind("progress", ProgressRecord, 24_576, 2 * DAY_S, _BUCKET),
+        Kind("blobs", BlobRecord, 384, 6 * 3600.0, _HASH, "sha256"),
+        Kind("scores", ScoresRecord, 32_768, 2400.0, r"[0-9a-f]{16}", "request"),
         Kind("requests", None, MAX_SCORE_REQUEST_BYTES, 2 * DAY_S),
         Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),
     )
 }
 
-# The field that says what a record is about, where its kind has several of an owner.
-_ITEMS = ("module", "sha256", "request")
+_SIGNED = "|".join(
+    f"(?:{kind.name}/(?:{kind.item}))" for kind in KINDS.values() if kind.record is not None
+)
 _SUBKEY = re.compile(
-    rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/(?P<kind>claims|peers|holdings|progress|blobs|scores)"
-    rf"(?:/(?P<item>[A-Za-z0-9.]{{1,64}}))?@(?P<owner>.{{{PUBLIC_KEY_BYTES}}})".encode(),
+    rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/(?P<name>{_SIGNED})"
+    rf"@(?P<owner>.{{{PUBLIC_KEY_BYTES}}})".encode(),
     re.DOTALL,
 )
 _ANY_PROTOCOL = re.compile(rf"dipaco/(?!{PROTOCOL_VERSION}/)(?P<version>[0-9]{{1,9}})/".encode())
@@ -301,7 +391,7 @@ _REQUEST_SUBKEY = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """What a subkey says: kind, run, item (a module, hash or request) and owner."""
+    """What a subkey says: kind, run, item (a module, bucket, hash or request) and owner."""
 
     kind: Kind
     run_id: str
@@ -360,8 +450,8 @@ def _parse_subkey(subkey: bytes) -> Address:
         raise OtherProtocolError(f"it is of protocol {other['version'].decode()}")
     if not match:
         raise RecordError("its subkey is not of this protocol")
-    item = match["item"].decode() if match["item"] else None
-    return Address(KINDS[match["kind"].decode()], match["run"].decode(), item, match["owner"])
+    kind, _, item = match["name"].decode().partition("/")
+    return Address(KINDS[kind], match["run"].decode(), item, match["owner"])
 
 
 def parse_record(address: Address, value: Any) -> Record:
@@ -380,7 +470,7 @@ def parse_record(address: Address, value: Any) -> Record:
         raise RecordError(
             f"a {address.kind.name} record names {record.peer_id} but {address.peer_id} signed it"
         )
-    item = next((getattr(record, name) for name in _ITEMS if hasattr(record, name)), None)
+    item = getattr(record, address.kind.field, address.item)
     if item != address.item:
         raise RecordError(f"a {address.kind.name} record is about {item}, not {address.item}")
     return record

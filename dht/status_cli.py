@@ -89,13 +89,14 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     """Read everything once and return the status."""
     from dipaco.modules.grid import Grid
 
+    from .coverage import whole_scope
     from .manifest import newest_run
     from .scoring_policy import build_board
     from .status import status_of
 
     plan = manifest.plan
     grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-    view = directory.read_view(plan, grid, time.time())
+    view = directory.read_view(plan, grid, time.time(), whole_scope(grid))
     boards = {
         found.request_id: build_board(
             found.request, grid.path_count, directory.scores(found.request_id), view.now_s

@@ -16,7 +16,14 @@ from dipaco.modules.state import StateReference
 
 from .announced_bests import announced_bests
 from .coverage import Scope
-from .records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
+from .records import (
+    Claim,
+    Holding,
+    ModuleRecord,
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+)
 
 logger = logging.getLogger("dipaco.dht.view")
 
@@ -53,9 +60,9 @@ class SwarmView:
     """Everything fresh and plausible that the DHT shows of a run."""
 
     now_s: float
-    claims: Mapping[str, ClaimRecord] = field(default_factory=dict)
+    claims: Mapping[str, Claim] = field(default_factory=dict)
     peers: Mapping[str, PeerRecord] = field(default_factory=dict)
-    holdings: Mapping[str, tuple[HoldingRecord, ...]] = field(default_factory=dict)
+    holdings: Mapping[str, tuple[Holding, ...]] = field(default_factory=dict)
     progress: Mapping[int, PathService] = field(default_factory=dict)
     bests: Mapping[int, tuple[BestReference, ...]] = field(default_factory=dict)
     """Announced best parameters of each path, those to be tried first in front."""
@@ -85,8 +92,8 @@ class SwarmView:
         return {}
 
     @cached_property
-    def _by_path(self) -> dict[int, tuple[ClaimRecord, ...]]:
-        found: dict[int, list[ClaimRecord]] = {}
+    def _by_path(self) -> dict[int, tuple[Claim, ...]]:
+        found: dict[int, list[Claim]] = {}
         for claim in self.claims.values():
             if claim.state != "leaving":
                 found.setdefault(claim.path, []).append(claim)
@@ -104,7 +111,7 @@ class SwarmView:
         held = self.holdings.get(state.module, ())
         return tuple(holding.peer_id for holding in held if holding.digest == state.digest)
 
-    def claimants(self, path: int) -> tuple[ClaimRecord, ...]:
+    def claimants(self, path: int) -> tuple[Claim, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""
         return self._by_path.get(path, ())
 
@@ -113,7 +120,7 @@ class SwarmView:
         service = self.progress.get(path)
         return service.last_round if service else -1
 
-    def rounds_held(self, claim: ClaimRecord) -> float:
+    def rounds_held(self, claim: Claim) -> float:
         """Return for how many rounds a claim has stood."""
         return max(0.0, (self.now_s - claim.since_s) / self.duration_s)
 
@@ -139,14 +146,55 @@ def present_round(plan: RunPlan, view: SwarmView) -> int:
     return statistics.median_high(rounds) if rounds and view.now_s >= plan.start_s else -1
 
 
+def view_of_records(
+    *,
+    now_s: float,
+    plan: RunPlan,
+    grid: Grid,
+    peers: Iterable[PeerRecord],
+    modules: Mapping[str, Iterable[ModuleRecord]],
+    progress: Iterable[ProgressRecord],
+    scope: Scope | None = None,
+) -> SwarmView:
+    """Make a view of what stands under the keys of a scope.
+
+    A peer says what it trains under several keys, and moves: what it said last counts.
+    """
+    newest: dict[str, PeerRecord] = {}
+    for record in peers:
+        known = newest.get(record.peer_id)
+        if known is None or record.age > known.age:
+            newest[record.peer_id] = record
+    said: dict[str, PeerRecord | ModuleRecord] = dict(newest)
+    holdings: dict[str, list[Holding]] = {}
+    for module, records in modules.items():
+        held = holdings.setdefault(module, [])
+        for found in records:
+            if found.holding is not None:
+                held.append(found.holding)
+            before = said.get(found.peer_id)
+            if before is None or found.age > before.age:
+                said[found.peer_id] = found
+    return build_view(
+        now_s=now_s,
+        plan=plan,
+        grid=grid,
+        claims=[record.claim for record in said.values() if record.claim is not None],
+        peers=newest.values(),
+        holdings=holdings,
+        progress=progress,
+        scope=scope,
+    )
+
+
 def build_view(
     *,
     now_s: float,
     plan: RunPlan,
     grid: Grid,
-    claims: Iterable[ClaimRecord],
+    claims: Iterable[Claim],
     peers: Iterable[PeerRecord],
-    holdings: Mapping[str, Iterable[HoldingRecord]],
+    holdings: Mapping[str, Iterable[Holding]],
     progress: Iterable[ProgressRecord],
     scope: Scope | None = None,
 ) -> SwarmView:

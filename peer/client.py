@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from dipaco.dht.coverage import whole_scope
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.errors import NetworkError
@@ -82,7 +83,9 @@ class ReadOnlyClient:
         """Read the swarm once and keep the answer, so that all modules are of one moment."""
         if self._view is None:
             node = self._node
-            self._view = node.directory.read_view(node.plan, node.grid, node.clock.now())
+            self._view = node.directory.read_view(
+                node.plan, node.grid, node.clock.now(), whole_scope(node.grid)
+            )
         return self._view
 
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:

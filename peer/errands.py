@@ -27,7 +27,7 @@ from .events import EventLog
 from .interfaces import StateFetcher, StateHolder, Swarm
 from .member import actions as a
 from .member import events as e
-from .publisher import Claim, PeerStatus
+from .publisher import Activity, PeerStatus
 
 logger = logging.getLogger("dipaco.peer.errands")
 
@@ -187,7 +187,7 @@ class Errands:
         self._executor.submit(run)
 
     def _say(self, action: a.Say) -> None:
-        self._status.claim = Claim(
+        self._status.claim = Activity(
             action.state,
             action.path,
             since_s=action.since_s,

@@ -1,8 +1,8 @@
 """Keeps this peer's records in the DHT fresh and its view of the swarm new.
 
-One background thread: publish claim, holdings, progress and peer record, read everybody's, sleep
-for the refresh period or until something changed. Everything that decides reads `view`, an
-immutable snapshot.
+One background thread: publish what this peer is and holds under the keys of its modules and of its
+bucket, read what the member wants to see of the others (its scope), sleep for the refresh period.
+What has changed is published at once. Everything that decides reads `view`, an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from dipaco.dht.coverage import bucket_count, home_bucket, whole_scope
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import (
+    MAX_ENTRIES,
     BlobRecord,
-    ClaimRecord,
-    HoldingRecord,
+    HeldState,
+    ModuleRecord,
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
     clean_text,
+    record_life_s,
+    refresh_period_s,
 )
 from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
@@ -36,17 +40,13 @@ from .exchange.clock import Clock
 from .exchange.exchange import Exchange
 from .exchange.held_states import HeldStates
 from .exchange.reachability import Reachability
-from .member.chains import refresh_period_s
 from .member.rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.publisher")
 
-# A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
-LIFE_PERIODS = 3.5
 PROGRESS_LIFE_S = 24 * 3600.0
 MANIFEST_LIFE_S = 3600.0
 BLOB_PERIODS = 8
-MAX_PROGRESS_ENTRIES = 64
 # Between two looks at the neighbours' clocks.
 CLOCK_PERIODS = 10
 # Peers seen once that are called again when they are missing: after a network split the two sides
@@ -59,7 +59,7 @@ LOOK_OFTEN_S = 2.0
 
 
 @dataclass(frozen=True)
-class Claim:
+class Activity:
     """What this peer does, and on which path. A value, replaced whole: the publisher signs it on
     its own thread, and a new path must never go out with the state or the time of the old one."""
 
@@ -81,7 +81,7 @@ class Claim:
 class PeerStatus:
     """What this peer says of itself. Written by the session, read by publisher and display."""
 
-    claim: Claim = field(default_factory=Claim)
+    claim: Activity = field(default_factory=Activity)
     device: str = "cpu"
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
@@ -152,7 +152,13 @@ class Publisher:
         self._exchange = exchange
         self._background = background
         self.period_s = refresh_period_s(plan.rounds.duration_s)
+        self._buckets = bucket_count(grid.path_count)
+        self._scope = whole_scope(grid)
+        # What stands in the DHT of this peer, by module and by bucket.
+        self._said_of: dict[str, ModuleRecord] = {}
+        self._said_in: dict[int, PeerRecord] = {}
         self._changed = threading.Event()
+        self._wants_to_read = True
         self._read_at = time.monotonic()
         self._stopping = threading.Event()
         self._refreshed = threading.Condition()
@@ -160,7 +166,6 @@ class Publisher:
         self._refreshing = False
         self._blob_countdown = 0
         self._clock_countdown = CLOCK_PERIODS
-        self._claimed = False
         self._withdrawing = False
         ids = [address.rpartition("/p2p/")[2] for address in initial_peers]
         self._known_peers: deque[str] = deque(dict.fromkeys(ids), maxlen=REMEMBERED_PEERS)
@@ -196,6 +201,8 @@ class Publisher:
     def look_often(self) -> None:
         """Read the swarm again if the view is not quite new: something in it is waited for."""
         if time.monotonic() - self._read_at > LOOK_OFTEN_S:
+            with self._refreshed:
+                self._wants_to_read = True
             self._changed.set()
 
     def refresh(self, timeout_s: float = 30.0) -> SwarmView:
@@ -207,6 +214,7 @@ class Publisher:
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
             wanted = self._refresh_count + (2 if self._refreshing else 1)
+            self._wants_to_read = True
             self._changed.set()
             while self._refresh_count < wanted:
                 self._background.check()
@@ -216,6 +224,7 @@ class Publisher:
                         "start again"
                     )
                 if self._refresh_count < wanted:
+                    self._wants_to_read = True
                     self._changed.set()
         return self.view
 
@@ -238,23 +247,27 @@ class Publisher:
         while not self._stopping.is_set():
             with self._refreshed:
                 self._changed.clear()
-                self._refreshing = True
+                is_due = time.monotonic() - self._read_at >= self.period_s
+                self._refreshing = is_due or self._wants_to_read
+                self._wants_to_read = False
             try:
                 self._publish()
-                self._read()
+                if self._refreshing:
+                    self._read()
             except DipacoError as error:
                 logger.warning("could not refresh the view of the swarm: %s", error)
                 if (reason := self._directory.failure) is not None:
                     raise NetworkError(
                         f"{reason}; start again to rejoin from the cache folder"
                     ) from error
-            with self._refreshed:
-                self._refreshing = False
-                self._refresh_count += 1
-                self._refreshed.notify_all()
-            self._read_at = time.monotonic()
-            self._look_around()
-            self._changed.wait(self.period_s)
+            if self._refreshing:
+                with self._refreshed:
+                    self._refreshing = False
+                    self._refresh_count += 1
+                    self._refreshed.notify_all()
+                self._read_at = time.monotonic()
+                self._look_around()
+            self._changed.wait(max(0.0, self._read_at + self.period_s - time.monotonic()))
         if self._withdrawing:
             self._withdraw()
 
@@ -265,10 +278,10 @@ class Publisher:
     def _withdraw(self) -> None:
         try:
             with self._directory.together():
-                self._directory.withdraw_claim()
-                self._directory.withdraw_peer()
-                for held in self._held.all():
-                    self._directory.withdraw_holding(held.module)
+                for bucket in self._said_in:
+                    self._directory.withdraw_peer(bucket)
+                for module in self._said_of:
+                    self._directory.withdraw_module(module)
                 for annex in self._annexes:
                     annex.withdraw(self._directory)
         except DipacoError as error:
@@ -313,67 +326,93 @@ class Publisher:
             self._known_peers.remove(peer)
             self._known_peers.append(peer)
 
-    def _life_s(self) -> float:
-        return LIFE_PERIODS * self.period_s + 2.0
-
     def _publish(self) -> None:
         with self._directory.together():
             self._publish_all()
 
     def _publish_all(self) -> None:
-        status, life_s = self._status, self._life_s()
-        claim = status.claim
-        now_round = max(0, self._schedule.round_at(self._clock.now()))
-        if self._schedule.fixed_steps:
-            now_round = status.round_index
-        if claim.path is not None and (claim.state == "joining" or claim.state == "training"):
-            record = ClaimRecord(
-                peer_id=self._me,
-                path=claim.path,
-                state=claim.state,
-                since_s=claim.since_s,
-                round=now_round,
-                pinned=claim.pinned,
-            )
-            self._directory.publish_claim(record, life_s)
-            self._claimed = True
-        elif self._claimed:
-            self._directory.withdraw_claim()
-            self._claimed = False
-        self._publish_peer(claim, now_round, life_s)
-        for held in self._held.all():
-            self._directory.publish_holding(HoldingRecord.of(held, peer_id=self._me), life_s)
-        entries = sorted(status.progress.values(), key=lambda e: -e.last_round)
-        if entries:
-            self._directory.publish_progress(
-                ProgressRecord(peer_id=self._me, entries=tuple(entries[:MAX_PROGRESS_ENTRIES])),
-                PROGRESS_LIFE_S,
-            )
+        """Publish everything; the directory leaves out what stands there unchanged."""
+        life_s = record_life_s(self.period_s)
+        record = self._peer_record()
+        self._publish_peer(record, life_s)
+        self._publish_modules(record, life_s)
+        self._publish_progress()
         for annex in self._annexes:
             annex.publish(self._directory, life_s)
         self._publish_blobs(life_s)
 
-    def _publish_peer(self, claim: Claim, now_round: int, life_s: float) -> None:
+    def _peer_record(self) -> PeerRecord:
         status = self._status
+        claim = status.claim
         status.bytes_up = self._exchange.bytes_up
         status.bytes_down = self._exchange.bytes_down
-        self._directory.publish_peer(
-            PeerRecord(
-                peer_id=self._me,
-                protocol=self._plan.protocol_version,
-                software=self._software,
-                device=clean_text(status.device),
-                state=claim.state,
-                path=claim.path,
-                tokens_per_s=round(status.tokens_per_s, 1),
-                round=now_round,
-                reachable=status.reachable,
-                addresses=status.addresses[:4],
-                bytes_up=status.bytes_up,
-                bytes_down=status.bytes_down,
-            ),
-            life_s,
+        now_round = max(0, self._schedule.round_at(self._clock.now()))
+        if self._schedule.fixed_steps:
+            now_round = status.round_index
+        return PeerRecord(
+            peer_id=self._me,
+            protocol=self._plan.protocol_version,
+            software=self._software,
+            device=clean_text(status.device),
+            state=claim.state,
+            path=claim.path,
+            since_s=claim.since_s,
+            round=now_round,
+            pinned=claim.pinned,
+            tokens_per_s=round(status.tokens_per_s, 1),
+            reachable=status.reachable,
+            addresses=status.addresses[:4],
+            bytes_up=status.bytes_up,
+            bytes_down=status.bytes_down,
         )
+
+    def _publish_peer(self, record: PeerRecord, life_s: float) -> None:
+        home = home_bucket(self._me, record.path, self._buckets)
+        self._directory.publish_peer(record, home, life_s)
+        for bucket in self._said_in.keys() - {home}:
+            # Whoever sees this peer there learns that it did not crash; the record expires.
+            goodbye = self._said_in.pop(bucket).model_copy(update={"state": "leaving"})
+            self._directory.publish_peer(goodbye, bucket, life_s)
+        self._said_in[home] = record
+
+    def _publish_modules(self, record: PeerRecord, life_s: float) -> None:
+        """Say under the key of each module what this peer has to do with it."""
+        held = {state.module: state for state in self._held.all()}
+        modules = set(held)
+        if record.path is not None and record.state in ("joining", "training"):
+            modules.update(self._grid.modules_of_path(record.path))
+        for module in sorted(modules):
+            said = ModuleRecord(
+                peer_id=self._me,
+                module=module,
+                state=record.state,
+                path=record.path,
+                since_s=record.since_s,
+                round=record.round,
+                pinned=record.pinned,
+                reachable=record.reachable,
+                held=HeldState.of(held[module]) if module in held else None,
+            )
+            self._directory.publish_module(said, life_s)
+            self._said_of[module] = said
+        for module in sorted(self._said_of.keys() - modules):
+            said = self._said_of.pop(module)
+            if said.state in ("joining", "training") and record.state != "leaving":
+                goodbye = said.model_copy(update={"state": "leaving", "held": None})
+                self._directory.publish_module(goodbye, life_s)
+            else:
+                self._directory.withdraw_module(module)
+
+    def _publish_progress(self) -> None:
+        """Say how far the paths are that were trained here; it is renewed a few times a day."""
+        entries = sorted(self._status.progress.values(), key=lambda e: -e.last_round)
+        by_bucket: dict[int, list[ProgressEntry]] = {}
+        for entry in entries[:MAX_ENTRIES]:
+            bucket = home_bucket(self._me, entry.path, self._buckets)
+            by_bucket.setdefault(bucket, []).append(entry)
+        for bucket, found in sorted(by_bucket.items()):
+            record = ProgressRecord(peer_id=self._me, entries=tuple(found))
+            self._directory.publish_progress(record, bucket, PROGRESS_LIFE_S)
 
     def _publish_blobs(self, life_s: float) -> None:
         """Blobs don't change: announce them rarely, with a longer life."""
@@ -381,10 +420,11 @@ class Publisher:
         if self._blob_countdown > 0:
             return
         self._blob_countdown = BLOB_PERIODS
-        self._directory.publish_manifest(self._manifest, MANIFEST_LIFE_S)
+        manifest_life_s = max(MANIFEST_LIFE_S, life_s * BLOB_PERIODS)
+        self._directory.publish_manifest(self._manifest, manifest_life_s)
         # A peer that was away finds the newest run by them, and a tool the one that it names.
         for run_id, envelope in self._earlier_manifests.items():
-            self._directory.publish_manifest(envelope, MANIFEST_LIFE_S, run_id)
+            self._directory.publish_manifest(envelope, manifest_life_s, run_id)
         for sha256 in self._all_blobs():
             if self._blobs.has(sha256):
                 record = BlobRecord(
@@ -394,7 +434,7 @@ class Publisher:
 
     def _read(self) -> None:
         directory = self._directory
-        self._view = directory.read_view(self._plan, self._grid, self._clock.now())
+        self._view = directory.read_view(self._plan, self._grid, self._clock.now(), self._scope)
         for listener in self._listeners:
             listener(self._view)
         for annex in self._annexes:

@@ -14,7 +14,7 @@ from dipaco.dht.agreement import (
     round_of_others,
     trained_paths,
 )
-from dipaco.dht.records import ClaimRecord, HoldingRecord
+from dipaco.dht.records import Claim, Holding
 from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
@@ -36,8 +36,8 @@ def grid(plan: RunPlan) -> Grid:
     return Grid(plan.model, plan.grid)
 
 
-def claim(number: int, path: int, state: str = "training", round_index: int = 0) -> ClaimRecord:
-    return ClaimRecord.model_validate(
+def claim(number: int, path: int, state: str = "training", round_index: int = 0) -> Claim:
+    return Claim.model_validate(
         {
             "peer_id": PEERS[number],
             "path": path,
@@ -48,7 +48,7 @@ def claim(number: int, path: int, state: str = "training", round_index: int = 0)
     )
 
 
-def view_of(*claims: ClaimRecord, **fields: Any) -> SwarmView:
+def view_of(*claims: Claim, **fields: Any) -> SwarmView:
     return SwarmView(now_s=0.0, claims={c.peer_id: c for c in claims}, **fields)
 
 
@@ -87,7 +87,7 @@ def test_a_few_who_say_that_they_are_ahead_overtake_nobody(
     grid: Grid, ahead: int, overtaken: bool
 ) -> None:
     held = tuple(
-        HoldingRecord(
+        Holding(
             peer_id=PEERS[n],
             module="L0.E0",
             version=2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dipaco.dht.announced_bests import MOST_ANNOUNCED, announced_bests, entry_of_kept
 from dipaco.dht.keeping import is_best_keeper
-from dipaco.dht.records import ClaimRecord, PeerRecord, ProgressEntry, ProgressRecord
+from dipaco.dht.records import Claim, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.evaluate import LossSum
@@ -24,8 +24,8 @@ def record(peer: int, *bests: BestReference) -> ProgressRecord:
     return ProgressRecord(peer_id=name(peer), entries=tuple(entry_of_kept(one) for one in bests))
 
 
-def claim(peer: int, since_s: float, state: str = "training") -> ClaimRecord:
-    return ClaimRecord.model_validate(
+def claim(peer: int, since_s: float, state: str = "training") -> Claim:
+    return Claim.model_validate(
         {"peer_id": name(peer), "path": 1, "state": state, "since_s": since_s, "round": 0}
     )
 
@@ -79,7 +79,7 @@ def test_the_lead_is_believed_first_then_the_least_loss() -> None:
     records = [record(0, best("a", 90.0)), record(1, best("b", 95.0)), record(2, best("c"))]
     claims = {c.peer_id: c for c in (claim(2, 5.0), claim(0, 9.0), claim(1, 1.0, "joining"))}
 
-    def order(claims: dict[str, ClaimRecord]) -> list[str]:
+    def order(claims: dict[str, Claim]) -> list[str]:
         return [n.sha256[0] for n in announced_bests(records, claims, 4, 10)[1]]
 
     assert order(claims) == ["c", "a", "b"]

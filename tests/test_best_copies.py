@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.dht.records import BlobRecord, ClaimRecord, PeerRecord
+from dipaco.dht.records import BlobRecord, Claim, PeerRecord
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.best_parameters import BestParameters, BestParametersStore, best_parameters_of
 from dipaco.modules.config import RoundsConfig
@@ -17,7 +17,7 @@ from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.peer import keeper
 from dipaco.peer.keeper import BestParametersCopies
-from dipaco.peer.publisher import Claim, PeerStatus
+from dipaco.peer.publisher import Activity, PeerStatus
 from support.make_plan import make_plan
 
 ME, LEAD = "Qm" + "a" * 44, "Qm" + "b" * 44
@@ -41,7 +41,7 @@ class Process:
         self.events: list[str] = []
         self.announced = 0
         self.published: list[BlobRecord] = []
-        self.status = PeerStatus(Claim("serving"))
+        self.status = PeerStatus(Activity("serving"))
         node: Any = self
         self.copies = BestParametersCopies(node, self.status, self._announce, node)
 
@@ -107,7 +107,7 @@ def view_of(last_round: int, *bests: BestParameters, led: bool = True) -> SwarmV
         )
         for name in (ME, LEAD, *OTHERS)
     }
-    claim = ClaimRecord(peer_id=LEAD, path=PATH, state="training", since_s=0.0, round=0)
+    claim = Claim(peer_id=LEAD, path=PATH, state="training", since_s=0.0, round=0)
     return SwarmView(
         now_s=0.0,
         peers=peers,
@@ -163,7 +163,7 @@ def test_the_next_claim_is_tried_when_one_cannot_be_had(
 def test_what_is_trained_here_is_the_sessions_business(
     process: Process, states: dict[str, ModuleState]
 ) -> None:
-    process.status.claim = Claim("training", PATH)
+    process.status.claim = Activity("training", PATH)
     process.copies.keep(view_of(9, best_of(process, states, 3)))
     assert process.fetches == []
     process.bests.hold(best_of(process, states, 3))

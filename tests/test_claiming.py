@@ -7,7 +7,7 @@ import random
 
 import pytest
 from dipaco.dht.policy import choose_path, resolve_collision, should_move
-from dipaco.dht.records import ClaimRecord
+from dipaco.dht.records import Claim
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
@@ -29,12 +29,12 @@ def grid_of(*modules_per_level: int) -> Grid:
 EIGHT = grid_of(2, 2, 2)
 
 
-def claim(number: int, path: int, state: str = "training", **fields: object) -> ClaimRecord:
+def claim(number: int, path: int, state: str = "training", **fields: object) -> Claim:
     values = {"peer_id": PEERS[number], "path": path, "state": state, "since_s": float(number)}
-    return ClaimRecord.model_validate({**values, "round": 0, **fields})
+    return Claim.model_validate({**values, "round": 0, **fields})
 
 
-def view_of(claims: list[ClaimRecord], last_rounds: dict[int, int] | None = None) -> SwarmView:
+def view_of(claims: list[Claim], last_rounds: dict[int, int] | None = None) -> SwarmView:
     return SwarmView(
         now_s=10 * DURATION_S,
         claims={c.peer_id: c for c in claims},
@@ -44,7 +44,7 @@ def view_of(claims: list[ClaimRecord], last_rounds: dict[int, int] | None = None
 
 
 def looks_until_settled(
-    grid: Grid, settled: list[ClaimRecord], newcomers: int, last_rounds: dict[int, int]
+    grid: Grid, settled: list[Claim], newcomers: int, last_rounds: dict[int, int]
 ) -> tuple[int, list[int]]:
     """Let newcomers choose at once, unseen by each other, then look together, again and again."""
     first = len(settled)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.dht.coverage import scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
 from dipaco.dht.identity import load_or_create_identity
@@ -20,15 +21,26 @@ from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.dht.node import join_dht, select_run
 from dipaco.dht.records import (
     BlobRecord,
-    ClaimRecord,
-    HoldingRecord,
+    HeldState,
+    ModuleRecord,
+    PeerRecord,
     ProgressEntry,
     ProgressRecord,
     record_key,
     record_subkey,
 )
 from dipaco.modules.errors import AddressError, NetworkError, RunSelectionError, UnreachableError
-from support.dht_pair import LOOPBACK, TestNode, node_pair, start_node, wait_until
+from support.dht_pair import (
+    GRID,
+    LOOPBACK,
+    TestNode,
+    node_pair,
+    paths_of,
+    peer_record,
+    start_node,
+    view_by,
+    wait_until,
+)
 from support.make_plan import make_plan
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -41,21 +53,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestNode, T
         yield nodes
 
 
-def claim(node: TestNode, path: int) -> ClaimRecord:
-    return ClaimRecord(
-        peer_id=node.peer_id, path=path, state="training", since_s=time.time(), round=0
-    )
+def claim(node: TestNode, path: int) -> PeerRecord:
+    return peer_record(node.peer_id, path)
 
 
-def holding(node: TestNode, module: str) -> HoldingRecord:
-    return HoldingRecord(
+def holding(node: TestNode, module: str) -> ModuleRecord:
+    return ModuleRecord(
         peer_id=node.peer_id,
-        module=module,
-        version=1,
-        digest="a" * 64,
-        tokens=5,
+        state="serving",
+        path=None,
         round=0,
-        bytes=9,
+        reachable="direct",
+        module=module,
+        held=HeldState(version=1, digest="a" * 64, tokens=5, round=0, bytes=9),
     )
 
 
@@ -64,17 +74,13 @@ def directory_of(node: TestNode, number: int) -> Directory:
     return Directory(node.dht, node.identity, f"{number:016x}")
 
 
-def paths_of(directory: Directory) -> dict[str, int]:
-    return {record.peer_id: record.path for record in directory.read_claims()}
-
-
 def test_what_one_publishes_the_other_reads(pair: tuple[TestNode, TestNode]) -> None:
     first, second = pair
-    assert first.directory.publish_claim(claim(first, 1), LIFE_S)
-    assert second.directory.publish_claim(claim(second, 2), LIFE_S)
+    assert first.directory.publish_peer(claim(first, 1), 0, LIFE_S)
+    assert second.directory.publish_peer(claim(second, 2), 0, LIFE_S)
     expected = {first.peer_id: 1, second.peer_id: 2}
     assert paths_of(first.directory) == paths_of(second.directory) == expected
-    assert first.directory.publish_claim(claim(first, 3), LIFE_S)
+    assert first.directory.publish_peer(claim(first, 3), 0, LIFE_S)
     assert paths_of(second.directory)[first.peer_id] == 3
 
 
@@ -82,11 +88,11 @@ def test_a_withdrawn_claim_is_gone_at_once_and_can_come_back(
     pair: tuple[TestNode, TestNode],
 ) -> None:
     mine, theirs = (directory_of(node, 2) for node in pair)
-    mine.publish_claim(claim(pair[0], 1), LIFE_S)
+    mine.publish_peer(claim(pair[0], 1), 0, LIFE_S)
     assert paths_of(theirs)
-    assert mine.withdraw_claim()
+    assert mine.withdraw_peer(0)
     assert paths_of(theirs) == paths_of(mine) == {}
-    assert mine.publish_claim(claim(pair[0], 2), LIFE_S)
+    assert mine.publish_peer(claim(pair[0], 2), 0, LIFE_S)
     assert paths_of(theirs) == {pair[0].peer_id: 2}
 
 
@@ -94,9 +100,9 @@ def test_a_restarted_peer_overwrites_what_its_earlier_life_published(
     pair: tuple[TestNode, TestNode],
 ) -> None:
     before, reader = directory_of(pair[0], 3), directory_of(pair[1], 3)
-    before.publish_claim(claim(pair[0], 1), 500.0)
+    before.publish_peer(claim(pair[0], 1), 0, 500.0)
     restarted = directory_of(pair[0], 3)
-    assert restarted.publish_claim(claim(pair[0], 2), LIFE_S)
+    assert restarted.publish_peer(claim(pair[0], 2), 0, LIFE_S)
     assert paths_of(reader) == {pair[0].peer_id: 2}
 
 
@@ -104,7 +110,7 @@ def test_records_expire(pair: tuple[TestNode, TestNode]) -> None:
     mine, theirs = (directory_of(node, 4) for node in pair)
     life_s = 1.0
     # On a slow machine a second may pass before it is read.
-    while not (mine.publish_claim(claim(pair[0], 1), life_s) and paths_of(theirs)):
+    while not (mine.publish_peer(claim(pair[0], 1), 0, life_s) and paths_of(theirs)):
         life_s *= 2
         assert life_s < LIFE_S
     wait_until(lambda: not paths_of(theirs), 2 * LIFE_S)
@@ -114,19 +120,65 @@ def test_holdings_of_many_modules_are_stored_and_read_together(
     pair: tuple[TestNode, TestNode],
 ) -> None:
     mine, theirs = (directory_of(node, 5) for node in pair)
-    modules = tuple(f"L0.E{n}" for n in range(40))
+    modules = GRID.modules()[:12]
     with mine.together():
         for module in modules:
-            assert mine.publish_holding(holding(pair[0], module), LIFE_S)
-    theirs.publish_holding(holding(pair[1], "L0.E1"), LIFE_S)
-    found = theirs.read_holdings((*modules, "L9.E9"))
+            assert mine.publish_module(holding(pair[0], module), LIFE_S)
+    theirs.publish_module(holding(pair[1], "L0.E1"), LIFE_S)
+    found = view_by(theirs).holdings
     assert {module: len(records) for module, records in found.items()} == {
+        **dict.fromkeys(GRID.modules(), 0),
         **dict.fromkeys(modules, 1),
         "L0.E1": 2,
-        "L9.E9": 0,
     }
-    mine.withdraw_holding("L0.E1")
-    assert [h.peer_id for h in theirs.read_holdings(["L0.E1"])["L0.E1"]] == [pair[1].peer_id]
+    mine.withdraw_module("L0.E1")
+    assert [h.peer_id for h in view_by(theirs).holdings["L0.E1"]] == [pair[1].peer_id]
+
+
+def test_a_view_reads_its_scope_and_no_more(pair: tuple[TestNode, TestNode]) -> None:
+    mine, theirs = (directory_of(node, 7) for node in pair)
+    mine.publish_peer(claim(pair[0], 1), 0, LIFE_S)
+    for module in ("L0.E0", "L1.E1"):
+        said = holding(pair[0], module).model_copy(
+            update={"state": "training", "path": 1, "since_s": 5.0}
+        )
+        mine.publish_module(said, LIFE_S)
+    by_module = view_by(theirs, scope_of(("L1.E1",), (), GRID))
+    assert by_module.claims[pair[0].peer_id].path == 1
+    assert (set(by_module.holdings), dict(by_module.peers)) == ({"L1.E1"}, {})
+    by_bucket = view_by(theirs, scope_of((), (0,), GRID))
+    assert by_bucket.claims[pair[0].peer_id].path == 1
+    assert (dict(by_bucket.holdings), set(by_bucket.peers)) == ({}, {pair[0].peer_id})
+    assert not view_by(theirs, scope_of((), (1,), GRID)).claims
+
+
+def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(
+    pair: tuple[TestNode, TestNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = pair[0]
+    directory = directory_of(node, 8)
+    written: list[int] = []
+    store = directory._store_entries
+
+    def count(entries: list[Any]) -> bool:
+        written.append(len(entries))
+        return store(entries)
+
+    monkeypatch.setattr(directory, "_store_entries", count)
+    now_s = time.time()
+    monkeypatch.setattr("dipaco.dht.directory.get_dht_time", lambda: now_s)
+    record = claim(node, 1)
+    directory.publish_peer(record, 0, LIFE_S)
+    busier = record.model_copy(update={"tokens_per_s": 5.0, "bytes_up": 9})
+    directory.publish_peer(busier, 0, LIFE_S)
+    now_s += LIFE_S / 7
+    directory.publish_peer(busier, 0, LIFE_S)
+    assert written == [1]
+    directory.publish_peer(claim(node, 2), 0, LIFE_S)
+    assert written == [1, 1]
+    now_s += LIFE_S / 5
+    directory.publish_peer(claim(node, 2), 0, LIFE_S)
+    assert written == [1, 1, 1]
 
 
 def test_blob_holders_are_the_others(pair: tuple[TestNode, TestNode]) -> None:
@@ -144,8 +196,8 @@ def test_forged_and_misplaced_records_enter_no_node(pair: tuple[TestNode, TestNo
     first, second = pair
     run_id = f"{6:016x}"
     mine, reader = directory_of(first, 6), directory_of(second, 6)
-    mine.publish_claim(claim(first, 1), LIFE_S)
-    key = record_key("claims", run_id)
+    mine.publish_peer(claim(first, 1), 0, LIFE_S)
+    key = record_key("peers", run_id, "0")
     owner = first.identity.public_key
     forger = second.identity.public_key
 
@@ -153,10 +205,10 @@ def test_forged_and_misplaced_records_enter_no_node(pair: tuple[TestNode, TestNo
         return bool(second.dht.store(where, value, time.time() + life_s, subkey=subkey))
 
     lie = claim(first, 3).model_dump()
-    assert not store(key, record_subkey("claims", run_id, None, owner), lie)
-    assert not store(key, record_subkey("claims", run_id, None, forger), lie)
+    assert not store(key, record_subkey("peers", run_id, "0", owner), lie)
+    assert not store(key, record_subkey("peers", run_id, "0", forger), lie)
     honest = claim(second, 3).model_dump()
-    own_subkey = record_subkey("claims", run_id, None, forger)
+    own_subkey = record_subkey("peers", run_id, "0", forger)
     assert not store("another key", own_subkey, honest)
     assert not store(key, own_subkey, honest, life_s=1e6)
     assert not store(key, own_subkey, {**honest, "path": -1})
@@ -178,15 +230,15 @@ def test_threads_and_long_records_share_the_pipe(pair: tuple[TestNode, TestNode]
         )
         for n in range(64)
     )
-    record = ProgressRecord(peer_id=first.peer_id, entries=entries)
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
         directory = directory_of(first, 100 + number)
         try:
-            for _ in range(5):
-                assert directory.publish_progress(record, LIFE_S)
-                assert len(directory.read_progress()[0].entries) == 64
+            for size in range(60, 65):
+                record = ProgressRecord(peer_id=first.peer_id, entries=entries[:size])
+                assert directory.publish_progress(record, 0, LIFE_S)
+                assert len(view_by(directory).progress) == size
         except BaseException as error:
             failures.append(error)
 
@@ -196,7 +248,8 @@ def test_threads_and_long_records_share_the_pipe(pair: tuple[TestNode, TestNode]
     for thread in threads:
         thread.join(60)
     assert not failures
-    assert directory_of(second, 103).read_progress()[0].entries == entries
+    found = view_by(directory_of(second, 103)).progress
+    assert [service.tokens for service in found.values()] == [entry.tokens for entry in entries]
 
 
 # -- runs
@@ -290,7 +343,7 @@ def test_one_living_address_of_several_is_enough(
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     third = start_node(tmp_path, dead, pair[0].address, client_mode=True)
     try:
-        pair[0].directory.publish_claim(claim(pair[0], 1), LIFE_S)
+        pair[0].directory.publish_peer(claim(pair[0], 1), 0, LIFE_S)
         assert paths_of(third.directory)[pair[0].peer_id] == 1
     finally:
         third.close()
@@ -322,7 +375,7 @@ def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     node = start_node(tmp_path)
-    node.directory.publish_claim(claim(node, 1), LIFE_S)
+    node.directory.publish_peer(claim(node, 1), 0, LIFE_S)
     assert node.directory.failure is None
     assert node.dht.pid is not None
     os.kill(node.dht.pid, signal.SIGSTOP)
@@ -332,7 +385,7 @@ def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(
     def read() -> None:
         begun.set()
         try:
-            node.directory.read_claims()
+            view_by(node.directory)
         except BaseException as error:
             failures.append(error)
 
@@ -346,6 +399,6 @@ def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(
     assert node.directory.failure == "the DHT process has ended"
     started = time.monotonic()
     with pytest.raises(NetworkError, match="has ended"):
-        node.directory.publish_claim(claim(node, 2), LIFE_S)
+        node.directory.publish_peer(claim(node, 2), 0, LIFE_S)
     assert time.monotonic() - started < CALL_LIMIT_S
     node.identity.release()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dipaco.dht.records import ClaimRecord
+from dipaco.dht.records import Claim
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import (
     BestParameters,
@@ -263,7 +263,7 @@ class Peer:
         """Let the view show these best states, and who trains the path since longest."""
         claims = {}
         if lead is not None:
-            claims[lead] = ClaimRecord(peer_id=lead, path=1, state="training", since_s=0.0, round=0)
+            claims[lead] = Claim(peer_id=lead, path=1, state="training", since_s=0.0, round=0)
         notices = tuple(b.reference for b in bests)
         self.view = SwarmView(now_s=0.0, claims=claims, bests={1: notices})
 

@@ -27,7 +27,6 @@ from dipaco.dht.record_validator import (
     signed_bytes,
 )
 from dipaco.dht.records import (
-    ClaimRecord,
     PeerRecord,
     RecordError,
     clean_text,
@@ -43,9 +42,9 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
-from support.dht_pair import LOOPBACK, RUN_ID, start_node
+from support.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
 
-KEY = record_key("claims", RUN_ID)
+KEY = record_key("peers", RUN_ID, "0")
 KEY_BYTES = DHTID.generate(source=KEY).to_bytes()
 
 
@@ -59,13 +58,11 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Identi
 
 
 def claim_of(identity: Identity, path: int = 1) -> dict[str, Any]:
-    return ClaimRecord(
-        peer_id=identity.peer_id, path=path, state="training", since_s=1.0, round=0
-    ).model_dump()
+    return peer_record(identity.peer_id, path).model_dump()
 
 
 def subkey_of(identity: Identity, public_key: bytes | None = None) -> bytes:
-    return record_subkey("claims", RUN_ID, None, public_key or identity.public_key)
+    return record_subkey("peers", RUN_ID, "0", public_key or identity.public_key)
 
 
 def signed(
@@ -201,10 +198,10 @@ def test_addresses_of_ipv6_relays_fit_and_device_names_are_cleaned(
         bytes_down=0,
     )
     assert record.device == "GPU? ?0??"
-    subkey = record_subkey("peers", RUN_ID, None, me.public_key)
+    subkey = record_subkey("peers", RUN_ID, "7", me.public_key)
     value = MSGPackSerializer.dumps(record.model_dump())
     made = DHTRecord(
-        DHTID.generate(source=record_key("peers", RUN_ID)).to_bytes(),
+        DHTID.generate(source=record_key("peers", RUN_ID, "7")).to_bytes(),
         MSGPackSerializer.dumps(subkey),
         value,
         time.time() + 60,
@@ -284,8 +281,8 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path: Path) -> None:
     node = start_node(tmp_path / "honest")
     liar = DHT(initial_peers=[node.address], start=True, host_maddrs=[LOOPBACK])
     try:
-        record = ClaimRecord.model_validate(claim_of(node.identity, 1))
-        assert node.directory.publish_claim(record, 60.0)
+        record = peer_record(node.peer_id, 1)
+        assert node.directory.publish_peer(record, 0, 60.0)
         own = subkey_of(node.identity)
         late = time.time() + 500
         liar.store(KEY, claim_of(node.identity, 3), late, subkey=own)
@@ -294,10 +291,11 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path: Path) -> None:
         stored = liar.get(KEY, latest=False)
         assert stored is not None
         assert "free" in stored.value
-        assert [claim.path for claim in node.directory.read_claims()] == [1]
+        assert paths_of(node.directory) == {node.peer_id: 1}
         moved = record.model_copy(update={"path": 2})
-        assert node.directory.publish_claim(moved, 60.0)
-        assert [claim.path for claim in node.directory.read_claims()] == [2]
+        # The liar, which is asked to store it too, may say that nobody did.
+        node.directory.publish_peer(moved, 0, 60.0)
+        assert paths_of(node.directory) == {node.peer_id: 2}
     finally:
         liar.shutdown()
         node.close()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from dipaco.dht.keeping import is_best_keeper, keepers
-from dipaco.dht.records import ClaimRecord, PeerRecord
+from dipaco.dht.records import Claim, PeerRecord
 from dipaco.dht.view import SwarmView
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +61,7 @@ def test_the_load_is_spread() -> None:
 def test_a_paths_best_states_are_with_its_lead_and_with_as_many_others_as_there_are(
     bystanders: int,
 ) -> None:
-    lead = ClaimRecord(peer_id=name(0), path=0, state="training", since_s=0.0, round=0)
+    lead = Claim(peer_id=name(0), path=0, state="training", since_s=0.0, round=0)
     there = [peer(0), *(peer(1 + n, "serving") for n in range(bystanders)), peer(60, "leaving")]
     view = SwarmView(
         now_s=0.0, claims={lead.peer_id: lead}, peers={record.peer_id: record for record in there}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.adoption import MAX_LOSS_INCREASE, RETRY_PERIODS
 from dipaco.peer.member.chains import RETRY_PERIODS as CHAIN_RETRY_PERIODS
-from dipaco.peer.member.chains import refresh_period_s
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from dipaco.dht.certificates import CertificateBook
 from dipaco.dht.policy import Decision, rendezvous
-from dipaco.dht.records import ClaimRecord
+from dipaco.dht.records import Claim
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
@@ -26,7 +26,7 @@ START_S = 2000.0
 class Claimer:
     """The claiming of a member whose claim is in the view after every look."""
 
-    def __init__(self, *others: ClaimRecord, pinned: int | None = None) -> None:
+    def __init__(self, *others: Claim, pinned: int | None = None) -> None:
         settings = MemberSettings(ME, pinned=pinned)
         self.known = Knowledge(settings, PLAN, grid_of(PLAN), CertificateBook())
         self.known.now_s = START_S
@@ -35,7 +35,7 @@ class Claimer:
         self.said: list[a.Say] = []
         self.looks = 0
 
-    def others_then(self, said: a.Say | None) -> list[ClaimRecord]:
+    def others_then(self, said: a.Say | None) -> list[Claim]:
         return self.others
 
     def claim(self, decision: Decision | None = None) -> Decision:
@@ -102,7 +102,7 @@ def test_it_gives_way_a_few_times_only() -> None:
     """Wherever it goes, somebody before it goes too."""
 
     class Followed(Claimer):
-        def others_then(self, said: a.Say | None) -> list[ClaimRecord]:
+        def others_then(self, said: a.Say | None) -> list[Claim]:
             if said is None or said.path is None:
                 return []
             return [claim(before_me(said.path), said.path, "joining", since_s=START_S)]

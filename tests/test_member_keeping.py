@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from dipaco.dht.keeping import keepers
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.chains import refresh_period_s
 from dipaco.peer.member.keeping import (
     DROP_EVERY_S,
     GREATEST_OFFERS,

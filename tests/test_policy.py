@@ -11,7 +11,7 @@ from functools import lru_cache
 from dipaco.dht.agreement import expected_group
 from dipaco.dht.keeping import keepers
 from dipaco.dht.policy import choose_path, lead_rank, resolve_collision, should_move
-from dipaco.dht.records import ClaimRecord
+from dipaco.dht.records import Claim
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
@@ -48,14 +48,14 @@ def grid_of(modules_per_level: tuple[int, ...] = (2, 2), private: bool = False) 
 
 def claim(
     number: int, path: int, since_s: float = 0.0, state: str = "training", round_index: int = 0
-) -> ClaimRecord:
-    return ClaimRecord(
+) -> Claim:
+    return Claim(
         peer_id=peer_name(number), path=path, state=state, since_s=since_s, round=round_index
     )
 
 
 def view_of(
-    claims: Iterable[ClaimRecord] = (),
+    claims: Iterable[Claim] = (),
     last_rounds: dict[int, int] | None = None,
     now_s: float = 0.0,
     **fields: object,
@@ -192,7 +192,7 @@ class Swarm:
         self.stale = stale
         self.random = random.Random(seed)
         self.round = 0
-        self.claims: dict[str, ClaimRecord] = {}
+        self.claims: dict[str, Claim] = {}
         self.pinned: set[str] = set()
         self.expires: dict[str, int] = {}
         self.rounds_on_path: dict[str, int] = {}
@@ -220,7 +220,7 @@ class Swarm:
     def _take(self, me: str, path: int) -> None:
         since_s = self.round * DURATION_S + self.random.random()
         for _ in range(5):
-            self.claims[me] = ClaimRecord(
+            self.claims[me] = Claim(
                 peer_id=me,
                 path=path,
                 state="joining",

@@ -15,7 +15,7 @@ from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.member.rounds import RoundSchedule
-from dipaco.peer.publisher import Claim, PeerStatus, Publisher
+from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from support.fake_swarm import (
     ME,
     FakeDirectory,
@@ -65,7 +65,7 @@ class Peer:
 
     def claim(self, path: int, *, pinned: bool = False) -> None:
         """Claim a path now."""
-        self.status.claim = Claim("joining", path, self.time.clock.now(), pinned=pinned)
+        self.status.claim = Activity("joining", path, self.time.clock.now(), pinned=pinned)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     assert peer.directory.holdings["L0.E0"].tokens == 64
     assert peer.directory.peers[-1].state == "joining"
     assert peer.directory.manifests == [b"manifest"]
-    peer.status.claim = Claim("leaving", 1)
+    peer.status.claim = Activity("leaving", 1)
     peer.publisher.refresh()
     assert peer.directory.claims[-1] is None
     peer.publisher.stop(withdraw=True)

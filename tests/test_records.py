@@ -25,8 +25,8 @@ from dipaco.dht.records import (
     MAX_SCORE_ENTRIES,
     Address,
     BlobRecord,
-    ClaimRecord,
-    HoldingRecord,
+    HeldState,
+    ModuleRecord,
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
@@ -72,13 +72,20 @@ def other(identities: list[Identity]) -> Identity:
     return identities[1]
 
 
+ITEM = "L0.E3"
+
+
 def claim_of(identity: Identity, **changes: Any) -> dict[str, Any]:
+    """Return the record of a peer that trains a path through a module, and holds nothing of it."""
     values = {
         "peer_id": identity.peer_id,
         "path": 3,
         "state": "training",
         "since_s": 5.0,
         "round": 7,
+        "reachable": "direct",
+        "module": ITEM,
+        "held": None,
     }
     return {**values, **changes}
 
@@ -87,8 +94,8 @@ def signed(
     identity: Identity,
     value: Any,
     *,
-    kind: str = "claims",
-    item: str | None = None,
+    kind: str = "modules",
+    item: str | None = ITEM,
     life_s: float = 60.0,
     key: str | None = None,
     owner: bytes | None = None,
@@ -109,23 +116,31 @@ def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
     peer_id = identity.peer_id
     greatest = 2**53
     return [
-        ("claims", None, ClaimRecord(**claim_of(identity))),
+        ("modules", ITEM, ModuleRecord(**claim_of(identity))),
         (
-            "holdings",
-            "L1023.E1023",
-            HoldingRecord(
+            "modules",
+            "L1023.E10239",
+            ModuleRecord(
                 peer_id=peer_id,
-                module="L1023.E1023",
-                version=greatest,
-                digest="f" * 64,
-                tokens=greatest,
+                state="training",
+                path=2**31 - 1,
+                since_s=1e11,
                 round=greatest,
-                bytes=greatest,
+                pinned=True,
+                reachable="relayed",
+                module="L1023.E10239",
+                held=HeldState(
+                    version=greatest,
+                    digest="f" * 64,
+                    tokens=greatest,
+                    round=greatest,
+                    bytes=greatest,
+                ),
             ),
         ),
         (
             "peers",
-            None,
+            "4095",
             PeerRecord(
                 peer_id=peer_id,
                 protocol=1,
@@ -143,7 +158,7 @@ def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
         ),
         (
             "progress",
-            None,
+            "0",
             ProgressRecord(
                 peer_id=peer_id,
                 entries=tuple(
@@ -212,13 +227,13 @@ def test_the_greatest_record_of_every_kind_fits_and_comes_back(me: Identity) -> 
     ],
 )
 def test_a_wrong_field_is_named(me: Identity, changes: dict[str, Any]) -> None:
-    address = Address(KINDS["claims"], RUN_ID, None, me.public_key)
+    address = Address(KINDS["modules"], RUN_ID, ITEM, me.public_key)
     with pytest.raises(RecordError, match=next(iter(changes))):
         parse_record(address, claim_of(me, **changes))
 
 
 def test_unknown_fields_are_ignored_and_missing_ones_are_not(me: Identity) -> None:
-    address = Address(KINDS["claims"], RUN_ID, None, me.public_key)
+    address = Address(KINDS["modules"], RUN_ID, ITEM, me.public_key)
     assert parse_record(address, claim_of(me, novelty=[1])).peer_id == me.peer_id
     values = claim_of(me)
     del values["round"]
@@ -227,7 +242,7 @@ def test_unknown_fields_are_ignored_and_missing_ones_are_not(me: Identity) -> No
 
 
 def test_a_record_speaks_for_its_signer_and_its_key_alone(me: Identity, other: Identity) -> None:
-    address = Address(KINDS["claims"], RUN_ID, None, other.public_key)
+    address = Address(KINDS["modules"], RUN_ID, ITEM, other.public_key)
     with pytest.raises(RecordError, match=f"names {me.peer_id}"):
         parse_record(address, claim_of(me))
     kind, _, record = examples(me)[1]
@@ -246,7 +261,7 @@ def test_a_record_speaks_for_its_signer_and_its_key_alone(me: Identity, other: I
         ),
         max_leaves=12,
     ),
-    kind=st.sampled_from(["claims", "peers", "holdings", "progress", "blobs"]),
+    kind=st.sampled_from(["modules", "peers", "progress", "blobs", "scores"]),
 )
 def test_nothing_but_a_record_error_comes_of_garbage(me: Identity, value: Any, kind: str) -> None:
     with pytest.raises(RecordError):
@@ -306,11 +321,11 @@ def test_nobody_can_sign_for_another(
 def test_a_record_stands_only_under_its_own_key(
     validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    elsewhere = signed(me, claim_of(me), key=record_key("claims", "f" * 16))
+    elsewhere = signed(me, claim_of(me), key=record_key("modules", "f" * 16, ITEM))
     assert "a key that is not its own" in refused(validator, elsewhere, caplog)
 
 
-@pytest.mark.parametrize("life_s", [700.0, 1e9, float("inf"), float("nan")])
+@pytest.mark.parametrize("life_s", [2500.0, 1e9, float("inf"), float("nan")])
 def test_no_record_lives_too_long(
     validator: RecordValidator, me: Identity, life_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,8 +356,14 @@ def test_oversized_and_malformed_records_are_refused(
         3,
         b"[owner:ssh-rsa AAAA]",
         ("a", 1),
-        record_subkey("claims", RUN_ID, None, b""),
-        record_subkey("claims", RUN_ID, None, b"k" * 33),
+        record_subkey("modules", RUN_ID, ITEM, b""),
+        record_subkey("modules", RUN_ID, ITEM, b"k" * 33),
+        record_subkey("modules", RUN_ID, None, b"k" * 32),
+        record_subkey("modules", RUN_ID, "peers", b"k" * 32),
+        record_subkey("peers", RUN_ID, None, b"k" * 32),
+        record_subkey("peers", RUN_ID, "01", b"k" * 32),
+        record_subkey("peers", RUN_ID, "-1", b"k" * 32),
+        record_subkey("claims", RUN_ID, None, b"k" * 32),
     ],
 )
 def test_other_peoples_records_do_not_enter(
@@ -400,22 +421,16 @@ def test_a_value_shorter_than_a_signature_is_refused(
         assert "no valid signature" in refused(validator, record, caplog)
 
 
-def test_matchmaking_may_declare_averagers_and_nothing_else(
+def test_declarations_of_hivemind_s_matchmaking_are_refused(
     validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def declaration(value: Any, life_s: float = 30.0) -> DHTRecord:
-        return DHTRecord(
-            key=DHTID.generate(source="any-prefix.0b01").to_bytes(),
-            subkey=MSGPackSerializer.dumps(PeerID.from_base58(me.peer_id).to_bytes()),
-            value=MSGPackSerializer.dumps(value),
-            expiration_time=time.time() + life_s,
-        )
-
-    assert validator.validate(declaration(True))
-    assert validator.validate(declaration(False))
-    refused(validator, declaration("x" * 100), caplog)
-    refused(validator, declaration(1), caplog)
-    refused(validator, declaration(True, life_s=1e6), caplog)
+    record = DHTRecord(
+        key=DHTID.generate(source="any-prefix.0b01").to_bytes(),
+        subkey=MSGPackSerializer.dumps(PeerID.from_base58(me.peer_id).to_bytes()),
+        value=MSGPackSerializer.dumps(True),
+        expiration_time=time.time() + 30.0,
+    )
+    assert "not of this protocol" in refused(validator, record, caplog)
 
 
 def test_a_flood_of_bad_records_is_one_warning_a_peer(
@@ -457,9 +472,9 @@ def test_manifests_certify_themselves(
 def test_hivemind_takes_the_validators(me: Identity, other: Identity) -> None:
     ours = CompositeValidator(record_validators(me))
     theirs = CompositeValidator(record_validators(other))
-    subkey = MSGPackSerializer.dumps(record_subkey("claims", RUN_ID, None, me.public_key))
+    subkey = MSGPackSerializer.dumps(record_subkey("modules", RUN_ID, ITEM, me.public_key))
     record = DHTRecord(
-        DHTID.generate(source=record_key("claims", RUN_ID)).to_bytes(),
+        DHTID.generate(source=record_key("modules", RUN_ID, ITEM)).to_bytes(),
         subkey,
         MSGPackSerializer.dumps(claim_of(me)),
         time.time() + 60,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from dipaco.dht.manifest import operator_fingerprint
-from dipaco.dht.records import ClaimRecord, ScoresRecord
+from dipaco.dht.records import Claim, ScoresRecord
 from dipaco.dht.score_request import ScoreRequest, sign_score_request, verify_score_request
 from dipaco.dht.view import SwarmView
 from dipaco.modules.compose import gather_module, load_path
@@ -51,7 +51,7 @@ class Swarm:
         self.served: tuple[str, ...] = ()
         claims = {}
         if trained_path is not None:
-            claims[ME] = ClaimRecord(
+            claims[ME] = Claim(
                 peer_id=ME, path=trained_path, state="training", since_s=1.0, round=0
             )
         self.view = SwarmView(now_s=0.0, claims=claims)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from dipaco.dht.records import ClaimRecord, ScoreEntry, ScoresRecord
+from dipaco.dht.records import Claim, ScoreEntry, ScoresRecord
 from dipaco.dht.score_request import ScoreRequest
 from dipaco.dht.scoring_policy import ScoringBoard, build_board, keeps_scoring, path_to_score
 from dipaco.dht.view import SwarmView
@@ -18,12 +18,12 @@ PATIENCE_S = 2.0
 REQUEST = ScoreRequest(run_id="0" * 16, documents_sha256=SHA, documents=9, made_s=100.0)
 
 
-def claim(peer: str, path: int, since_s: float = 1.0, state: str = "training") -> ClaimRecord:
+def claim(peer: str, path: int, since_s: float = 1.0, state: str = "training") -> Claim:
     values = {"peer_id": peer, "path": path, "state": state, "since_s": since_s, "round": 0}
-    return ClaimRecord.model_validate(values)
+    return Claim.model_validate(values)
 
 
-def view_of(*claims: ClaimRecord) -> SwarmView:
+def view_of(*claims: Claim) -> SwarmView:
     return SwarmView(now_s=0.0, claims={c.peer_id: c for c in claims})
 
 

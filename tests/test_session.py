@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.dht.records import ClaimRecord
+from dipaco.dht.records import Claim
 from dipaco.dht.view import SwarmView
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.errors import NetworkError
@@ -219,7 +219,7 @@ class Rig:
     def _wait(self, seconds: float) -> None:
         self.time.now_s += seconds
 
-    def others(self, *claims: ClaimRecord, held: StateReference | None = None) -> None:
+    def others(self, *claims: Claim, held: StateReference | None = None) -> None:
         """Say who else is there and what they hold, for the peer to see."""
         self.directory.others = SwarmView(
             now_s=0.0,
@@ -249,7 +249,7 @@ def rig(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return make
 
 
-def everywhere_but(path: int) -> tuple[ClaimRecord, ...]:
+def everywhere_but(path: int) -> tuple[Claim, ...]:
     """Return claims of three peers on the other paths."""
     return tuple(
         claim(peer, other)

@@ -19,7 +19,7 @@ from dipaco.dht.manifest import (
     sign_manifest,
     verify_manifest,
 )
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.status import status_of
 from dipaco.dht.status_screen import render
 from dipaco.dht.view import SwarmView, build_view
@@ -43,8 +43,8 @@ def grid(manifest: SignedManifest) -> Grid:
     return Grid(manifest.plan.model, manifest.plan.grid)
 
 
-def claim(peer: str, path: int, state: str = "training") -> ClaimRecord:
-    return ClaimRecord(peer_id=peer, path=path, state=state, since_s=1000.0, round=6)
+def claim(peer: str, path: int, state: str = "training") -> Claim:
+    return Claim(peer_id=peer, path=path, state=state, since_s=1000.0, round=6)
 
 
 def peer(peer_id: str, path: int | None, state: str = "training") -> PeerRecord:
@@ -64,8 +64,8 @@ def peer(peer_id: str, path: int | None, state: str = "training") -> PeerRecord:
     )
 
 
-def holding(peer_id: str, module: str, version: int = 5, digest: str = "a" * 64) -> HoldingRecord:
-    return HoldingRecord(
+def holding(peer_id: str, module: str, version: int = 5, digest: str = "a" * 64) -> Holding:
+    return Holding(
         peer_id=peer_id,
         module=module,
         version=version,
@@ -92,13 +92,13 @@ def view_of(
     manifest: SignedManifest,
     grid: Grid,
     *,
-    claims: Iterable[ClaimRecord] = (),
-    holdings: Iterable[HoldingRecord] = (),
+    claims: Iterable[Claim] = (),
+    holdings: Iterable[Holding] = (),
     progress: Iterable[ProgressRecord] = (),
     peers: Iterable[PeerRecord] = (),
 ) -> SwarmView:
     """Return a view in the middle of round 6."""
-    held: dict[str, list[HoldingRecord]] = {module: [] for module in grid.modules()}
+    held: dict[str, list[Holding]] = {module: [] for module in grid.modules()}
     for record in holdings:
         held[record.module].append(record)
     return build_view(
@@ -251,10 +251,9 @@ def test_the_command_on_a_real_swarm(tmp_path: Path, grid: Grid) -> None:
         assert found["run"]["id"] == plan.run_id
 
         me = node.peer_id
-        node.directory.publish_claim(claim(me, 0).model_copy(update={"peer_id": me}), 300.0)
-        node.directory.publish_peer(peer(me, 0), 300.0)
+        node.directory.publish_peer(peer(me, 0), 0, 300.0)
         for path in range(4):
-            node.directory.publish_progress(progress(me, path), 300.0)
+            node.directory.publish_progress(progress(me, path), 0, 300.0)
         asked = status("--initial-peers", node.address, "--json", "--run", "live")
         found = json.loads(asked.stdout)
         assert asked.stderr == ""

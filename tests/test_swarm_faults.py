@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.peer.publisher import LIFE_PERIODS, refresh_period_s
+from dipaco.dht.records import LIFE_PERIODS, refresh_period_s
 from support.dht_pair import wait_until
 from support.faults import (
     assert_gone,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dipaco.dht.coverage import whole_scope
 from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import load_or_create_operator_key
 from dipaco.dht.records import BlobRecord
@@ -19,6 +20,7 @@ from dipaco.dht.score_request import (
 )
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.files import canonical_json
+from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.node import Node, join_run
@@ -168,10 +170,11 @@ def test_peers_score_and_move_to_the_successor(tmp_path: Path) -> None:
                 swarm.wait_after(event, member, "training", "commit")
                 assert not member.of("leaving")
             assert not killed & {event["path"] for event in back.of("score")}
-            reader = Directory(node.dht, node.identity, new.plan().run_id)
-            assert {claim.peer_id for claim in reader.read_claims()} == {
-                member.peer_id for member in members
-            }
+            plan = new.plan()
+            reader = Directory(node.dht, node.identity, plan.run_id)
+            grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
+            view = reader.read_view(plan, grid, time.time(), whole_scope(grid))
+            assert set(view.claims) == {member.peer_id for member in members}
         finally:
             node.close()
             node.identity.release()

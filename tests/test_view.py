@@ -11,7 +11,7 @@ from dipaco.dht.agreement import (
     round_of_others,
     trained_paths,
 )
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView, build_view, plausible_state, present_round, round_at
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
@@ -31,12 +31,12 @@ def grid(plan: RunPlan) -> Grid:
     return Grid(plan.model, plan.grid)
 
 
-def claim(peer: str, path: int, **fields: object) -> ClaimRecord:
+def claim(peer: str, path: int, **fields: object) -> Claim:
     values = {"peer_id": peer, "path": path, "state": "training", "since_s": 1.0, "round": 0}
-    return ClaimRecord.model_validate({**values, **fields})
+    return Claim.model_validate({**values, **fields})
 
 
-def holding(**fields: object) -> HoldingRecord:
+def holding(**fields: object) -> Holding:
     values = {
         "peer_id": PEERS[0],
         "module": "L0.E0",
@@ -46,7 +46,7 @@ def holding(**fields: object) -> HoldingRecord:
         "round": 3,
         "bytes": 10,
     }
-    return HoldingRecord.model_validate({**values, **fields})
+    return Holding.model_validate({**values, **fields})
 
 
 def progress(peer: str, path: int, last_round: int, tokens: int = 100) -> ProgressRecord:

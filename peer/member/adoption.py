@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 
 from .actions import Adopt, CheckState, FetchState, Warn
-from .chains import Chains, refresh_period_s
+from .chains import Chains
 from .events import Checked, FetchFailed, StateFetched
 from .knowledge import Knowledge
 from .ledger import Ledger

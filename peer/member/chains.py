@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 
 from .actions import FetchChain
@@ -14,11 +15,6 @@ from .knowledge import Knowledge
 RETRY_PERIODS = 2
 # States of one module that are looked into at once: inventors announce many.
 AT_ONCE = 4
-
-
-def refresh_period_s(duration_s: float) -> float:
-    """Return how often records are renewed: four times a round, 1 to 20 seconds."""
-    return min(20.0, max(1.0, duration_s / 4))
 
 
 class Chains:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from dipaco.dht.agreement import expected_group
 from dipaco.dht.keeping import keepers
 from dipaco.dht.policy import seniority
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 
 from .actions import Drop, FetchState, Keep, Offer
-from .chains import Chains, refresh_period_s
+from .chains import Chains
 from .events import FetchFailed, OfferAnswered, Offered, StateFetched
 from .knowledge import Knowledge
 

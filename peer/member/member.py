@@ -15,6 +15,7 @@ from enum import Enum, auto
 from dipaco.dht.agreement import round_of_others, trained_paths
 from dipaco.dht.certificates import CertificateBook
 from dipaco.dht.policy import lead_rank, should_move
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
@@ -35,7 +36,7 @@ from .actions import (
 )
 from .adoption import Adoption
 from .beginning import LIMIT_S, Beginning
-from .chains import Chains, refresh_period_s
+from .chains import Chains
 from .claiming import Claiming
 from .events import (
     Answered,

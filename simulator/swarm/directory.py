@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressRecord
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -23,9 +23,9 @@ from .network import Network
 
 # Sizes of signed records on the wire, for the counters.
 RECORD_BYTES: dict[Any, int] = {
-    ClaimRecord: 420,
+    Claim: 420,
     PeerRecord: 780,
-    HoldingRecord: 560,
+    Holding: 560,
     ProgressRecord: 520,
 }
 KEPT_VERSIONS = 3
@@ -82,9 +82,9 @@ class SimulatedDirectory:
 
     def read(self, reader: str, believed_s: float) -> SwarmView:
         """Return what a peer sees, which believes that it is `believed_s`."""
-        claims: list[ClaimRecord] = []
+        claims: list[Claim] = []
         peers: list[PeerRecord] = []
-        holdings: dict[str, list[HoldingRecord]] = {}
+        holdings: dict[str, list[Holding]] = {}
         progress: list[ProgressRecord] = []
         size = 0
         link = self._network.links[reader]
@@ -99,18 +99,18 @@ class SimulatedDirectory:
                 continue
             kind = type(record)
             size += RECORD_BYTES[kind]
-            if kind is ClaimRecord:
+            if kind is Claim:
                 claims.append(record)
             elif kind is PeerRecord:
                 peers.append(record)
-            elif kind is HoldingRecord:
+            elif kind is Holding:
                 holdings.setdefault(record.module, []).append(record)
             else:
                 progress.append(record)
         for key in gone:
             del self._records[key]
         link.traffic.view_bytes += size
-        by_module: Mapping[str, list[HoldingRecord]] = {
+        by_module: Mapping[str, list[Holding]] = {
             module: sorted(held, key=lambda h: h.peer_id)
             for module, held in sorted(holdings.items())
         }

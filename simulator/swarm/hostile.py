@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from dipaco.dht.certificates import Certificate, CommitStatement
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord
 from dipaco.dht.view import greatest_contribution
 from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
@@ -45,7 +45,7 @@ class BareIdentities:
         now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
         for number, name in enumerate(self._names):
             path = number % world.grid.path_count
-            claim = ClaimRecord.model_construct(
+            claim = Claim.model_construct(
                 peer_id=name,
                 path=path,
                 state="training" if number % 3 else "joining",
@@ -82,7 +82,7 @@ class Liar:
         world, engine = self._world, self._world.engine
         now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
         path = engine.random.randrange(world.grid.path_count)
-        claim = ClaimRecord.model_construct(
+        claim = Claim.model_construct(
             peer_id=self._peer,
             path=path,
             state="training",
@@ -204,8 +204,8 @@ def _peer_record(world: World, peer: str, path: int) -> PeerRecord:
     )
 
 
-def _holding(peer: str, held: StateReference) -> HoldingRecord:
-    return HoldingRecord.model_construct(
+def _holding(peer: str, held: StateReference) -> Holding:
+    return Holding.model_construct(
         peer_id=peer,
         module=held.module,
         version=held.version,

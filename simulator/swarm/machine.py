@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dipaco.dht.certificates import Certificate
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressRecord
+from dipaco.dht.records import (
+    Claim,
+    Holding,
+    PeerRecord,
+    ProgressRecord,
+    record_life_s,
+    refresh_period_s,
+)
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
 from dipaco.peer.member.events import Event, LeaveWanted, Stepped, Turn, Viewed
@@ -26,7 +33,6 @@ from .carrying import Carrying
 from .network import Link, Reply
 from .world import Body, Disk, World
 
-LIFE_PERIODS = 3.5
 PROGRESS_LIFE_S = 24 * 3600.0
 # Of a round: the longest stretch of inner steps that is taken as one.
 STRETCH_SHARE = 1 / 6
@@ -239,7 +245,7 @@ class Machine(Body):
     @property
     def refresh_period_s(self) -> float:
         """How often records are renewed: as `peer.publisher` does."""
-        return min(20.0, max(1.0, self.world.plan.rounds.duration_s / 4))
+        return refresh_period_s(self.world.plan.rounds.duration_s)
 
     def _refresh(self) -> None:
         """Publish and read, once a refresh period."""
@@ -267,7 +273,7 @@ class Machine(Body):
             self._written.discard(item)
         else:
             self._written.add(item)
-        life_s = LIFE_PERIODS * self.refresh_period_s + 2.0
+        life_s = record_life_s(self.refresh_period_s)
         life_s = PROGRESS_LIFE_S if item == "progress" else life_s
         self.world.directory.write(self.peer, item, record, life_s)
 
@@ -283,7 +289,7 @@ class Machine(Body):
         if item == "claim":
             if claim.path is None or claim.state not in ("joining", "training"):
                 return None
-            return ClaimRecord.model_construct(
+            return Claim.model_construct(
                 peer_id=self.peer,
                 path=claim.path,
                 state=claim.state,
@@ -314,10 +320,10 @@ class Machine(Body):
         state = self.served.get(item)
         return self._holding(state.reference) if state is not None else None
 
-    def _holding(self, held: StateReference) -> HoldingRecord:
+    def _holding(self, held: StateReference) -> Holding:
         known = self._records.get(held.module)
         if known is None or known.digest != held.digest:
-            known = HoldingRecord.model_construct(
+            known = Holding.model_construct(
                 peer_id=self.peer,
                 module=held.module,
                 version=held.version,

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from dipaco.dht.certificates import Certificate, CertificateBook, CommitStatement
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import Contribution
@@ -161,7 +161,7 @@ class CalmWorld:
         """Return what everybody sees now."""
         alive = [peer for peer in self.peers.values() if peer.alive]
         claims = {
-            peer.name: ClaimRecord(
+            peer.name: Claim(
                 peer_id=peer.name,
                 path=peer.claim.path,
                 state=peer.claim.state,
@@ -189,11 +189,11 @@ class CalmWorld:
             )
             for peer in alive
         }
-        holdings: dict[str, list[HoldingRecord]] = defaultdict(list)
+        holdings: dict[str, list[Holding]] = defaultdict(list)
         for peer in alive:
             for state in peer.held.values():
                 holdings[state.module].append(
-                    HoldingRecord(
+                    Holding(
                         peer_id=peer.name,
                         module=state.module,
                         version=state.version,

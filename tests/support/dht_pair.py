@@ -8,13 +8,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dipaco.dht.coverage import Scope, whole_scope
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, load_or_create_identity
 from dipaco.dht.node import join_dht
+from dipaco.dht.records import PeerRecord
+from dipaco.dht.view import SwarmView
+from dipaco.modules.config import GridConfig
+from dipaco.modules.grid import Grid
+
+from .make_plan import make_plan
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 RUN_ID = "0123456789abcdef"
+# Of the run that the views of these tests are of: 64 paths, one bucket.
+PLAN = make_plan(grid=GridConfig(modules_per_level=(8, 8)))
+GRID = Grid(PLAN.model, PLAN.grid)
 
 
 @dataclass
@@ -72,3 +82,32 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.05)
+
+
+def peer_record(peer: str, path: int | None) -> PeerRecord:
+    """Return what a peer says that trains a path."""
+    return PeerRecord(
+        peer_id=peer,
+        protocol=3,
+        software="dipaco/test",
+        device="cpu x1",
+        state="training",
+        path=path,
+        since_s=5.0,
+        tokens_per_s=1.0,
+        round=0,
+        reachable="direct",
+        addresses=("/ip4/203.0.113.5/tcp/31337",),
+        bytes_up=0,
+        bytes_down=0,
+    )
+
+
+def view_by(directory: Directory, scope: Scope | None = None) -> SwarmView:
+    """Return the swarm as a directory shows it, all of it unless `scope` says otherwise."""
+    return directory.read_view(PLAN, GRID, time.time(), scope or whole_scope(GRID))
+
+
+def paths_of(directory: Directory) -> dict[str, int]:
+    """Return who claims which path."""
+    return {peer: claim.path for peer, claim in view_by(directory).claims.items()}

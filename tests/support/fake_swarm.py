@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.dht.certificates import Certificate, CertificateBook, CommitStatement
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
+from dipaco.dht.coverage import Scope
+from dipaco.dht.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
@@ -62,10 +63,11 @@ class FakeDirectory:
 
     def __init__(self) -> None:
         self.others = SwarmView(now_s=0.0)
-        self.claims: list[ClaimRecord | None] = []
-        """Everything that was said of the claim, None for a withdrawal."""
         self.peers: list[PeerRecord | None] = []
-        self.holdings: dict[str, HoldingRecord] = {}
+        """Everything that this peer said of itself, None for a withdrawal."""
+        self.modules: dict[str, ModuleRecord] = {}
+        self.progress: dict[int, ProgressRecord] = {}
+        self.scopes: list[Scope] = []
         self.manifests: list[bytes] = []
         self.blobs: list[str] = []
         self.called: list[str] = []
@@ -77,13 +79,27 @@ class FakeDirectory:
     def together(self) -> Iterator[None]:
         yield
 
-    def read_view(self, plan: RunPlan, grid: Grid, now_s: float) -> SwarmView:
+    @property
+    def claims(self) -> list[Claim | None]:
+        """Everything that was said of the claim, None for none."""
+        return [
+            record.claim if record is not None and record.state != "leaving" else None
+            for record in self.peers
+        ]
+
+    @property
+    def holdings(self) -> dict[str, Holding]:
+        return {m: said.holding for m, said in self.modules.items() if said.holding is not None}
+
+    def read_view(self, plan: RunPlan, grid: Grid, now_s: float, scope: Scope) -> SwarmView:
         self.reads += 1
+        self.scopes.append(scope)
         if self.error is not None:
             raise self.error
         claims = dict(self.others.claims)
-        if self.claims and self.claims[-1] is not None:
-            claims[self.claims[-1].peer_id] = self.claims[-1]
+        mine = self.claims[-1] if self.peers else None
+        if mine is not None:
+            claims[mine.peer_id] = mine
         return SwarmView(
             now_s=now_s,
             claims=claims,
@@ -91,30 +107,26 @@ class FakeDirectory:
             holdings=self.others.holdings,
             progress=self.others.progress,
             duration_s=plan.rounds.duration_s,
+            scope=scope,
         )
 
     def call_peers(self, peers: tuple[str, ...]) -> None:
         self.called += peers
 
-    def publish_claim(self, record: ClaimRecord, life_s: float) -> None:
-        self.claims.append(record)
-
-    def withdraw_claim(self) -> None:
-        self.claims.append(None)
-
-    def publish_peer(self, record: PeerRecord, life_s: float) -> None:
+    def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> None:
         self.peers.append(record)
 
-    def withdraw_peer(self) -> None:
+    def withdraw_peer(self, bucket: int) -> None:
         self.peers.append(None)
 
-    def publish_holding(self, record: HoldingRecord, life_s: float) -> None:
-        self.holdings[record.module] = record
+    def publish_module(self, record: ModuleRecord, life_s: float) -> None:
+        self.modules[record.module] = record
 
-    def withdraw_holding(self, module: str) -> None:
-        self.holdings.pop(module, None)
+    def withdraw_module(self, module: str) -> None:
+        self.modules.pop(module, None)
 
-    def publish_progress(self, record: Any, life_s: float) -> None: ...
+    def publish_progress(self, record: ProgressRecord, bucket: int, life_s: float) -> None:
+        self.progress[bucket] = record
 
     def publish_manifest(self, envelope: bytes, life_s: float, run_id: str | None = None) -> None:
         self.manifests.append(envelope)
@@ -234,9 +246,9 @@ class FakeFetcher:
         return Path(sha256)
 
 
-def holding(peer: str, state: StateReference) -> HoldingRecord:
+def holding(peer: str, state: StateReference) -> Holding:
     """Return what a peer announces that holds `state`."""
-    return HoldingRecord.of(state, peer_id=peer)
+    return Holding.of(state, peer_id=peer)
 
 
 def peer_record(peer: str, state: str = "serving") -> PeerRecord:
@@ -276,10 +288,10 @@ class Impatient(threading.Event):
         return self.is_set()
 
 
-def claim(peer: str, path: int, state: str = "training", **fields: Any) -> ClaimRecord:
+def claim(peer: str, path: int, state: str = "training", **fields: Any) -> Claim:
     """Return a claim of a peer, old unless `since_s` says otherwise."""
     given = {"since_s": 1.0, "round": 0, **fields}
-    return ClaimRecord(peer_id=peer, path=path, state=state, **given)
+    return Claim(peer_id=peer, path=path, state=state, **given)
 
 
 def held_state(

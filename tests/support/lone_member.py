@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from dipaco.dht.certificates import CertificateBook
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
@@ -43,12 +43,10 @@ def grid_of(plan: RunPlan) -> Grid:
 
 def claim(
     peer: str, path: int = 0, state: str = "training", *, since_s: float = 1.0, **fields: Any
-) -> ClaimRecord:
+) -> Claim:
     """Return a claim, without the checks of a real peer id."""
     given = {"round": 0, "pinned": False, **fields}
-    return ClaimRecord.model_construct(
-        peer_id=peer, path=path, state=state, since_s=since_s, **given
-    )
+    return Claim.model_construct(peer_id=peer, path=path, state=state, since_s=since_s, **given)
 
 
 def record(peer: str, state: str = "training", reachable: str = "direct") -> PeerRecord:
@@ -56,9 +54,9 @@ def record(peer: str, state: str = "training", reachable: str = "direct") -> Pee
     return PeerRecord.model_construct(peer_id=peer, state=state, reachable=reachable)
 
 
-def holding(peer: str, state: StateReference) -> HoldingRecord:
+def holding(peer: str, state: StateReference) -> Holding:
     """Return an announcement of a state."""
-    return HoldingRecord.model_construct(
+    return Holding.model_construct(
         peer_id=peer,
         module=state.module,
         version=state.version,
@@ -71,7 +69,7 @@ def holding(peer: str, state: StateReference) -> HoldingRecord:
 
 def view_of(
     now_s: float,
-    claims: Iterable[ClaimRecord] = (),
+    claims: Iterable[Claim] = (),
     serving: Iterable[str | PeerRecord] = (),
     held: Mapping[str, Iterable[StateReference]] | None = None,
     *,
@@ -84,7 +82,7 @@ def view_of(
     for there in serving:
         made_record = record(there, "serving") if isinstance(there, str) else there
         peers[made_record.peer_id] = made_record
-    holdings: dict[str, list[HoldingRecord]] = defaultdict(list)
+    holdings: dict[str, list[Holding]] = defaultdict(list)
     for peer, states in (held or {}).items():
         for state in states:
             holdings[state.module].append(holding(peer, state))
@@ -130,7 +128,7 @@ class LoneMember:
         self.book = CertificateBook()
         self.grid = grid_of(self.plan)
         self.now_s = self.plan.start_s
-        self.claims: list[ClaimRecord] = []
+        self.claims: list[Claim] = []
         self.serving: list[str | PeerRecord] = []
         self.held: dict[str, list[StateReference]] = {}
         self.claim: a.Say | None = None

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from dipaco.dht.records import ClaimRecord, HoldingRecord, PeerRecord, ProgressEntry, ProgressRecord
+from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
@@ -48,15 +48,15 @@ class Records:
     plan: RunPlan
     grid: Grid
     now_s: float
-    claims: dict[str, ClaimRecord] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict)
     peers: dict[str, PeerRecord] = field(default_factory=dict)
-    holdings: dict[tuple[str, str], HoldingRecord] = field(default_factory=dict)
+    holdings: dict[tuple[str, str], Holding] = field(default_factory=dict)
     """By module and peer."""
     progress: dict[int, ProgressEntry] = field(default_factory=dict)
 
     def view(self) -> SwarmView:
         """Return what a reader makes of the records."""
-        held: dict[str, list[HoldingRecord]] = {module: [] for module in self.grid.modules()}
+        held: dict[str, list[Holding]] = {module: [] for module in self.grid.modules()}
         for (module, _), holding in sorted(self.holdings.items()):
             held[module].append(holding)
         return build_view(
@@ -75,7 +75,7 @@ class Records:
     def hold(self, peer: str, module: str, last_round: int, *, chain: str = "") -> None:
         """Let a peer announce the state of a module after the round `last_round`."""
         version = last_round + 1
-        self.holdings[module, peer] = HoldingRecord(
+        self.holdings[module, peer] = Holding(
             peer_id=peer,
             module=module,
             version=version,
@@ -113,7 +113,7 @@ def healthy_swarm(
     for number in range(peers):
         path = (turn * peers + number) % grid.path_count
         name = peer_name(number)
-        records.claims[name] = ClaimRecord(
+        records.claims[name] = Claim(
             peer_id=name,
             path=path,
             state="training",
