@@ -7,6 +7,7 @@ by training peers and bootstrap nodes alike; neither models nor averaging are ne
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ POLL_S = 0.2
 AT_ONCE = 16
 # Copies for others that were fetched and are not kept yet.
 MOST_COPIES = 12
+# What a peer has to send of a copy before it counts as one.
+SAMPLE_BYTES = 1024
 # What does not get better by trying again: a peer that cannot begin for it ends.
 PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
@@ -50,6 +53,10 @@ class OtherPeers(Protocol):
 
     def offer(self, peer: str, held: StateReference, timeout_s: float) -> bool:
         """Ask a peer to fetch a state from here."""
+        ...
+
+    def sample(self, peer: str, sha256: str, offset: int, count: int) -> bytes | None:
+        """Fetch some bytes of a content; None when the peer is busy. Raises a `DipacoError`."""
         ...
 
     def hello(self, peer: str) -> object:
@@ -310,17 +317,27 @@ class Errands:
         self._report(e.CallAnswered(action.peers, tuple(sorted(answered))))
 
     def _offer(self, action: a.Offer) -> None:
-        """Offer a state, and wait until the other peer says that it holds it."""
+        """Offer a state, and wait until the other peer has shown that it holds it.
+
+        It has when it sends a random piece of it that is right: to say so costs nothing.
+        """
         state, peer = action.reference, action.peer
         deadline = time.monotonic() + action.limit_s
+        count = min(SAMPLE_BYTES, state.bytes)
+        offset = secrets.randbelow(state.bytes - count + 1)
+        # Read now: by the time that the other peer has it, a newer state may be here.
+        expected = self._held.read(state.digest, offset, count)
         is_kept = False
         try:
             timeout_s = max(0.1, min(CALL_TIMEOUT_S, action.limit_s))
-            is_noted = self._others.offer(peer, state, timeout_s)
-            while is_noted and not is_kept and time.monotonic() < deadline:
+            waits = expected is not None and self._others.offer(peer, state, timeout_s)
+            while waits and time.monotonic() < deadline:
                 held = self._others.holdings(peer, state.module)
-                is_kept = held is not None and held.digest == state.digest
-                if not is_kept and self._stopping.wait(POLL_S):
+                if held is not None and held.digest == state.digest:
+                    sample = self._others.sample(peer, state.digest, offset, count)
+                    is_kept = sample == expected
+                    waits = sample is None
+                if not waits or self._stopping.wait(POLL_S):
                     break
         except DipacoError as error:
             logger.debug("%s did not take %s: %s", peer, state.module, error)

@@ -86,3 +86,7 @@ class StateHolder(Protocol):
     def drop(self, module: str) -> None:
         """Serve a module no more, and remove its states from the disk."""
         ...
+
+    def read(self, sha256: str, offset: int, count: int) -> bytes | None:
+        """Some bytes of a state that is served."""
+        ...

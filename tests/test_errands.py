@@ -61,6 +61,14 @@ class Held:
     def drop(self, module: str) -> None:
         del self.states[module]
 
+    def read(self, sha256: str, offset: int, count: int) -> bytes | None:
+        return content(sha256)[offset : offset + count]
+
+
+def content(sha256: str) -> bytes:
+    """Return what stands for the content of a state."""
+    return (sha256 * 100).encode()
+
 
 class Others:
     """The other peers: what each holds; who is not named does not answer."""
@@ -71,6 +79,9 @@ class Others:
         self.takes = True
         self.versions: set[str] = set()
         self.offers: list[tuple[str, float]] = []
+        self.samples: list[tuple[int, int]] = []
+        self.sends: list[bytes | None] = []
+        """What is sent as a sample, before the right bytes."""
 
     def holdings(self, peer: str, module: str) -> StateReference | None:
         if peer not in self.held:
@@ -83,6 +94,10 @@ class Others:
         if peer not in self.held:
             raise NetworkError(f"{peer} does not answer")
         return self.takes
+
+    def sample(self, peer: str, sha256: str, offset: int, count: int) -> bytes | None:
+        self.samples.append((offset, count))
+        return self.sends.pop(0) if self.sends else content(sha256)[offset : offset + count]
 
     def hello(self, peer: str) -> object:
         if peer in self.versions:
@@ -322,6 +337,26 @@ def answered(is_kept: bool) -> e.OfferAnswered:
 def test_an_offer_is_taken_once_the_peer_holds_the_state(rig: Rig) -> None:
     rig.others.held["A"] = [None, held_state(MODULE, digest="e"), held_state(MODULE)]
     assert rig.outcome(offer()) == answered(is_kept=True)
+
+
+def test_a_peer_that_says_it_holds_a_state_has_to_send_a_piece_of_it(rig: Rig) -> None:
+    rig.others.held["A"] = [held_state(MODULE)]
+    rig.others.sends = [b"something else"]
+    assert rig.outcome(offer()) == answered(is_kept=False)
+
+
+def test_a_peer_that_is_busy_is_asked_for_a_piece_again(rig: Rig) -> None:
+    rig.others.held["A"] = [held_state(MODULE)]
+    rig.others.sends = [None, None]
+    assert rig.outcome(offer()) == answered(is_kept=True)
+    assert len(rig.others.samples) == 3
+
+
+def test_what_is_not_here_itself_is_not_offered(rig: Rig) -> None:
+    rig.others.held["A"] = [held_state(MODULE)]
+    rig.held.read = lambda *piece: None  # type: ignore[method-assign]
+    assert rig.outcome(offer()) == answered(is_kept=False)
+    assert rig.others.offers == []
 
 
 def test_an_offer_that_is_not_noted_is_not_waited_for(rig: Rig) -> None:

@@ -133,6 +133,14 @@ def test_an_offer_leads_to_a_fetch(nodes: Nodes, blobs: BlobStore) -> None:
     assert fetch(keeper, blobs, leaver.peer_id, sha=HELD.digest).read_bytes() == CONTENT
 
 
+def test_a_piece_of_a_content_can_be_asked_for(nodes: Nodes) -> None:
+    server, client = nodes.serving(Held(CONTENT, states=(HELD,))), nodes.asking()
+    assert client.sample(server.peer_id, HELD.digest, 7, 100) == CONTENT[7:107]
+    assert client.sample(server.peer_id, HELD.digest, len(CONTENT) - 3, 4) is None
+    with pytest.raises(NetworkError, match="does not give"):
+        client.sample(server.peer_id, "f" * 64, 0, 1)
+
+
 def test_a_failing_offer_handler_refuses(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     keeper, leaver = nodes.serving(Held()), nodes.asking()
 

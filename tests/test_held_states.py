@@ -113,3 +113,19 @@ def test_what_is_only_in_memory_is_written_on_leaving(genesis: tuple[Path, Modul
     assert held.load("L0.E0") is not None
     (found,) = holder(genesis[0]).load_from_disk()
     assert found == state.reference
+
+
+def test_a_piece_of_a_state_is_the_same_from_memory_and_from_disk(
+    genesis: tuple[Path, ModuleState],
+) -> None:
+    held = holder(genesis[0])
+    state = advanced(genesis[1], 60)
+    held.hold(state)
+    size = state.reference.bytes
+    from_memory = [held.read(state.digest, offset, 100) for offset in (0, 33, size - 100)]
+    held.save(state)
+    assert isinstance(held.lookup(state.digest), Path)
+    assert [held.read(state.digest, offset, 100) for offset in (0, 33, size - 100)] == from_memory
+    assert None not in from_memory
+    assert held.read(state.digest, size - 99, 100) is None
+    assert held.read("f" * 64, 0, 1) is None

@@ -116,6 +116,7 @@ class Exchange(FakeExchange):
 
     def __init__(self) -> None:
         self.taken: dict[str, StateReference] = {}
+        self.held: HeldStates
 
     def offer(self, peer: str, state: StateReference, timeout_s: float) -> bool:
         self.taken[state.module] = state
@@ -123,6 +124,9 @@ class Exchange(FakeExchange):
 
     def holdings(self, peer: str, module: str, timeout_s: float = 1.0) -> StateReference | None:
         return self.taken.get(module)
+
+    def sample(self, peer: str, sha256: str, offset: int, count: int) -> bytes | None:
+        return self.held.read(sha256, offset, count)
 
     def hello(self, peer: str) -> None: ...
 
@@ -165,7 +169,7 @@ class Rig:
         states = RunFolder(folder).states
         schedule = RoundSchedule(self.plan.rounds, grid, START_S)
         bests = RunFolder(folder).best_parameters(grid)
-        held = HeldStates(grid, states, run.blobs, bests)
+        held = self.exchange.held = HeldStates(grid, states, run.blobs, bests)
         index = run.shard_index(self.plan)
         self.publisher = Publisher(
             self.directory,

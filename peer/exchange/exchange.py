@@ -37,6 +37,7 @@ from .messages import (
     read_message,
     write_message,
 )
+from .reasons import short_reason
 from .service import (
     FETCH_HANDLE,
     MAX_UPLOADS,
@@ -256,6 +257,38 @@ class Exchange:
             return await ask(p2p, peer, "rpc_offer", request, OfferReply, timeout_s)
 
         return self._thread.call(propose(), timeout_s + GRACE_S).accepted
+
+    def sample(
+        self, peer: str, sha256: str, offset: int, count: int, timeout_s: float = CALL_TIMEOUT_S
+    ) -> bytes | None:
+        """Fetch `count` bytes of a content from a peer, which shows that the peer has them.
+
+        None when it is busy, or sends fewer. Raises `NetworkError` when it does not hold the
+        content or does not answer.
+        """
+
+        async def take() -> bytes:
+            stream = await self.open_stream(peer, sha256, offset)
+            try:
+                data = b""
+                while len(data) < count and (more := await stream.read(count - len(data))):
+                    data += more
+                return data
+            finally:
+                stream.close()
+
+        async def bounded() -> bytes | None:
+            try:
+                data = await asyncio.wait_for(take(), timeout_s)
+            except SourceBusy:
+                return None
+            except Exception as error:
+                what = f"peer {peer} does not give {sha256[:12]}"
+                raise NetworkError(f"{what}: {short_reason(error)}") from None
+            self._count_down(len(data))
+            return data if len(data) == count else None
+
+        return self._thread.call(bounded(), timeout_s + GRACE_S)
 
     def fetch(
         self,

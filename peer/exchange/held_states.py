@@ -155,6 +155,20 @@ class HeldStates:
             return _content(recent[1])
         return self._earlier.lookup(sha256) if self._earlier is not None else None
 
+    def read(self, sha256: str, offset: int, count: int) -> bytes | None:
+        """Return some bytes of a content that is here; None when it is not, or shorter."""
+        found = self.lookup(sha256)
+        if isinstance(found, Path):
+            try:
+                with found.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read(count)
+            except OSError:
+                return None
+        else:
+            data = (found or b"")[offset : offset + count]
+        return data if len(data) == count else None
+
 
 def _content(state: ModuleState) -> bytes:
     return b"".join(bytes(chunk) for chunk in state_chunks(state))
