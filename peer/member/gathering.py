@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dipaco.dht.agreement import awaited_group, is_overtaken
+from dipaco.dht.agreement import awaited_group, is_overtaken, possible_group
 from dipaco.dht.policy import seniority
 from dipaco.modules.config import RoundsConfig
 
+from .chains import refresh_period_s
 from .knowledge import Knowledge
+from .quorum import RECENT_ROUNDS
 
 # With fixed steps: the longest that a group waits for its members, whatever `duration_s` is.
 LONGEST_WAIT_S = 3000.0
 # A peer that reaches nobody commits nothing that others share for so many rounds; after that the
 # others count as gone. Its commits never outweigh theirs (`descent`).
 ISOLATED_ROUNDS = 8
+# Who is missing from the newest view, but was in one so many refresh periods ago, may still be
+# there: a reader misses records when the nodes that store them are slow.
+SIGHT_PERIODS = 4
 
 
 def close_after_s(rounds: RoundsConfig, attempt: int) -> float:
@@ -76,3 +81,29 @@ def is_cut_off(known: Knowledge, module: str) -> bool:
     anchor = known.anchors[module]
     others = known.book.contributors_since(module, anchor.digest, None) - {known.me}
     return bool(others) or anchor.version == 0
+
+
+def possible_peers(known: Knowledge, module: str) -> frozenset[str]:
+    """Return who may come to an outer step: those who claim a path through the module, and those
+    who are out of sight."""
+    return possible_group(known.view, known.grid, module) | out_of_sight(known, module)
+
+
+def out_of_sight(known: Knowledge, module: str) -> frozenset[str]:
+    """Return who has trained a module lately and is missing from the newest view alone.
+
+    They are called to a meeting like the others: whoever steps without asking forks the module.
+    Nobody when rounds are counted: there a meeting waits for claims.
+    """
+    if known.schedule.fixed_steps:
+        return frozenset()
+    anchor = known.anchors[module]
+    since_s = known.now_s - SIGHT_PERIODS * refresh_period_s(known.plan.rounds.duration_s)
+    recent = known.book.recent_contributors(
+        module, anchor.digest, anchor.last_round + 1 - RECENT_ROUNDS
+    )
+    return frozenset(
+        peer
+        for peer in recent - {known.me} - known.whole_view.claims.keys()
+        if known.last_seen_s(peer) >= since_s and not known.doubts.is_doubted(peer)
+    )

@@ -127,6 +127,10 @@ class Knowledge:
         """When the last of the others was in sight."""
         return max(self._known.values(), default=0.0)
 
+    def last_seen_s(self, peer: str) -> float:
+        """Return when a peer was in a view last that has not said goodbye since; -inf for never."""
+        return self._known.get(peer, float("-inf"))
+
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, each once, genesis states left out."""
         announced = {state.digest: state for state in self.view.states(module) if state.version}

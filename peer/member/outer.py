@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from dipaco.dht.agreement import (
     awaited_group,
     expected_group,
-    possible_group,
 )
 from dipaco.dht.policy import seniority
 
@@ -43,7 +42,15 @@ from .events import (
     OuterStepped,
     SnapshotTaken,
 )
-from .gathering import awaited, close_after_s, is_cut_off, leading_order, longest_wait_s
+from .gathering import (
+    awaited,
+    close_after_s,
+    is_cut_off,
+    leading_order,
+    longest_wait_s,
+    out_of_sight,
+    possible_peers,
+)
 from .knowledge import Knowledge
 from .quorum import PATIENCE_ROUNDS, counting_peers, is_majority
 from .round_under_way import Phase, RoundUnderWay
@@ -175,7 +182,7 @@ class OuterRounds:
     def _meet(self, running: RoundUnderWay) -> None:
         """Begin the present attempt, or what comes after it when there is no time left."""
         known, module, boundary = self.known, running.module, running.boundary
-        possible = possible_group(known.view, known.grid, module) | {known.me}
+        possible = possible_peers(known, module) | {known.me}
         expected = expected_group(known.view, known.grid, module) | {known.me}
         running.expected = len(self._counting(running) | expected)
         # With fixed steps those who are about to join ask before they step.
@@ -280,8 +287,7 @@ class OuterRounds:
         if self.is_leaving:
             self._end(running, "this peer leaves")
             return
-        possible = possible_group(known.view, known.grid, running.module)
-        self._ask(running, possible | set(event.members))
+        self._ask(running, possible_peers(known, running.module) | set(event.members))
 
     def _ask(self, running: RoundUnderWay, peers: frozenset[str]) -> None:
         running.phase = Phase.ASKING
@@ -330,7 +336,8 @@ class OuterRounds:
             else:
                 self._end(running, "the group committed without this peer", in_vain=False)
             return
-        expected = expected_group(known.view, known.grid, module) - {known.me}
+        claimed = expected_group(known.view, known.grid, module)
+        expected = (claimed | out_of_sight(known, module)) - {known.me}
         alive = running.alive or frozenset()
         if not alive & expected or (self._is_counted and not running.had_members):
             running.attempt = ATTEMPTS
@@ -360,7 +367,7 @@ class OuterRounds:
 
     def _counting(self, running: RoundUnderWay) -> frozenset[str]:
         known = self.known
-        return counting_peers(
+        counting = counting_peers(
             known.view,
             known.grid,
             known.book,
@@ -369,6 +376,8 @@ class OuterRounds:
             round_index=running.boundary.round_index,
             rounds_in_vain=self._in_vain[running.module],
         )
+        # Who is out of sight and answers is there.
+        return counting | (out_of_sight(known, running.module) & (running.alive or frozenset()))
 
     # -- the step
 
