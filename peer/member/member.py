@@ -201,11 +201,11 @@ class Member:
     def _on_view(self, event: Viewed) -> None:
         known = self.known
         known.learn(event.view)
-        self._tell_isolation()
         if event.is_answer:
             self._on_look()
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
+        self._tell_isolation()
         if self._phase is _Phase.TRAINING:
             self._outer.on_view()
             self._adoption.look(self._outer.running)
@@ -216,8 +216,9 @@ class Member:
     def _tell_isolation(self) -> None:
         isolated = self.known.is_isolated
         if isolated and not self._was_isolated:
+            goes_on = "trains on alone" if self.known.settings.trains else "keeps what it has"
             self.known.do(
-                Warn("isolated: none of the peers that were here is in sight; trains on alone")
+                Warn(f"isolated: none of the peers that were here is in sight; {goes_on}")
             )
         self._was_isolated = isolated
 
