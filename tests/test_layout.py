@@ -24,7 +24,12 @@ ALLOWED = {
     "simulator": {"routing", "modules"},
 }
 # Of the network's folders, the simulated swarm uses what is pure.
-SWARM_USES = ("dipaco.dht.certificates", "dipaco.dht.records", "dipaco.dht.view")
+SWARM_USES = (
+    "dipaco.dht.certificates",
+    "dipaco.dht.coverage",
+    "dipaco.dht.records",
+    "dipaco.dht.view",
+)
 SWARM_USES_ALL_OF = "dipaco.peer.member."
 # Of the peer, inference may use what fetches, not what trains.
 INFERENCE_USES_OF_PEER = {"dipaco.peer.client"}

@@ -11,20 +11,29 @@ from dataclasses import replace
 import pytest
 from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate, CertificateBook
-from dipaco.dht.records import PeerRecord
+from dipaco.dht.records import (
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+    Record,
+    record_subkey,
+)
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
 from dipaco.peer.member.events import Event
+from dipaco.simulator.swarm.directory import record_bytes
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import real_member, run_history
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link, Network
+from dipaco.simulator.swarm.publishing import Standing, module_record, peer_record
 from dipaco.simulator.swarm.scenario import draw_scenario, small_plan
 from dipaco.simulator.swarm.signing import GREATEST_TOLD, certificate_bytes
 from dipaco.simulator.swarm.trace import Trace
 from dipaco.simulator.swarm.work import Content, ModuleWork, add, counts_of, steps_in
 from dipaco.simulator.swarm.world import Decider, World
+from hivemind.utils import MSGPackSerializer
 from support.certificates import certificate
 
 # Seeds of each profile that every run of the tests lives through, in chunks.
@@ -220,7 +229,7 @@ def test_transfers_share_an_uplink() -> None:
 
 
 def _peer_record(state: str) -> PeerRecord:
-    return PeerRecord.model_construct(peer_id="a", state=state, path=None)
+    return PeerRecord.model_construct(peer_id="a", state=state, path=None, since_s=0.0, round=0)
 
 
 def test_records_are_late_and_each_side_of_a_split_has_its_own() -> None:
@@ -236,12 +245,12 @@ def test_records_are_late_and_each_side_of_a_split_has_its_own() -> None:
         record = directory.read(reader, engine.now_s).peers.get("a")
         return record.state if record else None
 
-    directory.write("a", "peer", _peer_record("joining"), 60.0)
+    directory.write("a", "peers/0", _peer_record("joining"), 60.0)
     assert seen("b") is None
     engine.run(1003.0)
     assert seen("b") == "joining"
     world.network.cut({"b": 1})
-    directory.write("a", "peer", _peer_record("training"), 60.0)
+    directory.write("a", "peers/0", _peer_record("training"), 60.0)
     engine.run(1006.0)
     assert (seen("a"), seen("b")) == ("training", "joining")
     world.network.heal()
@@ -280,3 +289,49 @@ def test_a_large_group_gathers_its_signatures() -> None:
     assert sum(len(found.signers) == len(found.statement.table) for found in large) > 0.9 * len(
         large
     )
+
+
+def _published_bytes(kind: str, item: str, record: Record) -> int:
+    """Return how long a record is under its key, with its subkey and signature."""
+    subkey = record_subkey(kind, "0" * 16, item, b"k" * 32)
+    value = MSGPackSerializer.dumps(record.model_dump()) + b"s" * 64
+    return len(MSGPackSerializer.dumps(subkey)) + len(value)
+
+
+def test_records_are_as_long_as_real_ones() -> None:
+    world = World(small_plan((64, 64), duration_s=300.0), Engine(0, 0.0), real_member, Trace())
+    peer = "12D3KooW" + "A" * 44
+    standing: Standing = ("training", 4000, 1.7e9, 900, False, "direct")
+    address = "/ip4/203.0.113.25/tcp/31337/p2p/" + peer
+    said = peer_record(world, peer, standing, 12345.6).model_copy(
+        update={
+            "software": "dipaco 0.1.0",
+            "device": "NVIDIA GeForce RTX 4090",
+            "addresses": (address, address),
+            "bytes_up": 10**10,
+            "bytes_down": 10**10,
+        }
+    )
+    held = StateReference("L1.E63", 900, "f" * 64, 10**9, 899, 10**8)
+    entry = ProgressEntry(
+        path=4000,
+        last_round=900,
+        tokens=10**9,
+        validation_nll=1e6,
+        validation_tokens=10**6,
+        train_loss=2.5,
+        best_sha256="f" * 64,
+        best_nll=1e6,
+        best_tokens=10**6,
+        best_round=899,
+    )
+    records: list[tuple[str, str, Record]] = [
+        ("peers", "63", said),
+        ("modules", "L1.E63", module_record(peer, "L1.E63", standing, held)),
+        ("modules", "L1.E63", module_record(peer, "L1.E63", standing, None)),
+        ("progress", "63", ProgressRecord(peer_id=peer, entries=(entry,))),
+        ("progress", "63", ProgressRecord(peer_id=peer, entries=(entry,) * 5)),
+    ]
+    for kind, item, record in records:
+        real = _published_bytes(kind, item, record)
+        assert record_bytes(record) == pytest.approx(real, rel=0.1), (kind, real)

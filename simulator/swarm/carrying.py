@@ -96,8 +96,7 @@ class Carrying:
 
     def _say(self, action: actions.Say) -> None:
         self._machine.claim = action
-        self._machine.publish_item("claim")
-        self._machine.publish_item("peer")
+        self._machine.publish()
 
     def _look(self, action: actions.Look) -> None:
         machine, conditions = self._machine, self._world.conditions
@@ -321,7 +320,7 @@ class Carrying:
             best_tokens=0,
             best_round=0,
         )
-        machine.publish_item("progress")
+        machine.publish()
 
     # -- copies
 
@@ -331,7 +330,7 @@ class Carrying:
         if save:
             machine.disk.save(state, machine.book.chain(held.module, held.digest))
         if held.version:
-            machine.publish_item(held.module)
+            machine.publish()
         self._answer_offers(held.digest, True)
 
     def _keep(self, action: actions.Keep) -> None:
@@ -346,7 +345,7 @@ class Carrying:
         machine = self._machine
         if machine.served.pop(action.module, None) is not None:
             machine.disk.states.pop(action.module, None)
-            machine.publish_item(action.module)
+            machine.publish()
 
     def _save_all(self, action: actions.SaveAll) -> None:
         machine = self._machine

@@ -5,30 +5,45 @@ written; a write can be lost, and then the one before it stays until it expires;
 each record with some probability. In a split each part sees what it has written and what was there
 before; afterwards everybody sees everything that has not expired. Signatures hold, so a record is
 its owner's.
+
+What reading and writing costs is counted as Hivemind does it: both visit `NODES_VISITED` nodes,
+each of which returns the whole key, and a record is then stored on `NODES_STORED` of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressRecord
-from dipaco.dht.view import SwarmView, build_view
+from dipaco.dht.coverage import Scope, whole_scope
+from dipaco.dht.records import ModuleRecord, PeerRecord, ProgressRecord
+from dipaco.dht.view import SwarmView, view_of_records
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
 from .engine import Engine
-from .network import Network
+from .network import Link, Network
 
-# Sizes of signed records on the wire, for the counters.
-RECORD_BYTES: dict[Any, int] = {
-    Claim: 420,
-    PeerRecord: 780,
-    Holding: 560,
-    ProgressRecord: 520,
-}
+# Sizes of signed records on the wire.
+MODULE_BYTES, HELD_BYTES = 296, 116
+PEER_BYTES = 580
+PROGRESS_BYTES, ENTRY_BYTES = 211, 229
+# What a visited node answers beside a value: its neighbours.
+VISIT_BYTES = 1800
+NODES_VISITED, NODES_STORED = 20, 5
 KEPT_VERSIONS = 3
+
+
+def record_bytes(record: Any) -> int:
+    """Return how long a signed record is on the wire."""
+    if isinstance(record, ModuleRecord):
+        return MODULE_BYTES + (HELD_BYTES if record.held is not None else 0)
+    if isinstance(record, PeerRecord):
+        return PEER_BYTES
+    if isinstance(record, ProgressRecord):
+        return PROGRESS_BYTES + ENTRY_BYTES * len(record.entries)
+    return MODULE_BYTES // 2
 
 
 @dataclass(slots=True)
@@ -36,6 +51,7 @@ class _Version:
     """A record as it was written once; None withdraws it."""
 
     record: Any
+    size: int
     visible_s: float
     expires_s: float
     split: int
@@ -43,34 +59,45 @@ class _Version:
 
 
 class SimulatedDirectory:
-    """What peers publish and read."""
+    """What peers publish and read, by key: `modules/L0.E3`, `peers/5` and `progress/5`."""
 
     def __init__(self, engine: Engine, network: Network, plan: RunPlan, grid: Grid) -> None:
         self._engine = engine
         self._network = network
         self._plan = plan
         self._grid = grid
+        self._whole = whole_scope(grid)
         self.write_s = (0.05, 0.5)
         """How long it takes until a record can be read."""
         self.lost = 0.0
         """Share of the writes that get lost."""
         self.missed = 0.0
         """Share of the records that a reader does not see."""
-        self._records: dict[tuple[str, str], list[_Version]] = {}
+        self._keys: dict[str, dict[str, list[_Version]]] = {}
+        """The versions of each owner's record, the owners in order."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of the newest versions under each key."""
 
-    def write(self, owner: str, item: str, record: Any, life_s: float) -> None:
+    def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
         engine, network = self._engine, self._network
-        link = network.links.get(owner)
-        if record is not None and link is not None:
-            link.traffic.view_bytes += RECORD_BYTES[type(record)]
+        link, size = network.links.get(owner), record_bytes(record)
+        if link is not None:
+            self._visit(link, key, NODES_STORED * size)
         if engine.chance(self.lost):
             return
         now_s = engine.now_s
-        versions = self._records.setdefault((owner, item), [])
+        owners = self._keys.setdefault(key, {})
+        if owner not in owners:
+            owners[owner] = []
+            self._keys[key] = owners = dict(sorted(owners.items()))
+        versions = owners[owner]
+        before = versions[-1].size if versions else 0
+        self._sizes[key] = self._sizes.get(key, 0) + size - before
         versions.append(
             _Version(
                 record,
+                size,
                 now_s + engine.between(*self.write_s),
                 now_s + life_s,
                 network.split,
@@ -80,49 +107,51 @@ class SimulatedDirectory:
         if len(versions) > KEPT_VERSIONS:
             del versions[0]
 
-    def read(self, reader: str, believed_s: float) -> SwarmView:
-        """Return what a peer sees, which believes that it is `believed_s`."""
-        claims: list[Claim] = []
-        peers: list[PeerRecord] = []
-        holdings: dict[str, list[Holding]] = {}
-        progress: list[ProgressRecord] = []
-        size = 0
+    def _visit(self, link: Link, key: str, further: int = 0) -> None:
+        """Count what it costs to find the nodes of a key; all that they have comes with it."""
+        nodes = min(NODES_VISITED, len(self._network.links) - 1)
+        stores = min(NODES_STORED, nodes) if further else 0
+        link.traffic.view_requests += nodes + stores
+        link.traffic.view_bytes += nodes * (VISIT_BYTES + self._sizes.get(key, 0)) + further
+
+    def read(self, reader: str, believed_s: float, scope: Scope | None = None) -> SwarmView:
+        """Return what a peer sees of a scope, or of everything; it believes it is `believed_s`."""
         link = self._network.links[reader]
-        missed, chance = self.missed, self._engine.chance
-        gone = []
-        for key, versions in self._records.items():
-            if versions[-1].expires_s < self._engine.now_s:
-                gone.append(key)
-                continue
-            record = self._newest(versions, link.side)
-            if record is None or (missed and key[0] != reader and chance(missed)):
-                continue
-            kind = type(record)
-            size += RECORD_BYTES[kind]
-            if kind is Claim:
-                claims.append(record)
-            elif kind is PeerRecord:
-                peers.append(record)
-            elif kind is Holding:
-                holdings.setdefault(record.module, []).append(record)
-            else:
-                progress.append(record)
-        for key in gone:
-            del self._records[key]
-        link.traffic.view_bytes += size
-        by_module: Mapping[str, list[Holding]] = {
-            module: sorted(held, key=lambda h: h.peer_id)
-            for module, held in sorted(holdings.items())
-        }
-        return build_view(
+        wanted = scope or self._whole
+        peers = (self._read(reader, link, f"peers/{bucket}") for bucket in wanted.buckets)
+        progress = (self._read(reader, link, f"progress/{bucket}") for bucket in wanted.buckets)
+        return view_of_records(
             now_s=believed_s,
             plan=self._plan,
             grid=self._grid,
-            claims=sorted(claims, key=lambda c: c.peer_id),
-            peers=sorted(peers, key=lambda p: p.peer_id),
-            holdings=by_module,
-            progress=progress,
+            peers=[record for found in peers for record in found],
+            modules={m: self._read(reader, link, f"modules/{m}") for m in wanted.modules},
+            progress=[record for found in progress for record in found],
+            scope=scope,
         )
+
+    def _read(self, reader: str, link: Link, key: str) -> Iterable[Any]:
+        """Return the records of a key that a peer sees."""
+        self._visit(link, key)
+        owners = self._keys.get(key)
+        if owners is None:
+            return ()
+        now_s, missed, chance = self._engine.now_s, self.missed, self._engine.chance
+        found, gone = [], []
+        for owner, versions in owners.items():
+            newest = versions[-1]
+            if newest.expires_s < now_s:
+                gone.append(owner)
+                continue
+            record = newest.record
+            if newest.visible_s > now_s or newest.split:
+                record = self._newest(versions, link.side)
+            if record is None or (missed and owner != reader and chance(missed)):
+                continue
+            found.append(record)
+        for owner in gone:
+            self._sizes[key] -= owners.pop(owner)[-1].size
+        return found
 
     def _newest(self, versions: list[_Version], side: int) -> Any:
         now_s, split = self._engine.now_s, self._network.split

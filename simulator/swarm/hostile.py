@@ -10,16 +10,19 @@ Nobody can sign for another, change another's record, or make bytes that have a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dipaco.dht.certificates import Certificate, CommitStatement
-from dipaco.dht.records import Claim, Holding, PeerRecord
+from dipaco.dht.coverage import bucket_count, home_bucket
 from dipaco.dht.view import greatest_contribution
 from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
+from dipaco.peer.member.actions import ClaimState
 
 from .machine import Machine
 from .network import Link, Reply
+from .publishing import Standing, module_record, peer_record
 from .work import ModuleWork, SimulatedState, signature
 from .world import World
 
@@ -45,23 +48,13 @@ class BareIdentities:
         now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
         for number, name in enumerate(self._names):
             path = number % world.grid.path_count
-            claim = Claim.model_construct(
-                peer_id=name,
-                path=path,
-                state="training" if number % 3 else "joining",
-                since_s=self._since_s,
-                round=now_round,
-                pinned=number % 4 == 0,
-            )
-            world.directory.write(name, "claim", claim, RECORD_LIFE_S)
-            world.directory.write(name, "peer", _peer_record(world, name, path), RECORD_LIFE_S)
+            state: ClaimState = "training" if number % 3 else "joining"
+            standing: Standing = (state, path, self._since_s, now_round, number % 4 == 0, "direct")
             module = modules[number % len(modules)]
             tokens = GREATEST_TOKENS if number % 2 else 1000 * (now_round + 1)
             digest = f"{number:02x}" * 32
-            holding = _holding(
-                name, StateReference(module, now_round + 1, digest, tokens, now_round, 1000)
-            )
-            world.directory.write(name, module, holding, RECORD_LIFE_S)
+            held = StateReference(module, now_round + 1, digest, tokens, now_round, 1000)
+            _publish(world, name, standing, {module: held})
         world.engine.after(20.0, self.publish)
 
 
@@ -82,18 +75,7 @@ class Liar:
         world, engine = self._world, self._world.engine
         now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
         path = engine.random.randrange(world.grid.path_count)
-        claim = Claim.model_construct(
-            peer_id=self._peer,
-            path=path,
-            state="training",
-            since_s=self._since_s,
-            round=now_round,
-            pinned=False,
-        )
-        world.directory.write(self._peer, "claim", claim, RECORD_LIFE_S)
-        world.directory.write(
-            self._peer, "peer", _peer_record(world, self._peer, path), RECORD_LIFE_S
-        )
+        held: dict[str, StateReference] = {}
         for module in world.grid.modules():
             state, _ = self._lies[module] = self._lie(module, now_round)
             announced = state.reference
@@ -101,9 +83,7 @@ class Liar:
                 announced = StateReference(
                     module, announced.version, announced.digest, GREATEST_TOKENS, now_round, 1000
                 )
-            world.directory.write(
-                self._peer, module, _holding(self._peer, announced), RECORD_LIFE_S
-            )
+            held[module] = announced
             for machine in world.machines.values():
                 if machine.is_alive and engine.chance(0.5):
                     world.network.call(
@@ -114,6 +94,8 @@ class Liar:
                         _ignore,
                         limit_s=10.0,
                     )
+        standing: Standing = ("training", path, self._since_s, now_round, False, "direct")
+        _publish(world, self._peer, standing, held)
         engine.after(engine.between(0.3, 1.5) * world.plan.rounds.duration_s, self._act)
 
     def _lie(self, module: str, now_round: int) -> tuple[SimulatedState, tuple[Certificate, ...]]:
@@ -187,33 +169,17 @@ class Braggart(Machine):
         return greatest_contribution(self.world.plan, self.believed_s - 1.0, max(0, now_round))
 
 
-def _peer_record(world: World, peer: str, path: int) -> PeerRecord:
-    return PeerRecord.model_construct(
-        peer_id=peer,
-        protocol=world.plan.protocol_version,
-        software="simulated",
-        device="cpu",
-        state="training",
-        path=path,
-        tokens_per_s=1e6,
-        round=0,
-        reachable="direct",
-        addresses=(),
-        bytes_up=0,
-        bytes_down=0,
-    )
-
-
-def _holding(peer: str, held: StateReference) -> Holding:
-    return Holding.model_construct(
-        peer_id=peer,
-        module=held.module,
-        version=held.version,
-        digest=held.digest,
-        tokens=held.tokens,
-        round=max(0, held.last_round),
-        bytes=held.bytes,
-    )
+def _publish(
+    world: World, peer: str, standing: Standing, held: Mapping[str, StateReference]
+) -> None:
+    """Write what a peer says of itself, and of the modules of its path and those it holds."""
+    path = standing[1]
+    bucket = home_bucket(peer, path, bucket_count(world.grid.path_count))
+    record = peer_record(world, peer, standing, 1e6)
+    world.directory.write(peer, f"peers/{bucket}", record, RECORD_LIFE_S)
+    for module in sorted({*world.grid.modules_of_path(path or 0), *held}):
+        said = module_record(peer, module, standing, held.get(module))
+        world.directory.write(peer, f"modules/{module}", said, RECORD_LIFE_S)
 
 
 def _ignore(answer: Any) -> None:

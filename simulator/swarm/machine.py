@@ -17,23 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dipaco.dht.certificates import Certificate
-from dipaco.dht.records import (
-    Claim,
-    Holding,
-    PeerRecord,
-    ProgressRecord,
-    record_life_s,
-    refresh_period_s,
-)
-from dipaco.modules.state import StateReference
+from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
 from dipaco.peer.member.events import Event, LeaveWanted, Stepped, Turn, Viewed
 
 from .carrying import Carrying
 from .network import Link, Reply
+from .publishing import Publishing
 from .world import Body, Disk, World
 
-PROGRESS_LIFE_S = 24 * 3600.0
 # Of a round: the longest stretch of inner steps that is taken as one.
 STRETCH_SHARE = 1 / 6
 
@@ -72,13 +64,12 @@ class Machine(Body):
         """Be as after a start: nothing in memory."""
         super().forget()
         self.carrying = Carrying(self)
+        self.publishing = Publishing(self)
         self._inbox: deque[Event] = deque()
         self._stretch: _Stretch | None = None
         self._is_waiting = False
         self._waits = 0
         self._turns = 0
-        self._written: set[str] = set()
-        self._records: dict[str, Any] = {}
 
     # -- life
 
@@ -137,9 +128,7 @@ class Machine(Body):
         """The member has left."""
         self._lose_all("it left")
         self.has_left = True
-        for item in sorted(self._written):
-            if item != "progress":
-                self.world.directory.write(self.peer, item, None, 60.0)
+        self.publishing.withdraw()
         self.link.is_up = False
         self.carrying.end()
 
@@ -256,84 +245,12 @@ class Machine(Body):
 
     def read(self, is_answer: bool) -> None:
         """Read the swarm and tell the member."""
-        view = self.world.directory.read(self.peer, self.believed_s)
+        view = self.world.directory.read(self.peer, self.believed_s, self.scope)
         self.deliver(Viewed(view, is_answer))
 
     def publish(self) -> None:
-        """Write all records."""
-        for item in ("claim", "peer", "progress", *sorted(self.served)):
-            self.publish_item(item)
-
-    def publish_item(self, item: str) -> None:
-        """Write one record, or withdraw it."""
-        record = self._record(item)
-        if record is None and item not in self._written:
-            return
-        if record is None:
-            self._written.discard(item)
-        else:
-            self._written.add(item)
-        life_s = record_life_s(self.refresh_period_s)
-        life_s = PROGRESS_LIFE_S if item == "progress" else life_s
-        self.world.directory.write(self.peer, item, record, life_s)
-
-    @property
-    def _spoken_round(self) -> int:
-        plan = self.world.plan
-        if plan.rounds.inner_steps:
-            return self.round_index
-        return max(0, plan.rounds.round_at(self.believed_s - plan.start_s))
-
-    def _record(self, item: str) -> Any:
-        claim = self.claim
-        if item == "claim":
-            if claim.path is None or claim.state not in ("joining", "training"):
-                return None
-            return Claim.model_construct(
-                peer_id=self.peer,
-                path=claim.path,
-                state=claim.state,
-                since_s=claim.since_s,
-                round=self._spoken_round,
-                pinned=claim.pinned,
-            )
-        if item == "peer":
-            return PeerRecord.model_construct(
-                peer_id=self.peer,
-                protocol=self.world.plan.protocol_version,
-                software="simulated",
-                device="cpu",
-                state=claim.state,
-                path=claim.path,
-                tokens_per_s=self.world.tokens_per_step / self.step_s,
-                round=self._spoken_round,
-                reachable="direct" if self.link.can_be_called else "relayed",
-                addresses=(),
-                bytes_up=0,
-                bytes_down=0,
-            )
-        if item == "progress":
-            entries = sorted(self.progress.values(), key=lambda entry: -entry.last_round)
-            if not entries:
-                return None
-            return ProgressRecord.model_construct(peer_id=self.peer, entries=tuple(entries[:64]))
-        state = self.served.get(item)
-        return self._holding(state.reference) if state is not None else None
-
-    def _holding(self, held: StateReference) -> Holding:
-        known = self._records.get(held.module)
-        if known is None or known.digest != held.digest:
-            known = Holding.model_construct(
-                peer_id=self.peer,
-                module=held.module,
-                version=held.version,
-                digest=held.digest,
-                tokens=held.tokens,
-                round=max(0, held.last_round),
-                bytes=held.bytes,
-            )
-            self._records[held.module] = known
-        return known
+        """Write all records that say something new or have grown old."""
+        self.publishing.publish()
 
     def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
         """Answer a call."""

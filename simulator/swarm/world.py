@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dipaco.dht.certificates import Certificate, CertificateBook
+from dipaco.dht.coverage import Scope
 from dipaco.dht.records import ProgressEntry
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -168,6 +169,8 @@ class Body(ABC):
         self.works: dict[str, ModuleWork] = {}
         self.served: dict[str, SimulatedState] = {}
         self.recent: dict[str, tuple[float, SimulatedState]] = {}
+        self.scope: Scope | None = None
+        """What is read of the swarm; None for everything."""
         self.claim = Say("joining", None, 0.0, "", False)
         self.progress: dict[int, ProgressEntry] = {}
         self.answers: deque[Event] = deque()
@@ -204,11 +207,7 @@ class Body(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Write all records."""
-
-    @abstractmethod
-    def publish_item(self, item: str) -> None:
-        """Write one record, or withdraw it."""
+        """Write all records that say something new or have grown old."""
 
     @abstractmethod
     def read(self, is_answer: bool) -> None:
