@@ -18,6 +18,7 @@ from dipaco.modules.codecs import CODECS, Codec
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.outer import sections
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
@@ -174,13 +175,16 @@ def all_reduce_bytes(elements: int, peers: int, codec: Codec, part_bytes: int) -
     """Return what one of `peers` sends, and receives, on average over them, so that they all have
     the mean of so many fp32 numbers.
 
-    Everybody reduces some of the parts that `ExactPartContainer` makes: it sends its numbers of
-    the other parts to those who reduce them, and each average of its own to everybody else.
+    In every section of the group each part has a reducer: the others of the section send it their
+    numbers, and get the average. Of all sections but one the reducer sends the sum in fp32 to the
+    part's root, and gets the average from there.
     """
     part = codec.part_values(part_bytes)
     whole, rest = divmod(elements, part)
     parts = whole * codec.encoded_bytes(part) + (codec.encoded_bytes(rest) if rest else 0)
-    return 2 * (peers - 1) * parts // peers
+    levels = len(sections(peers))
+    averages = 2 * (peers - levels) + (levels - 1)
+    return (averages * parts + (levels - 1) * FP32_BYTES * elements) // peers
 
 
 def _level(config: RunConfig, grid: Grid, level: str) -> LevelFigures:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import (
+    SECTION_ROWS,
     AveragingRule,
     Contribution,
     canonical_table,
@@ -63,14 +64,17 @@ def tell(hosts: list[Host], candidates: list[Host], **command: Any) -> None:
         host.tell(candidates=[candidate.peer_id for candidate in candidates], **command)
 
 
-def reference(hosts: list[Host], round_index: int, codec: str) -> str:
+def reference(
+    hosts: list[Host], round_index: int, codec: str, section_rows: int = SECTION_ROWS
+) -> str:
     """The digest that one process computes alone."""
     rows = {host.peer_id: host.number for host in hosts}
     table = canonical_table(
         Contribution(number % 2, peer, 1000 + number) for peer, number in rows.items()
     )
     ordered = [outer_gradient(rows[row.peer], round_index, SIZE) for row in table]
-    return digest(AveragingRule(CODECS[codec]).average(ordered, table))
+    rule = AveragingRule(CODECS[codec], section_rows=section_rows)
+    return digest(rule.average(ordered, table))
 
 
 @pytest.mark.parametrize("codec", ["float16", "blockwise8bit"])
@@ -108,6 +112,25 @@ def test_death_in_the_middle_of_a_reduce_changes_nothing(hosts: list[Host]) -> N
             _wait_for_end(child)
     retried = average(hosts, 0, attempt=2)
     assert {answer.get("digest") for answer in retried} == {reference(hosts, 0, "float16")}
+
+
+def test_two_levels_have_the_bits_of_the_reference_and_survive_a_death(hosts: list[Host]) -> None:
+    """Sections of two members, so that five peers are in three of them."""
+    start(hosts, 4, "--section-rows=2")
+    victim = Host(4, hosts[0].addresses, "--section-rows=2", "--die-after-parts=4")
+    close_s = time.time() + LIMIT_S
+    tell([*hosts, victim], [*hosts, victim], round=0, attempt=1, close_s=close_s)
+    victim.process.wait(LIMIT_S)
+    for answer in [host.answer() for host in hosts]:
+        assert victim.peer_id in answer["failed"], answer
+        assert answer["unchanged"]
+    hosts.append(Host(4, hosts[0].addresses, "--section-rows=2"))
+    for members, attempt in ((hosts[:4], 2), (hosts, 3)):
+        answers = average(members, 0, attempt=attempt)
+        assert [answer.get("failed") for answer in answers] == [None] * len(members)
+        expected = reference(members, 0, "float16", section_rows=2)
+        assert {answer["digest"] for answer in answers} == {expected}
+        assert expected != reference(members, 0, "float16")
 
 
 def _wait_for_end(pid: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.codecs import CODECS, Codec
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
+from dipaco.modules.outer import SECTION_ROWS
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.transformer import PathModel, initialise, token_losses
 from dipaco.peer.averaging.codec import PartCodec
-from dipaco.peer.averaging.parts import ExactPartContainer
+from dipaco.peer.averaging.topology import Topology
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"
@@ -92,23 +92,21 @@ def test_encodings_have_the_sizes_that_are_counted(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_an_all_reduce_moves_what_is_counted(codec: Codec) -> None:
-    """Cut the vector as the all-reduce does, and add up what each member sends."""
-    size, peers, part_bytes = 120_000, 4, 16_384
-
-    async def sent() -> int:
-        container = ExactPartContainer(
-            torch.zeros(size), [size // peers] * peers, PartCodec(codec), part_bytes
-        )
-        parts = [container.part_sizes(peer) for peer in range(peers)]
-        assert max(max(sizes) for sizes in parts) == codec.part_values(part_bytes)
-        reduced = [sum(codec.encoded_bytes(size) for size in sizes) for sizes in parts]
-        container.finalize()
-        # What others reduce goes to them, and each of its own averages to everybody else.
-        return sum(sum(reduced) - own + (peers - 1) * own for own in reduced)
-
-    assert asyncio.run(sent()) // peers == all_reduce_bytes(size, peers, codec, part_bytes)
-    assert all_reduce_bytes(size, 1, codec, part_bytes) == 0
+@pytest.mark.parametrize("peers", [4, 2 * SECTION_ROWS])
+def test_an_all_reduce_moves_what_is_counted(codec: Codec, peers: int) -> None:
+    """Cut the vector as the all-reduce does, and add up what goes from one peer to another."""
+    part_bytes = 16_384
+    parts = [codec.part_values(part_bytes)] * peers
+    found = Topology.of(range(peers), [1] * peers, parts, SECTION_ROWS)
+    sent = 0
+    for part, size in enumerate(parts):
+        encoded = codec.encoded_bytes(size)
+        for members, reducers in zip(found.sections, found.reducers, strict=True):
+            sent += 2 * encoded * sum(member != reducers[part] for member in members)
+            if reducers[part] != found.root(part):
+                sent += 4 * size + encoded
+    assert sent // peers == all_reduce_bytes(sum(parts), peers, codec, part_bytes)
+    assert all_reduce_bytes(sum(parts), 1, codec, part_bytes) == 0
 
 
 def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:

@@ -1,62 +1,77 @@
 """One all-reduce in which every member ends with the same bits, or with nothing (design 4.3, 4.4).
 
-Hivemind's butterfly: the vector is cut into parts, every member reduces some of them, everybody
-sends its contribution to each part to that part's reducer and gets the average back. What differs:
+A butterfly, in one level or in two (`topology`): the vector is cut into parts, every member reduces
+some of them, everybody sends its contribution to each part to a reducer and gets the average back.
 
 * A contribution passes through the codec before it is summed, the reducer's own included.
 * The contributions to a part are summed in the canonical order of the group's table and with the
-  table's weights; weights that a sender states are ignored.
-* The average is encoded once. Every member, the reducer included, decodes the same bytes.
+  table's weights; weights that a sender states are ignored. In two levels a reducer has those of
+  one section, and hands their sum in fp32 to the part's root, which adds the sections in order.
+* The average is encoded once. Every member, the reducers included, decodes the same bytes.
 * A contribution that is missing, late, malformed or not finite fails the part for everybody. A
-  member that lacks any part fails, and so does everything it still owes to others.
+  member that lacks any part fails, and so does everything it still owes to others. It says whom
+  it blames before it goes, so that nobody takes the messenger for the cause.
 
 So whoever ends with a result ends with the same bits as everybody who does, and with those that
 `dipaco.modules.outer.AveragingRule.average` gives in one process. Known weakness, as without a
 commit protocol there must be one: a reducer that dies between its last answers leaves members
 with a complete result and members without. The latter learn of it from the state that the former
-publish (design 4.4, the heavier state wins). A hostile reducer can send different numbers to
-different members, which ends the same way.
+publish (design 4.4, the state with more contributors wins). A hostile reducer can send different
+numbers to different members, which ends the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from typing import AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, AsyncIterator, TypeVar  # noqa: UP035  Hivemind's servicers know no other.
 
 import torch
-from dipaco.modules.outer import AveragingRule, Contribution
-from hivemind.averaging.allreduce import AllReduceRunner
+from dipaco.modules.codecs import CODECS
+from dipaco.modules.outer import AveragingRule
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
-from hivemind.utils.asyncio import anext
+from hivemind.proto.averaging_pb2 import AveragingData as Message
+from hivemind.utils.asyncio import amap_in_executor, as_aiter
 
 from .codec import PartCodec
 from .group import AgreedGroup
-from .parts import AveragingFailed, ExactPartContainer, ExactPartReducer
+from .parts import (
+    AveragingFailed,
+    FirstFailure,
+    PartedVector,
+    PartRoot,
+    ReducedPart,
+    SectionReducer,
+)
+from .streams import Answers, Counter, Inbox, counted
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 
 PEER_ID_BYTES = 64
-# Seconds that a reducer goes on reading after its last answer.
+# Seconds that a reducer goes on reading after its last answer, and that who fails goes on telling.
 LINGER_S = 3.0
+# In two levels what is waited for may be far away: who waits for it says so often that it is there.
+BEAT_S = 1.0
+# Parts that are encoded ahead of the one that is sent.
+ENCODED_AHEAD = 2
+# Numbers of a section's sum in one message: 1 MiB.
+SUM_NUMBERS = 2**18
+
+T = TypeVar("T")
 
 
-class ExactAllReduceRunner(AllReduceRunner):
+class ExactAllReduceRunner:
     """Runs one all-reduce of one flat fp32 vector with a group that has agreed on its rows.
 
-    Created by `ExactAverager` in its own process, after matchmaking. `async for` over it yields
-    `flat` itself once it holds the average, or raises AveragingFailed; `flat` is then undefined.
-    A member that is silent for `silence_s` has failed; a reducer gets twice that.
+    Created by `AveragingService` after the meeting. `run` replaces `flat` by the average, or
+    raises AveragingFailed; `flat` is then undefined. A member that is silent for `silence_s` has
+    failed; a reducer gets twice that.
     """
-
-    # Hivemind would otherwise serve the handlers of whichever base class was used first.
-    _rpc_handlers = None
-    _stub_type = None
-
-    tensor_part_container: ExactPartContainer
-    tensor_part_reducer: ExactPartReducer
 
     def __init__(
         self,
@@ -71,198 +86,354 @@ class ExactAllReduceRunner(AllReduceRunner):
         part_bytes: int,
         silence_s: float,
     ) -> None:
-        peer_ids = tuple(PeerID.from_base58(peer) for peer in group.peers)
-        super().__init__(
-            p2p=p2p,
-            servicer_type=servicer_type,
-            prefix=prefix,
-            group_id=group.group_id,
-            tensors=(flat,),
-            ordered_peer_ids=peer_ids,
-            peer_fractions=group.shares,
-            sender_timeout=silence_s,
-            reducer_timeout=2 * silence_s,
-            compression=codec.compression,
-            part_size_bytes=codec.whole_part_bytes(part_bytes),
-        )
-        # The stock reducer warns when it goes without having been used.
-        self.tensor_part_reducer.finished.set()
-        own_index = peer_ids.index(self.peer_id)
-        self._codec = codec
-        self._members = group.peers
-        self.tensor_part_container = ExactPartContainer(flat, group.shares, codec, part_bytes)
-        self.parts_for_local_averaging = self.tensor_part_container.get_raw_input_parts(own_index)
-        self.tensor_part_reducer = ExactPartReducer(
-            self.tensor_part_container.part_sizes(own_index),
-            _summation_order(group.table, group.peers),
-            rule.weights(group.table),
-            rule,
-            codec,
-        )
+        self.peer_id = p2p.peer_id
+        self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
+        self._group, self._codec = group, codec
+        self._silence_s = silence_s
+        self._place = {peer: place for place, peer in enumerate(group.peers)}
+        self._me = self._place[self.peer_id.to_base58()]
+        self._failure = FirstFailure()
+        self._vector = PartedVector(flat, codec, part_bytes)
+        sizes = self._sizes = self._vector.sizes
+        order = [self._place[row.peer] for row in group.table]
+        topology = Topology.of(order, group.shares, sizes, rule.section_rows)
+        self._topology = topology
+        self._has_levels = len(topology.sections) > 1
+        weights = dict(zip(order, rule.weights(group.table), strict=True))
+        self._section = topology.section_of[self._me]
+        self._root = PartRoot(len(topology.sections), rule, codec, self._failure)
+        self._reducers = {
+            section: SectionReducer(
+                {part: sizes[part] for part in topology.parts_reduced_by(self._me, section)},
+                topology.sections[section],
+                [weights[member] for member in topology.sections[section]],
+                rule,
+                self._finisher(section),
+                self._failure,
+            )
+            for section in topology.sections_reduced_by(self._me)
+        }
+        members = range(len(group.peers))
+        others = [member for member in members if member != self._me]
+        self._owed = {root: topology.sums_between(self._me, root) for root in others}
+        self._due = {reducer: topology.sums_between(reducer, self._me) for reducer in others}
+        loop = asyncio.get_running_loop()
+        owed = [place for places in self._owed.values() for place in places]
+        self._sums: dict[tuple[int, int], asyncio.Future[torch.Tensor]] = {
+            place: loop.create_future() for place in owed
+        }
+        self._averages: dict[tuple[int, int], asyncio.Future[ReducedPart]] = {
+            place: loop.create_future() for place in owed
+        }
+        self._sum_codec = PartCodec(CODECS["none"])
+        self._beat_s = min(BEAT_S, silence_s / 4) if self._has_levels else None
+        self._started: set[tuple[int, bool]] = set()
+        """Members whose stream of parts (False) or sums (True) has begun."""
 
-    def fail(self, reason: str, *culprits: str) -> AveragingFailed:
-        """End the all-reduce for this peer and for all that wait for parts it reduces.
+    def _get_peer_stub(self, peer: PeerID) -> Any:
+        return self._servicer_type.get_stub(self._p2p, peer, namespace=self._prefix)
 
-        Returns the failure. Nothing changes for parts that were summed, nor for a result that is
-        complete.
+    def fail(self, reason: str, *culprits: str, reported: str = "") -> None:
+        """End the all-reduce for this peer and for all that wait for anything from it.
+
+        Nothing changes for parts that are averaged, nor for a result that is complete.
         """
-        failure = AveragingFailed(reason, self._members, culprits)
-        self.tensor_part_container.fail(failure)
-        self.tensor_part_reducer.fail(failure)
-        return failure
+        self._failure.set(AveragingFailed(reason, self._group.peers, culprits, (), reported))
 
-    def finalize(
-        self, *, cancel: bool = False, exception: BaseException | None = None
-    ) -> set[asyncio.Task]:
-        """End, and leave no exception that nobody asks for."""
-        super().finalize(cancel=cancel, exception=exception)
-        if not self._future.cancelled():
-            self._future.exception()
-        return set()
-
-    # What this peer sends, as a member.
-
-    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
-        """Send a reducer its parts and take the averages back; called by Hivemind's `run`."""
-        index = self.ordered_peer_ids.index(peer_id)
-        name = peer_id.to_base58()
+    async def run(self) -> None:
+        """Take part until the vector is the average in all of its parts, or raise the failure."""
+        topology, me = self._topology, self._me
+        watch = asyncio.create_task(self._expect_all())
+        tasks = []
+        for member in sorted(set(topology.reducers[self._section])):
+            parts = topology.parts_reduced_by(member, self._section)
+            work = self._contribute_here() if member == me else self._contribute(member, parts)
+            tasks.append(asyncio.create_task(self._guarded(member, work)))
+        sums = [
+            asyncio.create_task(self._guarded(root, self._hand_on(root, places)))
+            for root, places in self._owed.items()
+            if places
+        ]
+        tasks += sums
         try:
-            if peer_id == self.peer_id:
-                await asyncio.gather(self._put_own_parts(index), self._take_own_parts(index))
-            else:
-                await self._exchange_with(peer_id, index)
+            await self._failure.or_result(self._vector.complete)
+            # Others may still wait for averages that this peer gets from their roots.
+            if sums:
+                await asyncio.wait(sums)
+        except AveragingFailed:
+            await asyncio.wait(tasks, timeout=LINGER_S)
+            raise
+        finally:
+            self.fail("the all-reduce was given up")
+            for task in (watch, *tasks):
+                task.cancel()
+            await asyncio.gather(watch, *tasks, return_exceptions=True)
+
+    async def _expect_all(self) -> None:
+        """Fail when somebody who should send to this peer has not begun in time."""
+        topology = self._topology
+        expected = {
+            (member, False)
+            for section in self._reducers
+            for member in topology.sections[section]
+            if member != self._me
+        }
+        expected |= {(reducer, True) for reducer, places in self._due.items() if places}
+        await asyncio.sleep(self._silence_s)
+        missing = sorted({self._group.peers[member] for member, _ in expected - self._started})
+        if missing:
+            names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            self.fail(f"peer {names} sent nothing for {self._silence_s:g} s", *missing)
+
+    async def _guarded(self, member: int, work: Awaitable[None]) -> None:
+        """Do something that a member is needed for; when it goes wrong, all goes wrong."""
+        name = self._group.peers[member]
+        try:
+            await work
         except AveragingFailed as failure:
-            self.fail(failure.reason, *failure.culprits)
+            self._failure.set(failure)
         except Exception as error:
-            logger.debug("exchange of parts with %s failed", name, exc_info=True)
+            logger.debug("exchange with %s failed", name, exc_info=True)
             self.fail(f"peer {name} failed as a reducer: {_describe(error)}", name)
 
-    async def _put_own_parts(self, own_index: int) -> None:
-        loop = asyncio.get_running_loop()
-        for part_index, part in enumerate(self.parts_for_local_averaging):
-            seen_by_others = await loop.run_in_executor(None, self._codec.round_trip, part)
-            await self.tensor_part_reducer.put(own_index, part_index, seen_by_others)
+    # What this peer sends: contributions to reducers, sums to roots.
 
-    async def _take_own_parts(self, own_index: int) -> None:
-        for part_index in range(self.tensor_part_reducer.num_parts):
-            reduced = await self.tensor_part_reducer.take(part_index)
-            self.tensor_part_container.register_processed_part(
-                own_index, part_index, reduced.decoded
-            )
+    async def _contribute_here(self) -> None:
+        """Contribute to what this peer reduces for its own section."""
+        reducer = self._reducers[self._section]
 
-    async def _exchange_with(self, peer_id: PeerID, peer_index: int) -> None:
-        loop = asyncio.get_running_loop()
-        sent = _Counter()
-        inputs = _counted(self._generate_input_for_peer(peer_index), sent)
-        stub = self._get_peer_stub(peer_id)
-        stream = await asyncio.wait_for(stub.rpc_aggregate_part(inputs), self.sender_timeout)
+        async def put() -> None:
+            for part in reducer.sizes:
+                own = self._vector.parts[part]
+                seen_by_others = await _in_executor(self._codec.round_trip, own)
+                await reducer.put(self._me, part, seen_by_others)
+
+        async def take() -> None:
+            for part in reducer.sizes:
+                self._vector.put(part, (await reducer.take(part)).decoded)
+
+        await asyncio.gather(put(), take())
+
+    async def _contribute(self, member: int, parts: Sequence[int]) -> None:
+        """Send a reducer this peer's contributions, and take the averages."""
+
+        async def contributions() -> AsyncIterator[Message]:
+            own = as_aiter(*(self._vector.parts[part] for part in parts))
+            encoded = amap_in_executor(self._codec.encode, own, max_prefetch=ENCODED_AHEAD)
+            code, group_id = averaging_pb2.PART_FOR_AVERAGING, self._group.group_id
+            async for part in encoded:
+                failure = self._failure.get()
+                if failure is not None:
+                    yield self._farewell(failure)
+                    return
+                yield Message(code=code, group_id=group_id, tensor_part=part)
+                code, group_id = averaging_pb2.NO_CODE, b""
+
+        call = self._get_peer_stub(self._peer_id(member)).rpc_aggregate_part
+        async with self._exchange(member, call, contributions()) as answers:
+            for part in parts:
+                reduced = await self._decoded(await answers.next(), part)
+                self._vector.put(part, reduced.decoded)
+
+    async def _hand_on(self, member: int, places: Sequence[tuple[int, int]]) -> None:
+        """Send a root the sums that it needs, and take the averages for the sections' members."""
+
+        async def sums() -> AsyncIterator[Message]:
+            code = averaging_pb2.PART_FOR_AVERAGING
+            yield Message(code=averaging_pb2.ACCEPTED, group_id=self._group.group_id)
+            for place in places:
+                while not self._sums[place].done():
+                    try:
+                        await self._failure.or_result(self._sums[place], self._beat_s)
+                    except TimeoutError:
+                        yield Message(code=averaging_pb2.ACCEPTED)
+                    except AveragingFailed as failure:
+                        yield self._farewell(failure)
+                        return
+                for piece in self._sums.pop(place).result().split(SUM_NUMBERS):
+                    yield Message(code=code, tensor_part=self._sum_codec.encode(piece))
+
+        call = self._get_peer_stub(self._peer_id(member)).rpc_add_sums
+        async with self._exchange(member, call, sums()) as answers:
+            for part, section in places:
+                reduced = await self._decoded(await answers.next(), part)
+                self._averages[part, section].set_result(reduced)
+
+    def _finisher(self, section: int) -> Callable[[int, torch.Tensor], Awaitable[ReducedPart]]:
+        """Return how a section's sum of a part becomes its average."""
+
+        async def finish(part: int, section_sum: torch.Tensor) -> ReducedPart:
+            if self._topology.root(part) == self._me:
+                await self._root.put(section, part, section_sum)
+                return await self._root.take(part)
+            self._sums[part, section].set_result(section_sum)
+            return await self._failure.or_result(self._averages[part, section])
+
+        return finish
+
+    def _peer_id(self, member: int) -> PeerID:
+        return PeerID.from_base58(self._group.peers[member])
+
+    def _farewell(self, failure: AveragingFailed) -> Message:
+        return Message(code=averaging_pb2.INTERNAL_ERROR, peer_id=_blame(failure))
+
+    async def _decoded(self, message: Message, part: int) -> ReducedPart:
+        encoded = message.tensor_part
+        decoded = await _in_executor(self._codec.decode, encoded, self._sizes[part])
+        return ReducedPart(encoded, decoded)
+
+    @contextlib.asynccontextmanager
+    async def _exchange(
+        self,
+        member: int,
+        call: Callable[[AsyncIterator[Message]], Awaitable[AsyncIterator[Message]]],
+        inputs: AsyncIterator[Message],
+    ) -> AsyncIterator[Answers]:
+        """Call a reducer or a root."""
+        sent = Counter()
+        calling = asyncio.ensure_future(call(counted(inputs, sent)))
         try:
-            for part_index, size in enumerate(self.tensor_part_container.part_sizes(peer_index)):
-                message = await self._next_answer(stream.__aiter__(), sent)
-                if message.code != averaging_pb2.AVERAGED_PART:
-                    raise self._refusal(peer_id, message)
-                part = await loop.run_in_executor(
-                    None, self._codec.decode, message.tensor_part, size
-                )
-                self.tensor_part_container.register_processed_part(peer_index, part_index, part)
+            stream = await self._failure.or_result(calling, self._silence_s)
         finally:
-            with contextlib.suppress(Exception):
-                await stream.aclose()
-
-    async def _next_answer(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], sent: _Counter
-    ) -> averaging_pb2.AveragingData:
-        """Wait for a reducer's next message: as long as there is progress in either direction.
-
-        A reducer cannot answer what it has not got, so a slow upload is no fault of the reducer.
-        """
-        task = asyncio.ensure_future(anext(stream))
+            calling.cancel()
+        name = self._group.peers[member]
+        answers = Answers(
+            stream,
+            sent,
+            lambda message: self._report(name, message),
+            self._failure,
+            2 * self._silence_s,
+            may_beat=self._has_levels,
+        )
         try:
-            while True:
-                before = sent.value
-                await asyncio.wait({task}, timeout=self.reducer_timeout)
-                if task.done():
-                    return task.result()
-                if sent.value == before:
-                    raise TimeoutError
-        except StopAsyncIteration:
-            raise ConnectionError("it ended before its last part") from None
+            yield answers
         finally:
-            task.cancel()
+            await answers.close()
 
-    def _refusal(self, peer_id: PeerID, message: averaging_pb2.AveragingData) -> AveragingFailed:
-        """Turn a reducer's error message into a failure; whom it blames is unproven."""
-        name = peer_id.to_base58()
+    def _report(self, name: str, message: Message) -> AveragingFailed:
+        """Turn a member's error message into a failure; whom it blames is unproven."""
         blamed = ""
         if 0 < len(message.peer_id) <= PEER_ID_BYTES:
             blamed = PeerID(message.peer_id).to_base58()
-        if message.code == averaging_pb2.INTERNAL_ERROR and blamed in self._members:
-            return AveragingFailed(f"peer {name} reports that peer {blamed} failed")
+        members = self._group.peers
+        if (
+            message.code == averaging_pb2.INTERNAL_ERROR
+            and blamed in self._place
+            and blamed not in (name, members[self._me])
+        ):
+            reason = f"peer {name} reports that peer {blamed} failed"
+            return AveragingFailed(reason, members, (), (), blamed)
         code = averaging_pb2.MessageCode.Name(message.code)
-        return AveragingFailed(f"peer {name} answered {code} instead of a part", (), (name,))
+        return AveragingFailed(f"peer {name} sent {code} instead of a part", members, (name,))
 
-    # What others send to this peer, as a reducer.
+    # What others send to this peer: contributions, as a reducer; sums, as a root.
 
     async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Take a member's contribution to every part that this peer reduces, answer averages.
-
-        Receives and answers at the same time, so that neither waits for the other's network.
-        """
-        sender = context.remote_id
-        if sender not in self.sender_peer_ids or sender in self.active_senders:
-            yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+        self, stream: AsyncIterator[Message], context: P2PContext
+    ) -> AsyncIterator[Message]:
+        """Take a member's contributions to the parts that this peer reduces, answer averages."""
+        sender = self._place.get(context.remote_id.to_base58(), self._me)
+        reducer = self._reducers.get(self._topology.section_of[sender])
+        if reducer is None or not self._begins(sender, is_sums=False):
+            yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
-        sender_index = self.sender_peer_ids.index(sender)
-        self.active_senders.add(sender)
-        if len(self.active_senders) == len(self.sender_peer_ids):
-            self.all_senders_started.set()
-        reducer = self.tensor_part_reducer
-        receiver = asyncio.create_task(self._receive_parts(sender, sender_index, stream, context))
+
+        async def receive(messages: Inbox) -> None:
+            for part, size in reducer.sizes.items():
+                message = await messages.next(self._silence_s)
+                contribution = await _in_executor(self._codec.decode, message.tensor_part, size)
+                await reducer.put(sender, part, contribution)
+
+        async def average(part: int) -> ReducedPart:
+            # Who can only send gets nothing before it has sent all: its line may be bad both ways.
+            if self._group.shares[sender] == 0:
+                await reducer.wait_until_finished()
+            return await reducer.take(part)
+
+        averages = (functools.partial(average, part) for part in reducer.sizes)
+        async for message in self._serve(sender, stream, receive, averages):
+            yield message
+
+    async def rpc_add_sums(
+        self, stream: AsyncIterator[Message], context: P2PContext
+    ) -> AsyncIterator[Message]:
+        """Take a reducer's sums of the parts that this peer is the root of, answer averages."""
+        sender = self._place.get(context.remote_id.to_base58(), self._me)
+        places = self._due.get(sender, ())
+        if not places or not self._begins(sender, is_sums=True):
+            yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+
+        async def receive(messages: Inbox) -> None:
+            for part, section in places:
+                section_sum = torch.empty(self._sizes[part])
+                for piece in section_sum.split(SUM_NUMBERS):
+                    # It beats while it waits for its members, whom it has given less time.
+                    message = await messages.next(2 * self._silence_s, may_beat=True)
+                    piece.copy_(self._sum_codec.decode(message.tensor_part, piece.numel()))
+                await self._root.put(section, part, section_sum)
+
+        averages = (functools.partial(self._root.take, part) for part, _ in places)
+        async for message in self._serve(sender, stream, receive, averages):
+            yield message
+
+    def _begins(self, sender: int, *, is_sums: bool) -> bool:
+        """Note that a member's stream has begun; false for a stranger and a second stream."""
+        if sender == self._me or (sender, is_sums) in self._started:
+            return False
+        self._started.add((sender, is_sums))
+        return True
+
+    async def _serve(
+        self,
+        sender: int,
+        stream: AsyncIterator[Message],
+        receive: Callable[[Inbox], Awaitable[None]],
+        averages: Iterable[Callable[[], Awaitable[ReducedPart]]],
+    ) -> AsyncIterator[Message]:
+        """Receive what a member sends and answer averages at the same time, so that neither waits
+        for the other's network."""
+        received = asyncio.Event()
+        receiver = asyncio.create_task(self._receive(sender, stream, receive, received))
         try:
             try:
-                if self.should_delay_results(sender):
-                    await reducer.finished.wait()
-                for part_index in range(reducer.num_parts):
-                    reduced = await reducer.take(part_index)
-                    yield averaging_pb2.AveragingData(
-                        code=averaging_pb2.AVERAGED_PART, tensor_part=reduced.encoded
-                    )
+                for take in averages:
+                    average = asyncio.ensure_future(take())
+                    try:
+                        while not average.done():
+                            await asyncio.wait({average}, timeout=self._beat_s)
+                            if not average.done():
+                                yield Message(code=averaging_pb2.ACCEPTED)
+                    finally:
+                        average.cancel()
+                    encoded = average.result().encoded
+                    yield Message(code=averaging_pb2.AVERAGED_PART, tensor_part=encoded)
             except AveragingFailed as failure:
-                yield averaging_pb2.AveragingData(
-                    code=averaging_pb2.INTERNAL_ERROR, peer_id=_blame(failure)
-                )
+                yield self._farewell(failure)
             # A stream that is closed while the sender writes loses answers that it has not read.
             await asyncio.wait({receiver}, timeout=LINGER_S)
         finally:
             receiver.cancel()
-            # Cancelled or closed: the sender is gone. That matters only if it still owed parts.
-            if not reducer.received_all_from(sender_index):
+            # Cancelled or closed: the sender is gone. That matters only if it still owed something.
+            if not received.is_set():
                 self._sender_failed(sender, ConnectionError("it went away"))
 
-    async def _receive_parts(
+    async def _receive(
         self,
-        sender: PeerID,
-        sender_index: int,
-        stream: AsyncIterator[averaging_pb2.AveragingData],
-        context: P2PContext,
+        sender: int,
+        stream: AsyncIterator[Message],
+        receive: Callable[[Inbox], Awaitable[None]],
+        received: asyncio.Event,
     ) -> None:
-        """Put a sender's parts into the reducer, then read to the stream's end, come what may.
+        """Receive what a member owes, then read to the stream's end, come what may.
 
-        Whatever goes wrong before the last part fails the all-reduce.
+        Whatever goes wrong before that is received fails the all-reduce.
         """
-        loop = asyncio.get_running_loop()
-        reducer = self.tensor_part_reducer
+        name = self._group.peers[sender]
+        messages = Inbox(stream, self._group.group_id, lambda message: self._report(name, message))
         try:
-            for part_index, size in enumerate(reducer.part_sizes):
-                message = await asyncio.wait_for(anext(stream), self.sender_timeout)
-                if part_index == 0:
-                    self._check_first(message, context)
-                part = await loop.run_in_executor(
-                    None, self._codec.decode, message.tensor_part, size
-                )
-                await reducer.put(sender_index, part_index, part)
+            await receive(messages)
+            received.set()
         except StopAsyncIteration:
             self._sender_failed(sender, ConnectionError("its stream ended before its last part"))
         except Exception as error:
@@ -271,49 +442,22 @@ class ExactAllReduceRunner(AllReduceRunner):
             async for _ in stream:
                 pass
 
-    def _check_first(self, message: averaging_pb2.AveragingData, context: P2PContext) -> None:
-        rejection = self._check_reasons_to_reject(message, context)
-        if rejection is not None:
-            raise ValueError(averaging_pb2.MessageCode.Name(rejection.code))
-        if message.code != averaging_pb2.PART_FOR_AVERAGING:
-            raise ValueError("its first message is not a part")
-
-    def _sender_failed(self, sender: PeerID, error: Exception) -> AveragingFailed:
+    def _sender_failed(self, sender: int, error: Exception) -> None:
         if isinstance(error, AveragingFailed):
-            return self.fail(error.reason, *error.culprits)
-        name = sender.to_base58()
+            self._failure.set(error)
+            return
+        name = self._group.peers[sender]
         logger.debug("contribution of %s failed", name, exc_info=error)
-        return self.fail(f"peer {name} failed to contribute: {_describe(error)}", name)
-
-    async def _ban_sender(self, peer_id: PeerID) -> None:
-        """Called by Hivemind for a sender that never started."""
-        name = peer_id.to_base58()
-        self.banned_senders.add(peer_id)
-        self.fail(f"peer {name} sent nothing for {self.sender_timeout:g} s", name)
+        self.fail(f"peer {name} failed to contribute: {_describe(error)}", name)
 
 
-class _Counter:
-    value = 0
-
-
-async def _counted(
-    messages: AsyncIterator[averaging_pb2.AveragingData], counter: _Counter
-) -> AsyncIterator[averaging_pb2.AveragingData]:
-    """Count what is drawn from `messages`."""
-    async for message in messages:
-        yield message
-        counter.value += 1
-    counter.value += 1
-
-
-def _summation_order(table: tuple[Contribution, ...], peers: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the members' indices in the order of the table."""
-    return tuple(peers.index(row.peer) for row in table)
+async def _in_executor(function: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
 def _blame(failure: AveragingFailed) -> bytes:
     """Return the peer id that an error message names, or nothing."""
-    return PeerID.from_base58(failure.culprits[0]).to_bytes() if failure.culprits else b""
+    return PeerID.from_base58(failure.blamed).to_bytes() if failure.blamed else b""
 
 
 def _describe(error: Exception) -> str:

@@ -42,10 +42,6 @@ class PartCodec:
             # Imported before averagers are forked: importing it takes seconds.
             load_bitsandbytes()
 
-    def whole_part_bytes(self, part_bytes: int) -> int:
-        """Return the greatest size of a part without its scales and its header."""
-        return self.codec.part_values(part_bytes) * self.codec.value_bytes
-
     def encode(self, part: torch.Tensor) -> runtime_pb2.Tensor:
         """Return a flat fp32 part as a message."""
         return self.compression.compress(part, CompressionInfo.from_tensor(part))

@@ -1,34 +1,36 @@
-"""Buffers of the exact all-reduce: parts that are summed, and parts that come back.
+"""Buffers of the exact all-reduce: sums of a section, averages of parts, and the vector itself.
 
-Both replace Hivemind's buffers and differ from them in one rule: what is missing is never made up
-for. A part is summed when every member's contribution to it is there, in canonical order, and
-encoded once; an output is complete or there is none.
+What is missing is never made up for. A part is summed when every contribution to it is there, in
+canonical order, and encoded once; an output is complete or there is none.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from dipaco.modules.outer import AveragingRule, Contribution
 from hivemind.averaging.allreduce import AllreduceException
-from hivemind.averaging.partition import TensorPartContainer
 from hivemind.proto import runtime_pb2
 
-from .codec import PartCodec
+from .codec import PartCodec, is_finite
 from .group import BadRowError, GroupRules
 
 # Parts that a member may send ahead of the last one that was summed.
 WINDOW_PARTS = 4
+
+T = TypeVar("T")
 
 
 class AveragingFailed(AllreduceException):
     """No average, nothing changed. The message is one line that says what and who.
 
     `peers_seen` are all members of the group if there was one, `culprits` those of them that this
-    peer itself saw fail, `notices` lines about peers that were not admitted to the group.
+    peer itself saw fail, `notices` lines about peers that were not admitted to the group,
+    `reported` a member of which another one said that it failed.
     """
 
     def __init__(
@@ -37,16 +39,52 @@ class AveragingFailed(AllreduceException):
         peers_seen: tuple[str, ...] = (),
         culprits: tuple[str, ...] = (),
         notices: tuple[str, ...] = (),
+        reported: str = "",
     ) -> None:
         # All arguments are passed on, or the exception would not survive pickling.
-        super().__init__(reason, peers_seen, culprits, notices)
+        super().__init__(reason, peers_seen, culprits, notices, reported)
         self.reason = reason
         self.peers_seen = peers_seen
         self.culprits = culprits
         self.notices = notices
+        self.reported = reported
+
+    @property
+    def blamed(self) -> str:
+        """Who is named to others, or nothing."""
+        return self.culprits[0] if self.culprits else self.reported
 
     def __str__(self) -> str:
         return self.reason
+
+
+class FirstFailure:
+    """Why an all-reduce has failed here, if it has; whoever waits for anything waits for this."""
+
+    def __init__(self) -> None:
+        self._failure: asyncio.Future[AveragingFailed] = asyncio.get_running_loop().create_future()
+
+    def get(self) -> AveragingFailed | None:
+        """Return the failure, if there is one."""
+        return self._failure.result() if self._failure.done() else None
+
+    def set(self, failure: AveragingFailed) -> None:
+        """Fail, unless that has happened before."""
+        if not self._failure.done():
+            self._failure.set_result(failure)
+
+    async def or_result(self, future: asyncio.Future[T], timeout_s: float | None = None) -> T:
+        """Wait for a future and return its result, or raise the failure if that comes first.
+
+        Raises TimeoutError when neither comes; the future goes on.
+        """
+        either: set[asyncio.Future[Any]] = {future, self._failure}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
+            return future.result()
+        if not self._failure.done():
+            raise TimeoutError
+        raise self._failure.result()
 
 
 @dataclass(frozen=True)
@@ -57,186 +95,167 @@ class ReducedPart:
     decoded: torch.Tensor
 
 
-class ExactPartReducer:
-    """Sums the parts that this peer reduces. Lives in one event loop, for one all-reduce.
+class PartRoot:
+    """Adds the sums of all sections to the parts that this peer is the root of, and encodes them.
 
-    `part_sizes` are the parts' elements, `order` the indices of senders in the order of summation,
-    and `weights` belong to `order`. Parts are combined by `rule`. Every sender puts every part, in
-    order, and takes every result; a result is forgotten when all have taken it.
+    `sections` sums are put for each part, and each result is taken so often.
+    """
+
+    def __init__(
+        self, sections: int, rule: AveragingRule, codec: PartCodec, failure: FirstFailure
+    ) -> None:
+        self._sections = sections
+        self._rule, self._codec = rule, codec
+        self._failure = failure
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
+        self._results: dict[int, asyncio.Future[ReducedPart]] = {}
+        self._takers: dict[int, int] = {}
+
+    async def put(self, section: int, part: int, section_sum: torch.Tensor) -> None:
+        """Take a section's sum of a part; with the last one the average is made.
+
+        Raises ValueError when that is not finite.
+        """
+        sums = self._sums.setdefault(part, {})
+        sums[section] = section_sum
+        if len(sums) == self._sections:
+            ordered = [sums[number] for number in sorted(self._sums.pop(part))]
+            loop = asyncio.get_running_loop()
+            reduced = await loop.run_in_executor(None, self._add_and_encode, ordered)
+            self._result(part).set_result(reduced)
+
+    async def take(self, part: int) -> ReducedPart:
+        """Wait for a part's average. Raises AveragingFailed."""
+        reduced = await self._failure.or_result(self._result(part))
+        self._takers[part] = self._takers.get(part, 0) + 1
+        if self._takers[part] == self._sections:
+            del self._results[part]
+        return reduced
+
+    def _result(self, part: int) -> asyncio.Future[ReducedPart]:
+        if part not in self._results:
+            self._results[part] = asyncio.get_running_loop().create_future()
+        return self._results[part]
+
+    def _add_and_encode(self, ordered: list[torch.Tensor]) -> ReducedPart:
+        average = self._rule.add_sections(ordered)
+        encoded = self._codec.encode(average)
+        return ReducedPart(encoded, self._codec.decode(encoded, average.numel()))
+
+
+class SectionReducer:
+    """Sums the contributions of a section's members to the parts that this peer reduces for it.
+
+    :param sizes: the elements of these parts, by number, in order
+    :param members: the section's members in the order of summation, with `weights`
+    :param finish: makes a part's average of the section's sum; raises AveragingFailed
+
+    Every member puts every part, in order, and takes every result; a result is forgotten when all
+    have taken it. Lives in one event loop, for one all-reduce.
     """
 
     def __init__(
         self,
-        part_sizes: Sequence[int],
-        order: Sequence[int],
+        sizes: Mapping[int, int],
+        members: Sequence[int],
         weights: Sequence[float],
         rule: AveragingRule,
-        codec: PartCodec,
+        finish: Callable[[int, torch.Tensor], Awaitable[ReducedPart]],
+        failure: FirstFailure,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.part_sizes = tuple(part_sizes)
-        self.num_parts = len(self.part_sizes)
-        self.finished = asyncio.Event()
-        self._order, self._weights = tuple(order), tuple(weights)
-        self._rule, self._codec = rule, codec
+        self.sizes = dict(sizes)
+        self._parts = tuple(self.sizes)
+        self._members, self._weights = tuple(members), tuple(weights)
+        self._rule, self._finish = rule, finish
+        self._failure = failure
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}
-        self._received = [0] * len(self._order)
-        # A failure is a result like any other, so that nobody has to retrieve an exception.
-        self._results: dict[int, asyncio.Future[ReducedPart | AveragingFailed]] = {
-            index: loop.create_future() for index in range(self.num_parts)
+        self._received = dict.fromkeys(self._members, 0)
+        self._summed = {part: loop.create_future() for part in self._parts}
+        self._results: dict[int, asyncio.Future[ReducedPart]] = {
+            part: loop.create_future() for part in self._parts
         }
-        self._takers = [len(self._order)] * self.num_parts
-        self._reduced = 0
-        self._failure: AveragingFailed | None = None
+        self._last = tuple(self._results.values())[-1]
+        self._takers = dict.fromkeys(self._parts, len(self._members))
         self._tasks: set[asyncio.Task[None]] = set()
-        if self.num_parts == 0:
-            self.finished.set()
 
-    @property
-    def complete(self) -> bool:
-        """Tell whether every part was summed."""
-        return self._reduced == self.num_parts
+    def received_all_from(self, member: int) -> bool:
+        """Tell whether a member has put all of its parts."""
+        return self._received[member] == len(self._parts)
 
-    def received_all_from(self, sender_index: int) -> bool:
-        """Tell whether a sender has put all of its parts."""
-        return self._received[sender_index] == self.num_parts
+    async def put(self, member: int, part: int, contribution: torch.Tensor) -> None:
+        """Accept a member's next part, and wait while that member is far ahead of the others.
 
-    async def put(self, sender_index: int, part_index: int, part: torch.Tensor) -> None:
-        """Accept a sender's next part, and wait while that sender is far ahead of the others.
-
-        Raises ValueError for a part out of turn, and the failure once the all-reduce failed.
+        Raises ValueError for a part out of turn, and AveragingFailed.
         """
-        self._raise_failure()
-        if part_index != self._received[sender_index] or part_index >= self.num_parts:
-            raise ValueError(f"part {part_index} out of turn, of {self.num_parts} parts")
-        self._received[sender_index] += 1
-        waiting = self._waiting.setdefault(part_index, {})
-        waiting[sender_index] = part
-        if len(waiting) == len(self._order):
-            task = asyncio.create_task(self._reduce(part_index, self._waiting.pop(part_index)))
+        number = self._received[member]
+        if number == len(self._parts) or part != self._parts[number]:
+            raise ValueError(f"part {part} out of turn")
+        self._received[member] += 1
+        waiting = self._waiting.setdefault(part, {})
+        waiting[member] = contribution
+        if len(waiting) == len(self._members):
+            task = asyncio.create_task(self._reduce(part, self._waiting.pop(part)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        behind = self._results.get(part_index - WINDOW_PARTS)
-        if behind is not None:
-            await asyncio.wait({behind})
-            self._raise_failure()
+        if number >= WINDOW_PARTS:
+            await self._failure.or_result(self._summed[self._parts[number - WINDOW_PARTS]])
 
-    async def take(self, part_index: int) -> ReducedPart:
-        """Wait for a part's result; each sender takes each part once.
-
-        Raises AveragingFailed when a contribution to the part is missing or wrong.
-        """
-        result = self._results[part_index]
-        await asyncio.wait({result})
-        self._takers[part_index] -= 1
-        if self._takers[part_index] == 0:
-            del self._results[part_index]
-        reduced = result.result()
-        if isinstance(reduced, AveragingFailed):
-            raise reduced
+    async def take(self, part: int) -> ReducedPart:
+        """Wait for a part's result; each member takes each part once. Raises AveragingFailed."""
+        reduced = await self._failure.or_result(self._results[part])
+        self._takers[part] -= 1
+        if self._takers[part] == 0:
+            del self._results[part]
         return reduced
 
-    def fail(self, failure: AveragingFailed) -> None:
-        """Fail every part that is not summed yet, for everybody. Nothing when all are."""
-        if self.complete or self._failure is not None:
-            return
-        self._failure = failure
-        for result in self._results.values():
-            if not result.done():
-                result.set_result(failure)
-        self._waiting.clear()
-        self.finished.set()
+    async def wait_until_finished(self) -> None:
+        """Wait for the last part. Raises AveragingFailed."""
+        await self._failure.or_result(self._last)
 
-    def finalize(self) -> None:
-        """Called by Hivemind's runner at the end, whatever the end is."""
-        self.fail(AveragingFailed("the all-reduce was given up"))
-
-    async def _reduce(self, part_index: int, parts: dict[int, torch.Tensor]) -> None:
+    async def _reduce(self, part: int, contributions: dict[int, torch.Tensor]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            ordered = [parts[sender_index] for sender_index in self._order]
-            parts.clear()
-            reduced = await loop.run_in_executor(None, self._sum_and_encode, ordered)
+            ordered = [contributions[member] for member in self._members]
+            contributions.clear()
+            section_sum = await loop.run_in_executor(None, self._sum, ordered)
+            self._summed[part].set_result(None)
+            self._results[part].set_result(await self._finish(part, section_sum))
+        except AveragingFailed as failure:
+            self._failure.set(failure)
         except Exception as error:
-            self.fail(AveragingFailed(f"part {part_index} could not be summed: {error}"))
-            return
-        if self._failure is None:
-            self._reduced += 1
-            self._results[part_index].set_result(reduced)
-            if self.complete:
-                self.finished.set()
+            self._failure.set(AveragingFailed(f"part {part} could not be summed: {error}"))
 
-    def _sum_and_encode(self, ordered: list[torch.Tensor]) -> ReducedPart:
-        average = self._rule.combine(ordered, self._weights)
-        encoded = self._codec.encode(average)
-        return ReducedPart(encoded, self._codec.decode(encoded, average.numel()))
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _sum(self, ordered: list[torch.Tensor]) -> torch.Tensor:
+        section_sum = self._rule.sum_section(zip(ordered, self._weights, strict=True))
+        if not is_finite(section_sum):
+            raise ValueError("the sum is not finite")
+        return section_sum
 
 
-class ExactPartContainer(TensorPartContainer):
-    """Cuts the vector into parts, and takes the averages back in place, all of them or none.
+class PartedVector:
+    """The vector in parts, which are sent, and overwritten by the averages that come back.
 
-    The vector is the averager's scratch copy. A part is overwritten by its average, which exists
-    only when the part was sent and decoded everywhere, so no second vector is needed.
+    It is the averager's scratch copy. A part's average exists only when the part was sent and
+    decoded everywhere, so no second vector is needed.
     """
 
-    def __init__(
-        self, flat: torch.Tensor, shares: Sequence[int], codec: PartCodec, part_bytes: int
-    ) -> None:
-        super().__init__(
-            (flat,),
-            shares,
-            compression=codec.compression,
-            part_size_bytes=codec.whole_part_bytes(part_bytes),
-            return_deltas=False,
-            prefetch=2,
-        )
-        self._views = tuple(tuple(part for part, _ in parts) for parts in self._input_parts_by_peer)
-        self._missing_parts = sum(self.num_parts_by_peer)
-        self._end: asyncio.Future[AveragingFailed | None] = (
-            asyncio.get_running_loop().create_future()
-        )
+    def __init__(self, flat: torch.Tensor, codec: PartCodec, part_bytes: int) -> None:
+        self.parts = flat.view(-1).split(codec.codec.part_values(part_bytes))
+        self._missing = set(range(len(self.parts)))
+        self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def part_sizes(self, peer_index: int) -> tuple[int, ...]:
-        """Return the elements of each part that a member reduces."""
-        return tuple(view.numel() for view in self._views[peer_index])
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The elements of each part."""
+        return tuple(part.numel() for part in self.parts)
 
-    def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
-        """Write an averaged part into the vector. Parts of one reducer come in order."""
-        if self._end.done():
-            return
-        if part_index != self._outputs_registered_by_peer[peer_index]:
-            raise ValueError(f"part {part_index} of reducer {peer_index} out of turn")
-        self._views[peer_index][part_index].copy_(part)
-        self._outputs_registered_by_peer[peer_index] += 1
-        self._missing_parts -= 1
-        if self._missing_parts == 0:
-            self._end.set_result(None)
-
-    def fail(self, failure: AveragingFailed) -> None:
-        """End without a result. Nothing when the result is complete."""
-        if not self._end.done():
-            self._end.set_result(failure)
-
-    def register_failed_reducer(self, peer_index: int) -> None:
-        """Hivemind would put local values in the place of what is missing; here it is the end."""
-        self.fail(AveragingFailed(f"reducer {peer_index} failed"))
-
-    async def iterate_output_tensors(self) -> AsyncIterator[torch.Tensor]:
-        """Yield the vector once it is the average in all of its parts, or raise the failure."""
-        failure = await asyncio.shield(self._end)
-        if failure is not None:
-            raise failure
-        yield self.local_tensors[0]
-
-    def finalize(self) -> None:
-        """Called by Hivemind's runner at the end, whatever the end is."""
-        super().finalize()
-        if hasattr(self, "_end") and not self._end.get_loop().is_closed():
-            self.fail(AveragingFailed("the all-reduce was given up"))
+    def put(self, part: int, average: torch.Tensor) -> None:
+        """Write an averaged part into the vector."""
+        self.parts[part].copy_(average)
+        self._missing.discard(part)
+        if not self._missing and not self.complete.done():
+            self.complete.set_result(None)
 
 
 @dataclass(frozen=True)
@@ -281,7 +300,11 @@ def as_failure(
     """Turn whatever went wrong in the averager's process into what the host is told."""
     if isinstance(error, AveragingFailed):
         return AveragingFailed(
-            error.reason, error.peers_seen or members, error.culprits, error.notices or notices
+            error.reason,
+            error.peers_seen or members,
+            error.culprits,
+            error.notices or notices,
+            error.reported,
         )
     if isinstance(error, BadRowError):
         return AveragingFailed(f"group refused: {error}", members, (error.peer,), notices)

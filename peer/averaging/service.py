@@ -178,14 +178,31 @@ class AveragingService(ServicerBase):
         )
         announced.set_result(runner)
         try:
-            await asyncio.wait_for(_exhaust(runner), max(0.0, end_s - time.time()))
+            await asyncio.wait_for(runner.run(), max(0.0, end_s - time.time()))
         except (TimeoutError, asyncio.TimeoutError):
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Take parts from a member of a group that this peer is in."""
+        """Take contributions to parts from a member of a group that this peer is in."""
+        async for message in self._pass_on("rpc_aggregate_part", stream, context):
+            yield message
+
+    async def rpc_add_sums(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Take sums of parts from a member of a group that this peer is in."""
+        async for message in self._pass_on("rpc_add_sums", stream, context):
+            yield message
+
+    async def _pass_on(
+        self,
+        call: str,
+        stream: AsyncIterator[averaging_pb2.AveragingData],
+        context: P2PContext,
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Let the all-reduce that the first message names answer the call."""
         request = await asyncio.wait_for(anext(stream), self._silence_s)
         if request.group_id not in self._running:
             # The leader's message to this peer can be slower than a member's first part.
@@ -199,7 +216,7 @@ class AveragingService(ServicerBase):
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(_exhaust(stream), LINGER_S)
             return
-        async for message in runner.rpc_aggregate_part(achain(as_aiter(request), stream), context):
+        async for message in getattr(runner, call)(achain(as_aiter(request), stream), context):
             yield message
 
 

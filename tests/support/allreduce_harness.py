@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import (
+    SECTION_ROWS,
     AveragingRule,
     Contribution,
     canonical_table,
@@ -24,7 +25,7 @@ from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
 from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import AgreedGroup, reduce_shares
 from dipaco.peer.averaging.parts import AveragingFailed
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
 PART_BYTES = 4096
@@ -39,7 +40,7 @@ class Transit:
     """Where a message is: which way, between whom, and its place in the stream."""
 
     kind: str
-    """"part" to a reducer, "average" back from it."""
+    """"part" to a reducer, "average" back from it; "sum" to a root, "total" back from it."""
     source: PeerID
     target: PeerID
     index: int
@@ -75,8 +76,9 @@ class MemoryNetwork:
                     queue.put_nowait(_END)
 
     async def open(
-        self, source: PeerID, target: PeerID, inputs: AsyncIterator[Message]
+        self, kinds: tuple[str, str], source: PeerID, target: PeerID, inputs: AsyncIterator[Message]
     ) -> AsyncIterator[Message]:
+        there, back = kinds
         if target in self.dead or target not in self.runners:
             raise ConnectionError("failed to dial")
         requests: asyncio.Queue[bytes | None] = asyncio.Queue(5)
@@ -84,7 +86,7 @@ class MemoryNetwork:
         context = P2PContext(handle_name="test", local_id=target, remote_id=source)
 
         async def write() -> None:
-            async for message in self._in_transit("part", source, target, inputs):
+            async for message in self._in_transit(there, source, target, inputs):
                 await requests.put(message)
             await requests.put(_END)
 
@@ -97,8 +99,9 @@ class MemoryNetwork:
 
         async def handle() -> None:
             runner = self.runners[target]
-            handler = runner.rpc_aggregate_part(read_requests(), context)
-            async for message in self._in_transit("average", target, source, handler):
+            serve = runner.rpc_aggregate_part if there == "part" else runner.rpc_add_sums
+            handler = serve(read_requests(), context)
+            async for message in self._in_transit(back, target, source, handler):
                 await answers.put(message)
             if not all_read.is_set():
                 # As with real sockets: who writes to a closed stream loses what was not read yet.
@@ -149,15 +152,16 @@ class _MemoryStub:
     target: PeerID
 
     async def rpc_aggregate_part(self, inputs: AsyncIterator[Message]) -> AsyncIterator[Message]:
-        return await self.network.open(self.source, self.target, inputs)
+        return await self.network.open(("part", "average"), self.source, self.target, inputs)
+
+    async def rpc_add_sums(self, inputs: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        return await self.network.open(("sum", "total"), self.source, self.target, inputs)
 
 
 class MemoryRunner(ExactAllReduceRunner):
     def __init__(self, network: MemoryNetwork, peer_id: PeerID, **kwargs: Any) -> None:
-        super().__init__(
-            p2p=_MemoryP2P(peer_id), servicer_type=ExactAllReduceRunner, prefix=None, **kwargs
-        )
-        self.network = network
+        super().__init__(p2p=_MemoryP2P(peer_id), servicer_type=ServicerBase, prefix=None, **kwargs)
+        self.network, self.flat = network, kwargs["flat"]
         network.runners[peer_id] = self
 
     def _get_peer_stub(self, peer: PeerID) -> _MemoryStub:
@@ -174,8 +178,10 @@ class Group:
     bandwidths: Sequence[int]
     codec: str = "float16"
     shard_sequences: Mapping[int, int] | None = None
+    section_rows: int = SECTION_ROWS
     silence_s: float = 30.0
     timeout_s: float = 120.0
+    part_bytes: int = PART_BYTES
     absent: frozenset[int] = frozenset()
 
     @classmethod
@@ -204,7 +210,7 @@ class Group:
 
     @property
     def rule(self) -> AveragingRule:
-        return AveragingRule(CODECS[self.codec], self.shard_sequences)
+        return AveragingRule(CODECS[self.codec], self.shard_sequences, self.section_rows)
 
     def expected(self) -> torch.Tensor:
         """What one process computes alone."""
@@ -229,7 +235,7 @@ class Group:
                 rule=self.rule,
                 flat=flat.clone(),
                 codec=codec,
-                part_bytes=PART_BYTES,
+                part_bytes=self.part_bytes,
                 silence_s=self.silence_s,
             )
             for index, (peer_id, flat) in enumerate(zip(self.peer_ids, self.flats, strict=True))
@@ -238,9 +244,8 @@ class Group:
         async def run_one(runner: MemoryRunner | None) -> torch.Tensor | None:
             if runner is None:
                 return None
-            async for flat in runner:
-                result = flat
-            return result
+            await runner.run()
+            return runner.flat
 
         waits = [asyncio.wait_for(run_one(runner), self.timeout_s) for runner in runners]
         results = await asyncio.gather(*waits, return_exceptions=True)

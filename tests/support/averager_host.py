@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from dipaco.modules.codecs import CODECS, Codec
-from dipaco.modules.outer import AveragingRule, Contribution
+from dipaco.modules.outer import SECTION_ROWS, AveragingRule, Contribution
 from dipaco.peer.averaging.averager import AveragingFailed, ExactAverager
 from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import averager_prefix
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--codec", default="float16")
     parser.add_argument("--initial-peers", nargs="*", default=[])
     parser.add_argument("--die-after-parts", type=int, default=0)
+    parser.add_argument("--section-rows", type=int, default=SECTION_ROWS)
     parser.add_argument("--debug", action="store_true")
     arguments = parser.parse_args()
     if arguments.debug:
@@ -97,7 +98,7 @@ def main() -> None:
     handler = signal.getsignal(signal.SIGINT)
     dht = loopback_dht(arguments.initial_peers)
     signal.signal(signal.SIGINT, handler)
-    rule = AveragingRule(CODECS[arguments.codec])
+    rule = AveragingRule(CODECS[arguments.codec], section_rows=arguments.section_rows)
     averager = ExactAverager(
         dht,
         prefix=averager_prefix("test", "L0"),
