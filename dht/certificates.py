@@ -207,11 +207,17 @@ class CertificateBook:
         return frozenset(signers)
 
     def contains(self, module: str, digest: str, peer: str, round_index: int) -> bool:
-        """Tell whether what `peer` contributed in a round is in a state, by name."""
-        for certificate in self.chain(module, digest):
-            if certificate.statement.round_index == round_index:
-                return any(row.peer == peer for row in certificate.statement.table)
-        return False
+        """Tell whether what `peer` contributed in a round is in a state, by name.
+
+        A round can have two steps: who leaves takes one alone before its time, and whoever comes
+        after it another.
+        """
+        return any(
+            row.peer == peer
+            for certificate in self.chain(module, digest)
+            if certificate.statement.round_index == round_index
+            for row in certificate.statement.table
+        )
 
     def recent_contributors(self, module: str, digest: str, since_round: int) -> frozenset[str]:
         """Return who signed the chain of a state in `since_round` and later."""

@@ -22,7 +22,7 @@ from .events import EventLog
 from .member import actions as a
 from .member import events as e
 from .member.knowledge import MemberSettings
-from .member.member import LEAVE_BUDGET_S
+from .member.member import MERGE_BUDGET_S
 from .member.recording import RecordFile, start_member
 from .node import Node
 from .outer_steps import OuterSteps, Pool
@@ -323,7 +323,7 @@ class Session:
             "move", from_path=action.from_path, to_path=action.to_path, reason=action.reason
         )
         self._keep_optimizer()
-        self._progress.finish(LEAVE_BUDGET_S)
+        self._progress.finish(MERGE_BUDGET_S)
 
     # -- outer rounds
 

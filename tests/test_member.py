@@ -84,8 +84,10 @@ def test_leaving_hands_over_and_ends() -> None:
     (peer,) = swarm.add(["Pa"])
     swarm.add(["Pz"], trains=False)
     swarm.run(65.0)
+    before = peer.member.anchors["L0.E0"].version
     peer.happen(e.LeaveWanted())
-    peer.happen(e.Turn())
+    swarm.run(5.0)
+    assert peer.held["L0.E0"].version == before + 1, "nobody else trains: it need not wait"
     (left,) = peer.of(a.Left)
     assert isinstance(left, a.Left)
     assert set(left.handed_over) == {"L0.E0", "L1.E0"}

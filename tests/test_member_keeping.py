@@ -325,7 +325,7 @@ def test_who_leaves_hands_over_what_nobody_else_holds() -> None:
     peer.look()
     peer.held = {keeper: [peer.member.anchors[LAST]] for keeper in SERVING[:COPIES]}
     peer.look()
-    actions = peer.happen(e.LeaveWanted())
+    actions = peer.leave()
     assert {offer.reference.module for offer in of(a.Offer, actions)} == {MODULE}
     assert len(of(a.Offer, actions)) == HANDED_TO
     assert of(a.Left, peer.turn()) == []
@@ -344,7 +344,7 @@ def test_who_leaves_counts_on_nobody_who_leaves() -> None:
     peer.look()
     peer.claims = [claim("Pc", state="leaving", since_s=1e9)]
     peer.look()
-    actions = peer.happen(e.LeaveWanted())
+    actions = peer.leave()
     assert {(o.reference.module, o.peer) for o in of(a.Offer, actions)} == {
         (MODULE, "Ps"),
         (LAST, "Ps"),
@@ -355,7 +355,7 @@ def test_who_leaves_takes_no_more_copies() -> None:
     peer = Trainer(serving=("Ps",), plan=small_plan((2, 1)))
     other = peer.family.commits(genesis("L0.E1"), range(3), ["Pz"])
     peer.look()
-    peer.happen(e.LeaveWanted())
+    peer.leave()
     assert peer.happen(e.Offered("Pz", other)) == []
 
 
@@ -364,14 +364,14 @@ def test_a_copy_that_nobody_else_holds_is_handed_on() -> None:
     copy = peer.family.commits(genesis("L0.E1"), range(3), ["Pz"])
     peer.member.known.serve(copy)
     peer.look()
-    actions = peer.happen(e.LeaveWanted())
+    actions = peer.leave()
     assert copy in [offer.reference for offer in of(a.Offer, actions)]
 
 
 def test_what_nobody_took_over_is_said() -> None:
     peer = Trainer(serving=("Ps",))
     peer.look()
-    peer.happen(e.LeaveWanted())
+    peer.leave()
     for module in (MODULE, LAST):
         digest = peer.member.anchors[module].digest
         peer.happen(e.OfferAnswered(module, digest, "Ps", is_kept=False))
@@ -384,7 +384,7 @@ def test_what_nobody_took_over_is_said() -> None:
 def test_leaving_does_not_wait_for_ever() -> None:
     peer = Trainer(serving=("Ps",))
     peer.look()
-    peer.happen(e.LeaveWanted())
+    peer.leave()
     peer.now_s += 9.0
     assert len(of(a.Left, peer.turn())) == 1
 
@@ -392,8 +392,7 @@ def test_leaving_does_not_wait_for_ever() -> None:
 def test_the_last_peer_of_all_leaves_its_states_on_its_disk_and_says_so() -> None:
     peer = Trainer()
     peer.look()
-    peer.happen(e.LeaveWanted())
-    (left,) = of(a.Left, peer.turn())
+    (left,) = of(a.Left, peer.leave())
     assert left.handed_over == ()
     assert a.SaveAll() in peer.done
     assert len(peer.of(a.Warn)) == 1

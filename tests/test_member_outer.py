@@ -9,6 +9,7 @@ from dipaco.peer.member import events as e
 from dipaco.peer.member.chains import refresh_period_s
 from dipaco.peer.member.culprits import EXCLUDED_ROUNDS
 from dipaco.peer.member.gathering import ISOLATED_ROUNDS, SIGHT_PERIODS
+from dipaco.peer.member.member import MERGE_BUDGET_S
 from dipaco.peer.member.outer import TRACING_S
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, of, record
@@ -476,6 +477,8 @@ def test_a_leaving_peer_asks_nobody() -> None:
     peer = group("Pa", "Pc")
     peer.at(boundary_s(3))
     peer.happen(e.LeaveWanted())
+    peer.now_s += MERGE_BUDGET_S
+    peer.turn()
     assert of(a.Ask, fail(peer)) == []
 
 

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from dipaco.dht.agreement import round_of_others, trained_paths
 from dipaco.dht.certificates import CertificateBook
-from dipaco.dht.policy import lead_rank, should_move
+from dipaco.dht.policy import Decision, lead_rank, should_move
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -65,9 +65,11 @@ from .events import (
 from .keeping import Keeping
 from .knowledge import Knowledge, MemberSettings
 from .outer import OuterRounds
+from .parting import Parting
 from .rounds import round_position
 
-LEAVE_BUDGET_S = 4.0
+# Of a leave: until when last work is merged, and until when all of it is done (promise 10).
+MERGE_BUDGET_S, LEAVE_BUDGET_S = 4.0, 7.0
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
 # Who has shown itself is called again after so many refresh periods.
@@ -80,6 +82,7 @@ class _Phase(Enum):
     BEGINNING = auto()
     TRAINING = auto()
     THINKING = auto()
+    PARTING = auto()
     SERVING = auto()
     LEAVING = auto()
     GONE = auto()
@@ -107,12 +110,15 @@ class Member:
         self._adoption = Adoption(known, self._chains)
         self._outer = OuterRounds(known, self.position, self._adoption, self._chains)
         self._keeping = Keeping(known, self._chains)
+        self._parting = Parting(known, self.position, self._outer)
+        self._moving: Decision | None = None
         self._phase = _Phase.NEW
         self._since_s = 0.0
         self._waits_since_s = 0.0
         self._rounds_on_path = 0
         self.rounds_done = 0
         """Rounds that ended here."""
+        self._leave_s: float | None = None
         self._successor = False
         self._to_successor = False
         self._was_isolated = False
@@ -146,7 +152,7 @@ class Member:
         elif isinstance(event, Viewed):
             self._on_view(event)
         elif isinstance(event, LeaveWanted):
-            self._leave(to_successor=False)
+            self._part_or_leave()
         elif isinstance(event, SuccessorReady):
             self._successor = True
         else:
@@ -277,6 +283,8 @@ class Member:
             known.do(Wait("a new view of the swarm", 0.0))
         elif self._phase is _Phase.SERVING:
             known.do(Wait("", 0.0))
+        elif self._phase is _Phase.PARTING:
+            self._turn_parting(turn)
         elif self._phase is _Phase.LEAVING:
             self._turn_leaving()
 
@@ -427,6 +435,14 @@ class Member:
         )
         if decision is None or decision.path == known.path or known.path is None:
             return
+        self._moving = decision
+        self._phase = _Phase.PARTING
+        self._parting.begin(known.plan.rounds.window_s, waits_for_boundaries=False)
+
+    def _move(self, decision: Decision) -> None:
+        known = self.known
+        assert known.path is not None
+        self._moving = None
         known.do(Move(known.path, decision.path, decision.reason))
         self._phase = _Phase.CLAIMING
         self._since_s = known.now_s
@@ -444,28 +460,53 @@ class Member:
 
     # -- leaving
 
+    def _part_or_leave(self) -> None:
+        """Leave, once last work is merged if there is any: all in ten seconds (promise 10)."""
+        if self._leave_s is not None:
+            return
+        self._leave_s, self._moving = self.known.now_s, None
+        if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
+            self._phase = _Phase.PARTING
+            self._parting.begin(MERGE_BUDGET_S, waits_for_boundaries=True)
+        else:
+            self._leave(to_successor=False)
+
+    def _turn_parting(self, turn: Turn) -> None:
+        if not self._parting.on_turn(turn.step_s):
+            self.known.do(Wait("the last work on this path to be merged", self._parting.left_s))
+        elif self._moving is not None:
+            self._move(self._moving)
+            self._turn_claiming()
+        else:
+            self._leave(to_successor=False)
+            self._turn_leaving()
+
     def _give_up(self, reason: str) -> None:
         self._claiming.leave()
         self._phase = _Phase.GONE
         self.known.do(Left((), to_successor=False, error=reason))
 
     def _leave(self, *, to_successor: bool) -> None:
-        """Withdraw the claim, save, hand over: within ten seconds (promise 10)."""
-        if self._phase is _Phase.LEAVING:
-            return
+        """Withdraw the claim, save, hand over."""
         self._phase = _Phase.LEAVING
-        self._since_s = self.known.now_s
+        if self._leave_s is None:
+            self._leave_s = self.known.now_s
         self._to_successor = to_successor
         self._outer.is_leaving = True
         self._beginning.stop()
         self._claiming.leave()
         self.known.do(SaveAll())
         if not to_successor:
-            self._keeping.hand_over(LEAVE_BUDGET_S)
+            self._keeping.hand_over(self._leave_left_s)
+
+    @property
+    def _leave_left_s(self) -> float:
+        assert self._leave_s is not None
+        return self._leave_s + LEAVE_BUDGET_S - self.known.now_s
 
     def _turn_leaving(self) -> None:
         known, keeping = self.known, self._keeping
-        left_s = self._since_s + LEAVE_BUDGET_S - known.now_s
+        left_s = self._leave_left_s
         if keeping.is_handing_over and left_s > 0:
             known.do(Wait("others to take over the newest states", left_s))
             return

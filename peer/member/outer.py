@@ -74,6 +74,8 @@ class OuterRounds:
     adoption: Adoption
     chains: Chains
     is_leaving: bool = False
+    took_s: dict[str, float] = field(default_factory=dict)
+    """What the last commit of each level took from its boundary on."""
     _running: dict[str, RoundUnderWay] = field(default_factory=dict)
     _in_vain: Counter[str] = field(default_factory=Counter)
     _culprits: Culprits = field(default_factory=Culprits)
@@ -96,10 +98,14 @@ class OuterRounds:
         return self.known.schedule.fixed_steps > 0
 
     def on_turn(self, step_s: float) -> None:
-        """Start the rounds whose boundaries have come; go on where a wait has ended."""
+        """Start the rounds whose boundaries have come, and go on."""
         self._caught_up()
         for boundary in self.position.due(self.known.now_s, step_s):
-            self._start(boundary)
+            self.start(boundary)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Go on where a wait has ended."""
         for running in list(self._running.values()):
             self._on_time(running)
 
@@ -123,7 +129,7 @@ class OuterRounds:
 
     # -- start
 
-    def _start(self, boundary: Boundary) -> None:
+    def start(self, boundary: Boundary) -> None:
         """Copy the module of the boundary's level, unless there is nothing to be done."""
         known, level = self.known, boundary.level
         module = next(m for m in known.anchors if known.grid.level_of(m) == level)
@@ -132,6 +138,9 @@ class OuterRounds:
             self._skip(module, boundary, "the round before had not ended")
         elif self._is_too_late(boundary):
             self._skip(module, boundary, f"came {late_s:.1f} s after the boundary")
+        elif known.descent.contains(known.anchors[module], known.me, boundary.round_index):
+            # Before it came to this path, or in an earlier life: work is named by peer and round.
+            self._skip(module, boundary, "this peer had taken the step before its time")
         elif self._is_counted and known.anchors[module].last_round >= boundary.round_index:
             self._skip(module, boundary, "the others had taken this step")
         else:
@@ -419,6 +428,7 @@ class OuterRounds:
         known.anchors[module] = state
         known.serve(state)
         self._in_vain[module] = 0
+        self.took_s[running.boundary.level] = known.now_s - running.boundary.time_s
         del self._running[running.boundary.level]
         self.position.closed(running.boundary)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
@@ -188,6 +188,16 @@ class ClockPosition(RoundPosition):
                 self._schedule.following(boundary), self._schedule.next_boundary(level, now_s)
             )
         return sorted(found)
+
+    def next_s(self, level: str) -> float:
+        """Return when the next boundary of a level comes."""
+        return self._next[level].time_s
+
+    def take_early(self, level: str, now_s: float) -> Boundary:
+        """Return the next boundary of a level as if it came now; it does not come again."""
+        boundary = self._next[level]
+        self._next[level] = self._schedule.following(boundary)
+        return replace(boundary, time_s=min(now_s, boundary.time_s))
 
     def next_round(self, now_s: float, round_index: int = 0) -> None:
         """Go on to the next round, or to the present one when rounds were missed."""

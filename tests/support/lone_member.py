@@ -176,6 +176,11 @@ class LoneMember:
         self.now_s = self.plan.start_s + seconds
         return self.turn()
 
+    def leave(self) -> list[a.Action]:
+        """Press Ctrl+C when nothing has been trained that could be merged."""
+        self.tokens = 0
+        return self.happen(e.LeaveWanted()) + self.turn() + self.turn()
+
     def happen(self, event: e.Event) -> list[a.Action]:
         """Report an event; returns all that comes of it."""
         actions = self.member.handle(event, self.now_s)
