@@ -47,9 +47,10 @@ def announced_bests(
     First what the path's lead trainer says, the oldest claim in training; then by loss. Dropped:
     unknown paths, rounds of the future, what a peer says twice, and all but the first few.
     """
-    leads = _lead_trainers(claims.values())
+    naming = [r for r in records if any(entry.best_sha256 for entry in r.entries)]
+    leads = _lead_trainers(claims.values()) if naming else {}
     found: dict[int, dict[str, tuple[bool, BestReference]]] = {}
-    for record in records:
+    for record in naming:
         for entry in {entry.path: entry for entry in reversed(record.entries)}.values():
             best = entry.best
             if best is None or entry.path >= path_count or entry.last_round > latest_round:

@@ -159,7 +159,7 @@ class _Standing(Record):
             reachable=self.reachable,
         )
 
-    @property
+    @functools.cached_property
     def age(self) -> tuple[float, int, int]:
         """What orders the records of one peer: the greatest is the newest."""
         return self.since_s, self.round, _AGES[self.state]
@@ -195,7 +195,7 @@ class AnnouncedState(HeldState):
 
     module: ModuleName
 
-    @property
+    @functools.cached_property
     def reference(self) -> StateReference:
         """The state that is meant."""
         return StateReference(

@@ -213,7 +213,7 @@ def build_view(
         and claim.since_s <= now_s + CLOCK_SLACK_S
         and (claim.round <= latest or not counted)
     }
-    known_modules = set(grid.modules())
+    rounds = greatest_rounds(plan, now_s)
     return SwarmView(
         now_s=now_s,
         claims=believed,
@@ -222,10 +222,10 @@ def build_view(
             module: tuple(
                 h
                 for h in held
-                if h.module == module and plausible_state(h.reference, plan, grid, now_s)
+                if h.module == module and _is_plausible(h.reference, plan, grid, rounds)
             )
             for module, held in holdings.items()
-            if module in known_modules
+            if grid.has_module(module)
         },
         progress=_merge_progress(progress, grid.path_count, latest),
         bests=announced_bests(progress, believed, grid.path_count, latest),
@@ -269,7 +269,10 @@ def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: flo
     Asked of announcements, and again of what was fetched. Also in a successor run: its genesis
     states have version 0 and count nothing.
     """
-    rounds = greatest_rounds(plan, now_s)
+    return _is_plausible(state, plan, grid, greatest_rounds(plan, now_s))
+
+
+def _is_plausible(state: StateReference, plan: RunPlan, grid: Grid, rounds: int) -> bool:
     if state.version == 0:
         return state.tokens == 0
     if state.version > rounds or state.last_round >= rounds:
