@@ -356,8 +356,8 @@ class Member:
         """
         known, position, outer = self.known, self.position, self._outer
         self._adoption.apply(outer.running)
-        if known.now_s < position.opens_s and self._is_every_path_trained():
-            position.open(known.now_s)
+        if known.now_s < position.opens_s:
+            self._open_when_every_path_is_trained()
         outer.on_turn(turn.step_s)
         if position.round_ended(outer.running):
             self._end_round()
@@ -377,8 +377,9 @@ class Member:
         else:
             self._wait_to_step(turn)
 
-    def _is_every_path_trained(self) -> bool:
-        return len(trained_paths(self.known.view)) == self.known.grid.path_count
+    def _open_when_every_path_is_trained(self) -> None:
+        if len(trained_paths(self.known.view)) == self.known.grid.path_count:
+            self.position.open(self.known.now_s)
 
     def _wait_to_step(self, turn: Turn) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
@@ -497,16 +498,11 @@ class Member:
         self._claiming.leave()
         self.known.do(SaveAll())
         if not to_successor:
-            self._keeping.hand_over(self._leave_left_s)
-
-    @property
-    def _leave_left_s(self) -> float:
-        assert self._leave_s is not None
-        return self._leave_s + LEAVE_BUDGET_S - self.known.now_s
+            self._keeping.hand_over(self._leave_s + LEAVE_BUDGET_S - self.known.now_s)
 
     def _turn_leaving(self) -> None:
         known, keeping = self.known, self._keeping
-        left_s = self._leave_left_s
+        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.now_s
         if keeping.is_handing_over and left_s > 0:
             known.do(Wait("others to take over the newest states", left_s))
             return
