@@ -127,9 +127,11 @@ def _refresh_until_stopped(
             logger.warning("%s", error)
             continue
         training = [claim for claim in view.claims.values() if claim.state == "training"]
-        served = {claim.path for claim in training}
+        paths = view.paths(node.grid)
+        served = {claim.path for claim in training} & set(paths)
+        which = "paths" if len(paths) == node.grid.path_count else "paths near this node"
         display.say(
             f"{time.strftime('%H:%M:%S')} round {present_round(node.plan, view)}: "
-            f"{len(view.peers)} peers, {len(served)} of {node.grid.path_count} paths in training, "
+            f"{len(view.peers)} peers, {len(served)} of {len(paths)} {which} in training, "
             f"{len(node.held.all())} states held here"
         )

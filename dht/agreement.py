@@ -52,9 +52,16 @@ def round_of_others(view: SwarmView, grid: Grid, path: int, me: str) -> int:
     return max((view.claims[peer].round for peer in others), default=0)
 
 
-def trained_paths(view: SwarmView) -> frozenset[int]:
-    """Return the paths that have a peer that trains them."""
-    return frozenset(claim.path for claim in view.claims.values() if claim.state == "training")
+def trained_in_sight(view: SwarmView, grid: Grid, path: int) -> tuple[int, int]:
+    """Return how many paths are trained, of how many of which that was read.
+
+    These include all that share a module with `path`, this peer's: whom it meets trains one.
+    """
+    modules = [module for module in grid.modules_of_path(path) if view.covers_module(module)]
+    sharing = (shared for module in modules for shared in grid.paths_of_module(module))
+    in_sight = {*view.paths(grid), *sharing}
+    trained = {claim.path for claim in view.claims.values() if claim.state == "training"}
+    return len(in_sight & trained), len(in_sight)
 
 
 def is_overtaken(view: SwarmView, grid: Grid, module: str, tokens: int, me: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dipaco.modules.grid import Grid
@@ -47,6 +47,19 @@ class Scope:
     def covers_path(self, path: int) -> bool:
         """Tell whether the claims on a path, and how far it is, are read."""
         return path % self.bucket_count in self._bucket_set
+
+    def covers_peer(self, peer: str, path: int | None) -> bool:
+        """Tell whether it is read what a peer says of itself that claims `path`."""
+        return home_bucket(peer, path, self.bucket_count) in self._bucket_set
+
+    def paths(self, path_count: int) -> list[int]:
+        """Return the paths that are covered, of so many."""
+        buckets = (range(bucket, path_count, self.bucket_count) for bucket in self.buckets)
+        return sorted(path for bucket in buckets for path in bucket)
+
+    def with_buckets(self, buckets: Iterable[int]) -> Scope:
+        """Return a scope that reads further buckets too."""
+        return replace(self, buckets=tuple(sorted({*self.buckets, *buckets})))
 
 
 def scope_of(modules: Iterable[str], buckets: Iterable[int], grid: Grid) -> Scope:

@@ -1,7 +1,8 @@
 """Who trains what: pure functions from a view of the swarm to a decision (design 4.5).
 
-Every peer decides for itself. Peers with the same view decide compatibly; peers whose views differ
-slightly share a path for a moment at worst. What is kept where, and which state wins, is in
+Every peer decides for itself, among the paths that its view covers: of the others it is not known
+whether they wait. Peers with the same view decide compatibly; peers whose views differ slightly
+share a path for a moment at worst. What is kept where, and which state wins, is in
 `keeping.py` and `agreement.py`.
 """
 
@@ -42,7 +43,7 @@ def choose_path(
     """Choose the path with the least service: fewest trainers, then longest waited, then hash."""
     if pinned is not None:
         return Decision(pinned, "asked for by --path")
-    paths = [path for path in range(grid.path_count) if path not in exclude]
+    paths = [path for path in view.paths(grid) if path not in exclude]
     if not paths:
         raise ValueError("every path is excluded")
     others = {path: _others(view, path, me) for path in paths}
@@ -80,7 +81,7 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
     } | {me}
     trainers = {
         path: sum(claim.peer_id not in joining for claim in view.claimants(path))
-        for path in range(grid.path_count)
+        for path in {*view.paths(grid), mine.path}
     }
     for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
         place = min(trainers, key=lambda path: _preference(view, mine, trainers[path], path, peer))
@@ -112,7 +113,7 @@ def should_move(
     if mine is None:
         return None
     waiting = sorted(
-        (path for path in range(grid.path_count) if not view.claimants(path)),
+        (path for path in view.paths(grid) if not view.claimants(path)),
         key=lambda path: (view.last_round(path), path),
     )
     if not waiting:
@@ -142,7 +143,7 @@ def _spare_peers(view: SwarmView, grid: Grid) -> list[str]:
     Each path's oldest trainer stays, unless one that never moves stays anyway.
     """
     spare = []
-    for path in range(grid.path_count):
+    for path in view.paths(grid):
         claims = view.claimants(path)
         free = [claim for claim in claims if not claim.pinned]
         spare += free if len(free) < len(claims) else free[1:]
@@ -156,7 +157,7 @@ def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
     turn it is would wait for it for ever. Among several of these the order changes every round: one
     that never moves may have held up the others, and they cannot be told apart.
     """
-    claimants = [view.claimants(path) for path in range(grid.path_count)]
+    claimants = [view.claimants(path) for path in view.paths(grid)]
     leads = [claims[0] for claims in claimants if claims and not any(c.pinned for c in claims)]
     patience_rounds = 3 * dwell_rounds + 3
     waiting = [claim for claim in leads if view.rounds_held(claim) <= patience_rounds]
@@ -171,7 +172,7 @@ def _even_out(view: SwarmView, grid: Grid, mine: Claim) -> Decision | None:
     here = view.claimants(mine.path)
     if len(here) < 3 or here[-1].peer_id != mine.peer_id:
         return None
-    counts = {path: len(view.claimants(path)) for path in range(grid.path_count)}
+    counts = {path: len(view.claimants(path)) for path in view.paths(grid)}
     target = min(counts, key=lambda path: (counts[path], rendezvous(mine.peer_id, path)))
     if counts[target] > len(here) - 2:
         return None

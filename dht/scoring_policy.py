@@ -96,12 +96,13 @@ def path_to_score(
     trainers, the oldest first, then the others by rendezvous hash. The first takes the path at
     once if it trains it, else after it was open for `patience_s`; each further one waits
     `patience_s` longer, also after its own last score, so that the claim of the one before can be
-    seen. `exclude` are paths that could not be scored here lately.
+    seen. `exclude` are paths that could not be scored here lately. Who trains a path that the view
+    does not cover is not known: it is left to others.
     """
     busy = board.busy() - {me}
     choices = []
     for path in board.open_paths():
-        if path in exclude:
+        if path in exclude or not view.covers_path(path):
             continue
         trainers = [c.peer_id for c in view.claimants(path) if c.state == "training"]
         place = _place(view, me, path, trainers, busy)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dipaco.modules.best_parameters import BestReference
@@ -79,6 +79,48 @@ class SwarmView:
     def covers_path(self, path: int) -> bool:
         """Tell whether the claims on a path, and how far it is, were read."""
         return self.scope is None or self.scope.covers_path(path)
+
+    def paths(self, grid: Grid) -> Sequence[int]:
+        """Return the paths of which it was read who trains them and how far they are."""
+        return range(grid.path_count) if self.scope is None else self.scope.paths(grid.path_count)
+
+    def narrowed(self, scope: Scope, grid: Grid) -> SwarmView:
+        """Return the view without buckets that `scope` has not.
+
+        What was read under the keys of modules stays, with all whom it names.
+        """
+        if self.scope is None or set(self.scope.buckets) <= set(scope.buckets):
+            return self
+        buckets = tuple(b for b in self.scope.buckets if b in scope.buckets)
+        kept = replace(self.scope, buckets=buckets)
+        holders = {holding.peer_id for held in self.holdings.values() for holding in held}
+
+        def is_kept(claim: Claim) -> bool:
+            if kept.covers_path(claim.path) or claim.peer_id in holders:
+                return True
+            return any(map(kept.covers_module, grid.modules_of_path(claim.path)))
+
+        return replace(
+            self,
+            claims={peer: claim for peer, claim in self.claims.items() if is_kept(claim)},
+            peers={p: r for p, r in self.peers.items() if kept.covers_peer(p, r.path)},
+            progress={p: s for p, s in self.progress.items() if kept.covers_path(p)},
+            bests={p: b for p, b in self.bests.items() if kept.covers_path(p)},
+            scope=kept,
+        )
+
+    @cached_property
+    def from_elsewhere(self) -> frozenset[str]:
+        """Who claims or holds something here and has its own record where it was not read."""
+        if self.scope is None:
+            return frozenset()
+        paths = {peer: claim.path for peer, claim in self.claims.items()}
+        holders = (holding.peer_id for held in self.holdings.values() for holding in held)
+        return frozenset(
+            peer
+            for peer in {*paths, *holders} - self.peers.keys()
+            if not self.scope.covers_peer(peer, paths.get(peer))
+        )
 
     def at(self, now_s: float) -> SwarmView:
         """Return the same records at another moment, with what was worked out of them before."""

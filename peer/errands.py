@@ -130,6 +130,8 @@ class Errands:
                 self._say(action)
             case a.Warn():
                 logger.warning("%s", action.text)
+            case a.Watch():
+                self._swarm.watch(action.scope)
             case a.Look():
                 self._submit(self._look, action)
             case a.FetchState():
@@ -205,7 +207,7 @@ class Errands:
 
     def _look(self, action: a.Look) -> None:
         try:
-            view = self._swarm.refresh()
+            view = self._swarm.refresh(action.further)
         except DipacoError as error:
             self._report(e.LookFailed(str(error)))
             return

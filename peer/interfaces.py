@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dipaco.dht.coverage import Scope
 from dipaco.dht.view import SwarmView
 from dipaco.modules.state import ModuleState, StateReference
 
@@ -23,8 +24,15 @@ class Swarm(Protocol):
         """Seconds between two refreshes."""
         ...
 
-    def refresh(self) -> SwarmView:
-        """Publish and read, and return a view that is newer than this call."""
+    def watch(self, scope: Scope) -> None:
+        """Read this part of the swarm from the next time on."""
+        ...
+
+    def refresh(self, further: Collection[int] = ()) -> SwarmView:
+        """Publish and read, and return a view that is newer than this call.
+
+        It covers the buckets `further` too.
+        """
         ...
 
     def announce(self) -> None:

@@ -191,6 +191,8 @@ class Keeper:
         for sha256 in self._fetcher.all_blobs():
             if sha256 in self._failed or self._fetcher.has_blob(sha256):
                 continue
+            if view.scope is not None and not view.scope.covers_peer(sha256, None):
+                continue  # Blobs are dealt out to buckets as peers without a path are.
             if self._me not in keepers(sha256, peers, self._plan.rounds.copies):
                 continue
             try:

@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from dipaco.dht.coverage import bucket_count, home_bucket, whole_scope
+from dipaco.dht.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import (
     MAX_ENTRIES,
@@ -153,7 +153,9 @@ class Publisher:
         self._background = background
         self.period_s = refresh_period_s(plan.rounds.duration_s)
         self._buckets = bucket_count(grid.path_count)
-        self._scope = whole_scope(grid)
+        self._scope = scope_of((), (home_bucket(me, None, self._buckets),), grid)
+        self._further: set[int] = set()
+        self._wide_view: SwarmView | None = None
         # What stands in the DHT of this peer, by module and by bucket.
         self._said_of: dict[str, ModuleRecord] = {}
         self._said_in: dict[int, PeerRecord] = {}
@@ -194,6 +196,10 @@ class Publisher:
             raise NetworkError("the swarm has not been read yet")
         return replace(self._view, now_s=self._clock.now())
 
+    def watch(self, scope: Scope) -> None:
+        """Read this part of the swarm from the next time on."""
+        self._scope = scope
+
     def announce(self) -> None:
         """Publish soon: something changed."""
         self._changed.set()
@@ -202,20 +208,23 @@ class Publisher:
         """Read the swarm again if the view is not quite new: something in it is waited for."""
         if time.monotonic() - self._read_at > LOOK_OFTEN_S:
             with self._refreshed:
-                self._wants_to_read = True
-            self._changed.set()
+                self._want_to_read()
 
-    def refresh(self, timeout_s: float = 30.0) -> SwarmView:
+    def _want_to_read(self, further: Collection[int] = ()) -> None:
+        self._further.update(further)
+        self._wants_to_read = True
+        self._changed.set()
+
+    def refresh(self, further: Collection[int] = (), timeout_s: float = 30.0) -> SwarmView:
         """Publish and read now, and return a view that is newer than this call.
 
-        Raises `NetworkError` when the DHT does not answer for `timeout_s`, and what ended the
-        publisher when it has ended.
+        It covers the buckets `further` too, which `view` does not. Raises `NetworkError` when the
+        DHT does not answer for `timeout_s`, and what ended the publisher when it has ended.
         """
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
             wanted = self._refresh_count + (2 if self._refreshing else 1)
-            self._wants_to_read = True
-            self._changed.set()
+            self._want_to_read(further)
             while self._refresh_count < wanted:
                 self._background.check()
                 if not self._refreshed.wait(timeout_s):
@@ -223,10 +232,10 @@ class Publisher:
                         f"the DHT did not answer for {timeout_s:.0f} s; check the network and "
                         "start again"
                     )
-                if self._refresh_count < wanted:
-                    self._wants_to_read = True
-                    self._changed.set()
-        return self.view
+                if self._refresh_count < wanted and not self._refreshing:
+                    self._want_to_read(further)
+            wide = self._wide_view
+        return self.view if wide is None else wide.at(self._clock.now())
 
     def announce_blobs(self) -> None:
         """Publish the blobs held here at the next refresh."""
@@ -250,10 +259,11 @@ class Publisher:
                 is_due = time.monotonic() - self._read_at >= self.period_s
                 self._refreshing = is_due or self._wants_to_read
                 self._wants_to_read = False
+                further, self._further = self._further, set()
             try:
                 self._publish()
                 if self._refreshing:
-                    self._read()
+                    self._read(further)
             except DipacoError as error:
                 logger.warning("could not refresh the view of the swarm: %s", error)
                 if (reason := self._directory.failure) is not None:
@@ -313,7 +323,7 @@ class Publisher:
         view = self._view
         if view is None:
             return
-        present = set(view.peers)
+        present = view.peers.keys() | view.from_elsewhere
         known = set(self._known_peers)
         self._known_peers.extend(sorted(present - known - {self._me}))
         missing = [peer for peer in self._known_peers if peer not in present]
@@ -432,9 +442,13 @@ class Publisher:
                 )
                 self._directory.publish_blob(record, life_s * BLOB_PERIODS)
 
-    def _read(self) -> None:
-        directory = self._directory
-        self._view = directory.read_view(self._plan, self._grid, self._clock.now(), self._scope)
+    def _read(self, further: Collection[int]) -> None:
+        directory, scope = self._directory, self._scope
+        wide = directory.read_view(
+            self._plan, self._grid, self._clock.now(), scope.with_buckets(further)
+        )
+        self._wide_view = wide if further else None
+        self._view = wide.narrowed(scope, self._grid)
         for listener in self._listeners:
             listener(self._view)
         for annex in self._annexes:

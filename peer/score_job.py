@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 import numpy as np
+from dipaco.dht.coverage import scope_of
 from dipaco.dht.score_request import ScoreRequest
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState, StateReference
@@ -67,12 +68,15 @@ def fetch_states(node: Node, publisher: Publisher, path: int) -> dict[str, Modul
 
     Raises `NetworkError` when a state is announced and nobody serves it.
     """
-    files = PathFiles(node)
+    files, modules = PathFiles(node), node.grid.modules_of_path(path)
+    view = publisher.view
+    if not all(map(view.covers_module, modules)):
+        scope = scope_of(modules, (), node.grid)
+        view = node.directory.read_view(node.plan, node.grid, node.clock.now(), scope)
     states = {}
-    for module in node.grid.modules_of_path(path):
+    for module in modules:
         own = node.held.load(module)
         known = own.reference if own is not None else StateReference.untrained(module)
-        view = publisher.view
         found = node.fetcher.winning_state(module, view, own=known)
         if found is own is None and any(state.version for state in view.states(module)):
             raise NetworkError(

@@ -12,7 +12,7 @@ from dipaco.dht.agreement import (
     is_overtaken,
     possible_group,
     round_of_others,
-    trained_paths,
+    trained_in_sight,
 )
 from dipaco.dht.records import Claim, Holding
 from dipaco.dht.view import SwarmView
@@ -79,7 +79,7 @@ def test_a_peer_goes_on_in_the_round_of_those_that_share_its_modules(grid: Grid)
 
 
 def test_a_path_is_trained_by_those_that_train_it(grid: Grid) -> None:
-    assert trained_paths(view_of(claim(0, 0), claim(1, 2, "joining"))) == {0}
+    assert trained_in_sight(view_of(claim(0, 0), claim(1, 2, "joining")), grid, 0) == (1, 4)
 
 
 @pytest.mark.parametrize(("ahead", "overtaken"), [(0, False), (1, False), (2, True), (3, True)])

@@ -165,7 +165,7 @@ def fetch(state: StateReference, purpose: a.Purpose = "adopt") -> a.FetchState:
 def test_a_look_brings_a_view_or_says_why_not(rig: Rig) -> None:
     assert rig.outcome(a.Look()) == e.Viewed(rig.swarm.view, is_answer=True)
 
-    def fail() -> SwarmView:
+    def fail(_: Any = ()) -> SwarmView:
         raise NetworkError("the DHT did not answer for 30 s")
 
     rig.swarm.refresh = fail  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from dipaco.peer.member import events as e
 from dipaco.peer.member.beginning import LIMIT_S, MOVE_LIMIT_S, RETRY_S, Beginning
 from dipaco.peer.member.chains import Chains
 from dipaco.peer.member.claiming import LONGEST_WAIT_S, MAX_LOOKS, SHORTEST_WAIT_S, Claiming
+from dipaco.peer.member.horizon import Horizon
 from dipaco.peer.member.knowledge import Knowledge, MemberSettings
 from dipaco.peer.member.member import Member
 from support.lone_member import ME, claim, grid_of, knowledge, of, taken, view_of
@@ -31,7 +32,7 @@ class Claimer:
         self.known = Knowledge(settings, PLAN, grid_of(PLAN), CertificateBook())
         self.known.now_s = START_S
         self.others = list(others)
-        self.claiming = Claiming(self.known)
+        self.claiming = Claiming(self.known, Horizon(self.known))
         self.said: list[a.Say] = []
         self.looks = 0
 

@@ -9,7 +9,7 @@ from dipaco.dht.agreement import (
     awaited_group,
     is_overtaken,
     round_of_others,
-    trained_paths,
+    trained_in_sight,
 )
 from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView, build_view, plausible_state, present_round, round_at
@@ -150,7 +150,7 @@ def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
     assert awaited_group(later, grid, "L0.E0", 8) == {PEERS[0], PEERS[1]}
     assert round_of_others(later, grid, 1, PEERS[2]) == 8
     assert round_of_others(later, grid, 3, PEERS[2]) == 0
-    assert trained_paths(later) == {0}
+    assert trained_in_sight(later, grid, 0) == (1, 4)
     # Half of the others have to say that they went on.
     heavier = [holding(peer_id=PEERS[1], tokens=10)]
     known = replace(later, holdings={"L0.E0": tuple(heavier)})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dipaco.dht.coverage import Scope
 from dipaco.modules.state import StateReference
 
 ClaimState = Literal["joining", "training", "leaving", "serving"]
@@ -30,9 +31,19 @@ class Say:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Read this part of the swarm from now on, at every refresh and every `Look`."""
+
+    scope: Scope
+    kind: Literal["watch"] = "watch"
+
+
+@dataclass(frozen=True)
 class Look:
     """Publish, then read the swarm. Answered by `Viewed` or `LookFailed`."""
 
+    further: tuple[int, ...] = ()
+    """Buckets that are read this once, beside the scope."""
     kind: Literal["look"] = "look"
 
 
@@ -368,6 +379,7 @@ class Left:
 
 Action = (
     Say
+    | Watch
     | Look
     | FetchPath
     | FetchState

@@ -112,6 +112,8 @@ class Beginning:
     def _choose(self, module: str) -> None:
         """Fetch the best state of a module that is known of."""
         known = self._known
+        if not known.view.covers_module(module):
+            return  # Who holds what of it is read with the next view.
         own = known.held.get(module)
         announced = known.states(module)
         if self._chains.learn(announced, own):

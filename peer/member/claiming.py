@@ -7,7 +7,8 @@ from enum import Enum, auto
 
 from dipaco.dht.policy import Decision, choose_path, resolve_collision
 
-from .actions import Look, Say
+from .actions import Say
+from .horizon import Horizon
 from .knowledge import Knowledge
 
 MAX_LOOKS = 5
@@ -26,12 +27,14 @@ class _Phase(Enum):
 class Claiming:
     """One claim after another; `decision` is there once the claim stands."""
 
-    def __init__(self, knowledge: Knowledge) -> None:
+    def __init__(self, knowledge: Knowledge, horizon: Horizon) -> None:
         self._known = knowledge
+        self._horizon = horizon
         self._phase = _Phase.IDLE
         self._until_s = math.inf
         self._looks = 0
         self._since_s = 0.0
+        self._chosen: Decision | None = None
         self.decision: Decision | None = None
         """What was claimed, once nobody is in the way."""
 
@@ -40,12 +43,17 @@ class Claiming:
         """Whether a path is being chosen and claimed."""
         return self._phase is not _Phase.IDLE
 
+    @property
+    def path(self) -> int | None:
+        """The path that is claimed, or is about to be."""
+        return self._chosen.path if self._chosen is not None else None
+
     def begin(self, decision: Decision | None = None) -> None:
         """Claim a path: `decision`, if given (a move), otherwise the least served one."""
         self.decision, self._looks = None, 0
         if decision is None:
             self._phase = _Phase.CHOOSING
-            self._known.do(Look())
+            self._horizon.look(anew=self._known.settings.pinned is None)
         else:
             self._take(decision)
 
@@ -54,7 +62,7 @@ class Claiming:
         self._since_s = self._known.now_s
         self._phase = _Phase.TAKING
         self._say("joining", decision)
-        self._known.do(Look())
+        self._horizon.look()
 
     def _say(self, state: str, decision: Decision) -> None:
         known = self._known
@@ -72,7 +80,8 @@ class Claiming:
         """A view that was asked for is here."""
         known = self._known
         if self._phase is _Phase.CHOOSING:
-            self._take(choose_path(known.view, known.grid, known.me, pinned=known.settings.pinned))
+            pinned = known.settings.pinned
+            self._take(choose_path(known.choice, known.grid, known.me, pinned=pinned))
         elif self._phase is _Phase.TAKING:
             self._phase = _Phase.SETTLING
             self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
@@ -80,23 +89,24 @@ class Claiming:
             self._looks += 1
             better = None
             if known.settings.pinned is None and self._looks < MAX_LOOKS:
-                better = resolve_collision(known.view, known.grid, known.me)
+                better = resolve_collision(known.choice, known.grid, known.me)
             if better is None:
                 self._phase = _Phase.IDLE
                 self.decision = self._chosen
+                self._horizon.settle()
             else:
                 self._take(better)
 
     def on_look_failed(self) -> None:
         """The DHT did not answer: look again; who waits for the claim has a limit of its own."""
         if self._phase in (_Phase.CHOOSING, _Phase.TAKING, _Phase.CHECKING):
-            self._known.do(Look())
+            self._horizon.look()
 
     def on_turn(self) -> None:
         """Time has passed."""
         if self._phase is _Phase.SETTLING and self._known.now_s >= self._until_s:
             self._phase = _Phase.CHECKING
-            self._known.do(Look())
+            self._horizon.look()
 
     def stop(self) -> None:
         """Choose no more; what was said last stands."""
@@ -111,7 +121,8 @@ class Claiming:
         """Claim the path in training again, after a move that did not succeed."""
         self._phase = _Phase.IDLE
         self._since_s = self._known.now_s
-        self.decision = Decision(path, "the move to another path failed")
+        self.decision = self._chosen = Decision(path, "the move to another path failed")
+        self._horizon.settle()
         self._say("training", self.decision)
 
     def leave(self) -> None:

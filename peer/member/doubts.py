@@ -85,7 +85,7 @@ class Doubts:
         """
         waiting = [
             peer
-            for peer in (view.claims.keys() | view.peers.keys()) - {self._me}
+            for peer in (view.claims.keys() | view.peers.keys() | view.from_elsewhere) - {self._me}
             if self._proven.get(peer, -1.0) < since_s
         ]
 

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 from dipaco.dht.agreement import awaited_group, is_overtaken, possible_group
 from dipaco.dht.policy import seniority
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.config import RoundsConfig
 
-from .chains import refresh_period_s
 from .knowledge import Knowledge
 from .quorum import RECENT_ROUNDS
 
@@ -42,8 +42,9 @@ def leading_order(known: Knowledge, peers: Collection[str]) -> tuple[str, ...]:
     view = known.view
 
     def order(peer: str) -> tuple[bool, tuple[bool, float, str]]:
-        record = view.peers.get(peer)
-        is_relayed = record is not None and record.reachable == "relayed"
+        # The records of one peer say the same; who shares a module has read one of them at least.
+        said = (view.peers.get(peer), view.claims.get(peer))
+        is_relayed = any(one is not None and one.reachable == "relayed" for one in said)
         return is_relayed, seniority(view, known.me, peer)
 
     return tuple(sorted(peers, key=order))

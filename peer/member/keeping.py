@@ -96,7 +96,8 @@ class Keeping:
         if trainers:
             return min(trainers, key=lambda p: seniority(view, known.me, p)) == known.me
         holders = {known.me, *view.holders(state)}
-        return keepers(module, holders & {known.me, *view.peers}, 1) == (known.me,)
+        here = {peer for peer in holders if peer == known.me or known.is_here(peer)}
+        return keepers(module, here, 1) == (known.me,)
 
     def on_commit(self, module: str) -> None:
         """There is a new state of a module: others should have it soon, if only this peer does."""
@@ -108,7 +109,9 @@ class Keeping:
 
     def _look_after(self, module: str, state: StateReference) -> None:
         known, view = self._known, self._known.view
-        if state.version == 0 or not self._is_mine_to_care_for(module, state):
+        if state.version == 0 or not view.covers_module(module):
+            return
+        if not self._is_mine_to_care_for(module, state):
             return
         rounds = known.plan.rounds
         care = self._care.setdefault(module, _Care())
@@ -118,7 +121,7 @@ class Keeping:
         fresh = {
             peer
             for peer, round_index in care.acknowledged.items()
-            if peer in view.peers
+            if known.is_here(peer)
             and state.last_round < round_index + max(1, rounds.replication_every_rounds)
         }
         missing = rounds.copies - len(holders | fresh) - len(care.offered)
@@ -263,7 +266,7 @@ class Keeping:
                 held
                 for held in known.view.holdings.get(module, ())
                 if held.peer_id != known.me
-                and held.peer_id in known.view.peers
+                and known.is_here(held.peer_id)
                 and known.doubts.has_shown_itself(held.peer_id)
                 and known.descent.is_certified(held.reference)
                 and held.version >= state.version
@@ -308,8 +311,7 @@ class Keeping:
         if care is not None:
             newest = (p for p, last in care.acknowledged.items() if last >= state.last_round)
             holders.update(newest)
-        peers = known.view.peers
-        return {p for p in holders - {known.me} if p in peers and peers[p].state != "leaving"}
+        return {peer for peer in holders - {known.me} if known.is_staying(peer)}
 
     @property
     def is_handing_over(self) -> bool:

@@ -7,15 +7,21 @@ from dataclasses import dataclass, field
 from random import Random
 
 from dipaco.dht.certificates import Certificate, CertificateBook
+from dipaco.dht.coverage import Scope
+from dipaco.dht.records import Claim, PeerRecord, refresh_period_s
 from dipaco.dht.view import SwarmView, present_round
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
-from .actions import Action
+from .actions import Action, Call
 from .descent import Descent
 from .doubts import Doubts
+from .events import CallAnswered
 from .rounds import RoundSchedule
+
+# Who has shown itself is called again after so many refresh periods.
+CALL_PERIODS = 20
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Knowledge:
     """The last committed state of every module of the path in training."""
     told: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Holders of states by digest, as they said when they were asked."""
+    sampled: tuple[int, ...] = ()
+    """Buckets beside its own that the member looks into to choose a path."""
     now_s: float = 0.0
     actions: list[Action] = field(default_factory=list)
 
@@ -64,7 +72,9 @@ class Knowledge:
         self.random = Random(self.settings.seed or self.settings.me)
         self._view: SwarmView | None = None
         self._believed: SwarmView | None = None
-        self._known: dict[str, float] = {}
+        self.outlook: SwarmView | None = None
+        """The newest view with the buckets that were sampled for it, if any were."""
+        self._known: dict[str, tuple[float, int | None]] = {}
 
     @property
     def me(self) -> str:
@@ -79,11 +89,23 @@ class Knowledge:
         """Take a new view; claims of peers that are doubted are left out of it."""
         self._view = view
         self._believed = None
-        for peer, record in view.peers.items():
+        said: dict[str, PeerRecord | Claim] = {**view.peers}
+        said |= {p: view.claims[p] for p in view.from_elsewhere if p in view.claims}
+        for peer, record in said.items():
             if record.state == "leaving":
                 self._known.pop(peer, None)
             elif peer != self.me:
-                self._known[peer] = view.now_s
+                self._known[peer] = view.now_s, record.path
+        if view.scope is not None:
+            # Who is out of sight because this member looks elsewhere is not missing.
+            in_sight = {peer for peer in self._known if self._is_covered(peer, view.scope)}
+            self._known = {p: seen for p, seen in self._known.items() if p in in_sight}
+
+    def _is_covered(self, peer: str, scope: Scope) -> bool:
+        _, path = self._known[peer]
+        if scope.covers_peer(peer, path):
+            return True
+        return path is not None and any(map(scope.covers_module, self.grid.modules_of_path(path)))
 
     @property
     def has_view(self) -> bool:
@@ -106,6 +128,25 @@ class Knowledge:
         assert self._view is not None
         return self._view
 
+    @property
+    def choice(self) -> SwarmView:
+        """What a path is chosen by: the newest view, with what was sampled for it."""
+        if self.outlook is None:
+            return self.view
+        return self.doubts.believed(self.outlook).at(self.now_s)
+
+    def is_here(self, peer: str) -> bool:
+        """Tell whether another peer is in sight, as far as one can tell from here."""
+        view = self.view
+        if peer in view.peers:
+            return True
+        return peer in view.from_elsewhere and not self.doubts.is_doubted(peer)
+
+    def is_staying(self, peer: str) -> bool:
+        """Tell whether another peer is in sight and not seen leaving."""
+        said = self.view.claims.get(peer) or self.view.peers.get(peer)
+        return self.is_here(peer) and (said is None or said.state != "leaving")
+
     def forget_beliefs(self) -> None:
         """Work the believed view out again: somebody is doubted, or is not any more."""
         self._believed = None
@@ -120,16 +161,18 @@ class Knowledge:
         """Whether nobody is in sight any more of those who were, and who did not say goodbye."""
         if self._view is None or not self._known:
             return False
-        return not (self._view.peers.keys() - {self.me})
+        others = self._view.peers.keys() | self._view.from_elsewhere
+        return not (others - {self.me})
 
     @property
     def isolated_since_s(self) -> float:
         """When the last of the others was in sight."""
-        return max(self._known.values(), default=0.0)
+        return max((seen_s for seen_s, _ in self._known.values()), default=0.0)
 
     def last_seen_s(self, peer: str) -> float:
         """Return when a peer was in a view last that has not said goodbye since; -inf for never."""
-        return self._known.get(peer, float("-inf"))
+        seen_s, _ = self._known.get(peer, (float("-inf"), None))
+        return seen_s
 
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, each once, genesis states left out."""
@@ -154,6 +197,27 @@ class Knowledge:
         for certificate in certificates:
             if self.book.add(certificate) and self.doubts.prove(certificate.signers, self.now_s):
                 self.forget_beliefs()
+
+    def call_unknown(self) -> None:
+        """See whether those are there who claim to be, a few at a time (design 4.5)."""
+        view, latest = self.whole_view, self.present_round - 2
+        stale = {
+            peer
+            for peer, claim in view.claims.items()
+            if view.covers_path(claim.path) and view.last_round(claim.path) < latest
+        }
+        since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds.duration_s)
+        peers = self.doubts.to_call(view, stale, since_s)
+        if peers:
+            self.do(Call(peers))
+
+    def on_call_answered(self, event: CallAnswered) -> None:
+        """Those that were called have answered, or have not."""
+        answered = set(event.answered)
+        changed = self.doubts.prove(answered, self.now_s)
+        changed |= self.doubts.called_in_vain(set(event.called) - answered)
+        if changed:
+            self.forget_beliefs()
 
     def is_save_due(self, round_index: int) -> bool:
         """Tell whether states of a round are written to disk (design 4.6)."""

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from dipaco.dht.agreement import round_of_others, trained_paths
+from dipaco.dht.agreement import round_of_others, trained_in_sight
 from dipaco.dht.certificates import CertificateBook
 from dipaco.dht.policy import Decision, lead_rank, should_move
-from dipaco.dht.records import refresh_period_s
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
@@ -23,10 +22,8 @@ from dipaco.modules.state import StateReference
 from .actions import (
     Action,
     Begun,
-    Call,
     EndRound,
     Left,
-    Look,
     Move,
     SaveAll,
     Stay,
@@ -62,6 +59,7 @@ from .events import (
     Turn,
     Viewed,
 )
+from .horizon import Horizon
 from .keeping import Keeping
 from .knowledge import Knowledge, MemberSettings
 from .outer import OuterRounds
@@ -72,8 +70,6 @@ from .rounds import round_position
 MERGE_BUDGET_S, LEAVE_BUDGET_S = 4.0, 7.0
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
-# Who has shown itself is called again after so many refresh periods.
-CALL_PERIODS = 20
 
 
 class _Phase(Enum):
@@ -105,7 +101,8 @@ class Member:
             known.serve(state)
         self.position = round_position(known.schedule)
         self._chains = Chains(known)
-        self._claiming = Claiming(known)
+        self._horizon = Horizon(known)
+        self._claiming = Claiming(known, self._horizon)
         self._beginning = Beginning(known, self._chains)
         self._adoption = Adoption(known, self._chains)
         self._outer = OuterRounds(known, self.position, self._adoption, self._chains)
@@ -119,6 +116,7 @@ class Member:
         self.rounds_done = 0
         """Rounds that ended here."""
         self._leave_s: float | None = None
+        self._thinks = False
         self._successor = False
         self._to_successor = False
         self._was_isolated = False
@@ -157,6 +155,7 @@ class Member:
             self._successor = True
         else:
             self._on_answer(event)
+        self._horizon.watch(known.path, self._claiming.path)
         actions, known.actions = known.actions, []
         return actions
 
@@ -187,7 +186,7 @@ class Member:
             case Answered():
                 self._outer.on_answered(event)
             case CallAnswered():
-                self._on_call_answered(event)
+                self.known.on_call_answered(event)
             case OuterStepped():
                 self._outer.on_stepped(event)
                 self._keeping.on_commit(event.module)
@@ -205,8 +204,7 @@ class Member:
     # -- the swarm was read
 
     def _on_view(self, event: Viewed) -> None:
-        known = self.known
-        known.learn(event.view)
+        self._horizon.learn(event.view)
         if event.is_answer:
             self._on_look()
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
@@ -217,7 +215,7 @@ class Member:
             self._adoption.look(self._outer.running)
         self._keeping.on_view()
         if not event.is_answer:
-            self._call_unknown()
+            self.known.call_unknown()
 
     def _tell_isolation(self) -> None:
         isolated = self.known.is_isolated
@@ -234,32 +232,19 @@ class Member:
         elif self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self._move_if_better()
+        elif self._thinks and self._phase is _Phase.TRAINING:
+            self._thinks = False
+            if self._outer.running:
+                self._horizon.settle()
+            else:
+                self._move_if_better()
 
     def _on_look_failed(self, event: LookFailed) -> None:
         self._claiming.on_look_failed()
+        self._thinks = False
         if self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self.known.do(Warn(f"thinks about moving another time: {event.reason}"))
-
-    def _call_unknown(self) -> None:
-        """See whether those are there who claim to be, a few at a time (design 4.5)."""
-        known = self.known
-        view, latest = known.whole_view, known.present_round - 2
-        stale = {
-            peer for peer, claim in view.claims.items() if view.last_round(claim.path) < latest
-        }
-        period_s = refresh_period_s(known.plan.rounds.duration_s)
-        peers = known.doubts.to_call(view, stale, known.now_s - CALL_PERIODS * period_s)
-        if peers:
-            known.do(Call(peers))
-
-    def _on_call_answered(self, event: CallAnswered) -> None:
-        known = self.known
-        answered = set(event.answered)
-        changed = known.doubts.prove(answered, known.now_s)
-        changed |= known.doubts.called_in_vain(set(event.called) - answered)
-        if changed:
-            known.forget_beliefs()
 
     # -- one turn
 
@@ -378,8 +363,10 @@ class Member:
             self._wait_to_step(turn)
 
     def _open_when_every_path_is_trained(self) -> None:
-        if len(trained_paths(self.known.view)) == self.known.grid.path_count:
-            self.position.open(self.known.now_s)
+        known = self.known
+        have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+        if have == need:
+            self.position.open(known.now_s)
 
     def _wait_to_step(self, turn: Turn) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
@@ -394,8 +381,8 @@ class Member:
             known.do(Wait("", 0.0, slack_s))
             return
         if known.now_s < position.opens_s:
-            trained = len(trained_paths(known.view))
-            what = f"a trainer for every path: have {trained} of {known.grid.path_count}"
+            have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+            what = f"a trainer for every path: have {have} of {need}"
             until_s = position.opens_s
         else:
             what, until_s = self._outer.waiting_for(turn.together)
@@ -417,24 +404,33 @@ class Member:
         elif self._successor and known.settings.follows:
             self._leave(to_successor=True)
         elif known.settings.pinned is None and not self._outer.running:
-            if known.schedule.fixed_steps:
-                # Counted rounds may be shorter than the time between two views, and one of many
-                # rounds ago says of a path that it waits when another peer has taken it since.
-                self._phase = _Phase.THINKING
-                known.do(Look())
-            else:
-                self._move_if_better()
+            self._think_of_moving()
+
+    def _think_of_moving(self) -> None:
+        """See whether another path needs this peer more, after a look at more of them."""
+        known = self.known
+        if known.schedule.fixed_steps:
+            # Counted rounds may be shorter than the time between two views, and one of many
+            # rounds ago says of a path that it waits when another peer has taken it since.
+            self._phase = _Phase.THINKING
+            self._horizon.look(anew=True)
+        elif self._horizon.is_whole:
+            self._move_if_better()
+        elif self._horizon.is_worth_a_look(self._rounds_on_path):
+            self._thinks = True
+            self._horizon.look(anew=True)
 
     def _move_if_better(self) -> None:
         known = self.known
         decision = should_move(
-            known.view,
+            known.choice,
             known.grid,
             known.me,
             rounds_on_path=self._rounds_on_path,
             dwell_rounds=known.plan.rounds.dwell_rounds,
         )
         if decision is None or decision.path == known.path or known.path is None:
+            self._horizon.settle()
             return
         self._moving = decision
         self._phase = _Phase.PARTING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,9 @@ class FakeSwarm:
         self.announced = 0
         self.on_refresh: Callable[[], None] = lambda: None
 
-    def refresh(self) -> SwarmView:
+    def watch(self, scope: Scope) -> None: ...
+
+    def refresh(self, further: Collection[int] = ()) -> SwarmView:
         self.on_refresh()
         return self.view
 

@@ -49,9 +49,11 @@ def claim(
     return Claim.model_construct(peer_id=peer, path=path, state=state, since_s=since_s, **given)
 
 
-def record(peer: str, state: str = "training", reachable: str = "direct") -> PeerRecord:
+def record(
+    peer: str, state: str = "training", reachable: str = "direct", path: int | None = None
+) -> PeerRecord:
     """Return what a peer says of itself."""
-    return PeerRecord.model_construct(peer_id=peer, state=state, reachable=reachable)
+    return PeerRecord.model_construct(peer_id=peer, state=state, reachable=reachable, path=path)
 
 
 def holding(peer: str, state: StateReference) -> Holding:
@@ -78,7 +80,7 @@ def view_of(
 ) -> SwarmView:
     """Return a view: who claims what, who is there besides, and who holds what."""
     claimed = {made.peer_id: made for made in claims}
-    peers = {peer: record(peer, made.state) for peer, made in claimed.items()}
+    peers = {peer: record(peer, made.state, path=made.path) for peer, made in claimed.items()}
     for there in serving:
         made_record = record(there, "serving") if isinstance(there, str) else there
         peers[made_record.peer_id] = made_record

@@ -1,0 +1,105 @@
+"""What a member reads of the swarm (design 4.7): what its decisions need, and no more.
+
+At every refresh that is the modules that it trains or keeps copies of, and the bucket of its path.
+Where that bucket has few peers, nobody could be found in it to keep a copy, so the next ones are
+read too. Who chooses a path looks into a few buckets more: others each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dipaco.dht.coverage import (
+    ENOUGH_PEERS,
+    Scope,
+    bucket_count,
+    home_bucket,
+    next_buckets,
+    sampled_buckets,
+    scope_of,
+)
+from dipaco.dht.policy import lead_rank
+from dipaco.dht.view import SwarmView
+
+from .actions import Look, Watch
+from .knowledge import Knowledge
+
+
+class Horizon:
+    """Works out the scope, and keeps views to it."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._known = knowledge
+        self._count = bucket_count(knowledge.grid.path_count)
+        self._scope: Scope | None = None
+        self._needs: tuple[Collection[object], ...] = ()
+        self._has_few_neighbours = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all paths are in sight anyway."""
+        return self._count == 1
+
+    def watch(self, *wanted: int | None) -> None:
+        """Have read what a peer needs that trains or is to train these, before anything else."""
+        known = self._known
+        needs = (wanted, tuple(known.held), (self._has_few_neighbours,))
+        if needs == self._needs:
+            return
+        self._needs = needs
+        paths = [path for path in wanted if path is not None]
+        homes = {home_bucket(known.me, path, self._count) for path in paths or (None,)}
+        buckets = set(homes)
+        if self._has_few_neighbours:
+            for home in homes:
+                buckets.update(next_buckets(home, self._count))
+        modules = {module for path in paths for module in known.grid.modules_of_path(path)}
+        scope = scope_of(modules | known.held.keys(), buckets, known.grid)
+        if scope != self._scope:
+            self._scope = scope
+            known.actions.insert(0, Watch(scope))
+
+    def is_worth_a_look(self, rounds_on_path: int) -> bool:
+        """Tell whether this peer might move if it saw more paths than its own view covers.
+
+        A trainer that others make up for may go at any time; any other after its dwell, and all
+        that it sees being trained, it need not look every round.
+        """
+        known, dwell = self._known, self._known.plan.rounds.dwell_rounds
+        if lead_rank(known.view, known.me, known.path or 0) > 0:
+            return True
+        if rounds_on_path < dwell:
+            return False
+        waits = any(not known.view.claimants(path) for path in known.view.paths(known.grid))
+        return waits or rounds_on_path % dwell == 0
+
+    def look(self, *, anew: bool = False) -> None:
+        """Look at the swarm to choose a path; `anew`: into other buckets than the last time."""
+        known = self._known
+        if anew and not self.is_whole:
+            home = home_bucket(known.me, known.path, self._count)
+            known.sampled = sampled_buckets(known.me, int(known.now_s), home, self._count)
+        known.do(Look(known.sampled))
+
+    def settle(self) -> None:
+        """A path is chosen: what was sampled is looked at no more."""
+        self._known.sampled = ()
+        self._known.outlook = None
+
+    def learn(self, view: SwarmView) -> None:
+        """Take a new view. Buckets that were sampled count where a path is chosen, alone."""
+        known = self._known
+        near = view
+        if self._scope is not None:
+            near = view.narrowed(self._scope, known.grid)
+        known.outlook = view if near is not view else None
+        known.learn(near)
+        self._count_neighbours(near)
+
+    def _count_neighbours(self, view: SwarmView) -> None:
+        home = home_bucket(self._known.me, self._known.path, self._count)
+        neighbours = sum(
+            home_bucket(peer, record.path, self._count) == home and record.state != "leaving"
+            for peer, record in view.peers.items()
+        )
+        self._has_few_neighbours = neighbours < ENOUGH_PEERS
