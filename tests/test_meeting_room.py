@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,7 @@ from dipaco.peer.averaging.call_codec import (
     frame,
     read_frame,
 )
-from dipaco.peer.averaging.group import ROW_BYTES
+from dipaco.peer.averaging.group import ROW_BYTES, GatherRow
 from dipaco.peer.averaging.meeting_room import GREATEST_CALLS_OF_A_PEER, MeetingRoom
 from dipaco.peer.averaging.parts import AveragingFailed
 from dipaco.peer.member.calls import (
@@ -66,14 +68,30 @@ MESSAGES: list[Message] = [
 ]
 
 
+def packed(*values: Any) -> bytes:
+    return zlib.compress(msgpack.packb(values))
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_survive_the_wire(message: Message) -> None:
     assert decode(encode(message)[LENGTH_BYTES:]) == message
 
 
 def test_the_greatest_group_fits_into_a_frame() -> None:
-    group = Group((NAMES[0],) * GREATEST_GROUP, (bytes(ROW_BYTES),) * GREATEST_GROUP)
-    assert len(encode(group)) <= GREATEST_FRAME_BYTES
+    rows = tuple(random.Random(0).randbytes(ROW_BYTES) for _ in range(GREATEST_GROUP))
+    group = Group((NAMES[0],) * GREATEST_GROUP, rows)
+    assert len(encode(group)) <= GREATEST_FRAME_BYTES + LENGTH_BYTES
+    assert decode(encode(group)[LENGTH_BYTES:]) == group
+
+
+def test_the_list_of_a_large_group_takes_few_bytes_a_member() -> None:
+    """Its leader sends it to everybody: with 256 members 3 MB."""
+    letters = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+    ends = ("".join(random.Random(n).choices(letters, k=44)) for n in range(256))
+    peers = tuple(f"12D3KooW{end}" for end in ends)
+    rows = [GatherRow(3, "L0.E3", 7, "ab" * 32, 5, peer, 12_345_678, 100) for peer in peers]
+    group = Group(peers, tuple(row.to_bytes() for row in rows))
+    assert len(encode(group)) < 256 * 50
 
 
 @given(st.binary(max_size=300))
@@ -100,8 +118,16 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
         ["gathering", [0, NAMES[0]], 1.5],
         ["refused", "two\nlines"],
         ["refused", "x" * 1000],
-        ["group", [NAMES[0]], []],
-        ["group", [NAMES[0]] * (GREATEST_GROUP + 1), [b""] * (GREATEST_GROUP + 1)],
+        ["group", [NAMES[0]], [b"row"]],
+        ["group", packed([NAMES[0]], [])],
+        ["group", packed([NAMES[0]] * (GREATEST_GROUP + 1), [b""] * (GREATEST_GROUP + 1))],
+        ["group", packed(["no peer id"], [b""])],
+        ["group", packed(NAMES[0])],
+        ["group", packed([NAMES[0]], [b"row"])[:-1]],
+        ["group", packed([NAMES[0]], [b"row"]) + b"more"],
+        ["group", zlib.compress(msgpack.packb(7))],
+        ["group", zlib.compress(bytes(2**24))],
+        ["group", b"no zlib"],
         {"join": 1},
         7,
     ],

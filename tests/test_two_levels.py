@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from hivemind.proto import averaging_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.allreduce_harness import (
-    PART_BYTES,
     Group,
     MemoryNetwork,
     Message,
@@ -24,12 +24,13 @@ from support.allreduce_harness import (
     failures,
     make_peer_id,
 )
+from support.reduce_traffic import reduce_traffic
 
 
 def topology_of(group: Group) -> Topology:
     """What the members of a group find."""
     agreed = group.agreed
-    values = group.rule.codec.part_values(PART_BYTES)
+    values = group.rule.codec.part_values(group.part_bytes)
     sizes = [len(part) for part in group.flats[0].split(values)]
     order = [agreed.peers.index(row.peer) for row in agreed.table]
     return Topology.of(order, agreed.shares, sizes, group.section_rows)
@@ -47,6 +48,33 @@ def test_a_large_group_gets_the_bits_of_the_reference(members: int) -> None:
     group = Group.random(members, 20_000)
     assert len(topology_of(group).sections) == -(-members // SECTION_ROWS)
     assert_equal_bits(group, asyncio.run(group.run()))
+
+
+@pytest.mark.parametrize("rows", [SECTION_ROWS, 40])
+def test_members_send_what_is_counted(rows: int) -> None:
+    """Real messages, against the count that `benchmarks/large_groups.py` shows."""
+    group = Group.random(40, 24_000, section_rows=rows, part_bytes=1024)
+    numbers = {place: len(part) for place, part in enumerate(group.flats[0].split(512))}
+    counted = reduce_traffic(topology_of(group), list(numbers.values()), group.rule.codec)
+    messages: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    partners: dict[int, set[int]] = {}
+    places = {peer: place for place, peer in enumerate(group.peer_ids)}
+
+    async def count(transit: Transit, message: Message) -> Message:
+        source, target = places[transit.source], places[transit.target]
+        if message.tensor_part.buffer:
+            messages[source] += 1
+            sizes[source] += len(message.tensor_part.buffer)
+            partners.setdefault(source, set()).add(target)
+            partners.setdefault(target, set()).add(source)
+        return message
+
+    assert_equal_bits(group, asyncio.run(group.run(count)))
+    assert messages == counted.messages
+    assert sizes == counted.bytes
+    assert partners == counted.partners
+    assert max(map(len, partners.values())) < 24 or rows == 40
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,15 +1,18 @@
 """What peers say while they meet, as bytes on a libp2p stream.
 
 A frame is four bytes of length, big-endian, and a MessagePack array: the kind of message and its
-fields in order. A call begins with a frame that names the meeting. Whatever a stranger sends is
-refused with ValueError unless each field has its type and lies within its bounds.
+fields in order. The fields of a group are compressed: its leader sends them to everybody, and most
+of what the rows say is the same. A call begins with a frame that names the meeting. Whatever a
+stranger sends is refused with ValueError unless each field has its type and lies within its bounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import zlib
 from dataclasses import astuple, fields
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 import msgpack
@@ -33,8 +36,9 @@ from dipaco.peer.member.reception import GREATEST_GROUP
 from .group import ROW_BYTES
 
 LENGTH_BYTES = 4
-# A group's rows are the longest that is said.
-GREATEST_FRAME_BYTES = GREATEST_GROUP * (ROW_BYTES + 128) + 128
+# A group's rows are the longest that is said. What does not compress gets a little longer.
+GREATEST_GROUP_BYTES = GREATEST_GROUP * (ROW_BYTES + 128) + 128
+GREATEST_FRAME_BYTES = GREATEST_GROUP_BYTES + 256
 GREATEST_KEY_CHARACTERS = 256
 _GREATEST_NUMBER = 2**31
 _GREATEST_TEXT = 200
@@ -59,7 +63,15 @@ _TYPES = {kind: get_type_hints(kind) for kind in _NAMES}
 
 def encode(message: Message) -> bytes:
     """Return a message as a frame."""
+    if isinstance(message, Group):
+        return _encode_group(message)
     return frame(msgpack.packb((_NAMES[type(message)], *astuple(message))))
+
+
+@lru_cache(maxsize=1)
+def _encode_group(group: Group) -> bytes:
+    fields_of_it = msgpack.packb((group.peers, group.rows))
+    return frame(msgpack.packb((_NAMES[Group], zlib.compress(fields_of_it))))
 
 
 def frame(data: bytes) -> bytes:
@@ -69,13 +81,12 @@ def frame(data: bytes) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Read what a stranger said. Raises ValueError that says what is wrong, in plain text."""
-    try:
-        values = msgpack.unpackb(data, use_list=False, raw=False, max_ext_len=0)
-    except Exception as error:  # msgpack has no common base class for what it raises
-        raise ValueError(f"message is not msgpack ({type(error).__name__})") from None
+    values = _unpack(data)
     if type(values) is not tuple or not values or type(values[0]) is not str:
         raise ValueError("message is not an array that begins with its kind")
     kind = _KINDS.get(values[0])
+    if kind is Group:
+        values = (values[0], *_unpack_group(values[1:]))
     if kind is None or len(values) != 1 + len(fields(kind)):
         raise ValueError("message has an unknown kind or a wrong number of fields")
     types = _TYPES[kind]
@@ -88,6 +99,27 @@ def decode(data: bytes) -> Message:
     if isinstance(message, Group) and len(message.peers) != len(message.rows):
         raise ValueError("group: there are not as many rows as peers")
     return message
+
+
+def _unpack(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, use_list=False, raw=False, max_ext_len=0)
+    except Exception as error:  # msgpack has no common base class for what it raises
+        raise ValueError(f"message is not msgpack ({type(error).__name__})") from None
+
+
+def _unpack_group(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the fields of a group, if they are not longer than any group has them."""
+    inflate = zlib.decompressobj()
+    try:
+        (data,) = values
+        content = inflate.decompress(data, GREATEST_GROUP_BYTES)
+    except (zlib.error, TypeError, ValueError):
+        raise ValueError("message of a group is not compressed") from None
+    if not inflate.eof or inflate.unused_data:
+        raise ValueError("message of a group is cut off or out of bounds")
+    found = _unpack(content)
+    return found if type(found) is tuple else ()
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from .calls import Absent, CallerMessage, Group, Heard, Invite, Join, Refused
 
-# Members that average in one level, and so commit with up to as many others away; docs/design.md
-# says what two levels would need.
+# Members of a group, which so commits with up to as many others away. The leader sends the list of
+# them to each: docs/design.md says what more would take.
 GREATEST_GROUP = 256
 # Calls that are held, and meetings that are remembered as over.
 GREATEST_HELD = 2 * GREATEST_GROUP
