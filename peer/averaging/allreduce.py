@@ -161,7 +161,7 @@ class ExactAllReduceRunner:
             if sums:
                 await asyncio.wait(sums)
         except AveragingFailed:
-            await asyncio.wait(tasks, timeout=LINGER_S)
+            await asyncio.wait(tasks, timeout=min(LINGER_S, self._silence_s / 2))
             raise
         finally:
             self.fail("the all-reduce was given up")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dipaco.dht.view import greatest_contribution
-from dipaco.modules.outer import Contribution, canonical_table
+from dipaco.modules.outer import Contribution, canonical_table, sections
 from dipaco.peer.member import calls, events
 from dipaco.peer.member.actions import Average, Await
 from dipaco.peer.member.meeting import Meeting
@@ -304,14 +304,17 @@ class Reduce:
         world, count = self._world, len(self._peers)
         links = [world.network.links[peer] for peer in self._peers]
         reducers = max(1, sum(link.can_be_called for link in links))
+        levels = len(sections(count))
         size = world.state_bytes / 4  # Half of the state is parameters, sent in 16 bits.
         slowest = 0.0
         for link in links:
             reduces = link.can_be_called
             sent = size * (reducers - reduces) / reducers
-            received = size * (count - 1) / reducers if reduces else 0.0
-            link.traffic.move(REDUCES, 2 * (sent + received))
-            slowest = max(slowest, sent / link.uplink, received / link.downlink)
+            received = size * (count - levels) / reducers if reduces else 0.0
+            # In two levels sums go to the roots, in 32 bits, and averages come back.
+            sums = 2 * size * (levels - 1) / reducers if reduces else 0.0
+            link.traffic.move(REDUCES, 2 * (sent + received) + 3 * sums)
+            slowest = max(slowest, (sent + sums) / link.uplink, (received + sums) / link.downlink)
         return slowest + 2 * max(link.latency_s for link in links)
 
     def come(self, machine: Body, shift: Content, done: Callable[..., None]) -> None:
