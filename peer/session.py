@@ -385,13 +385,14 @@ class Session:
         """Score a state in place of an anchor, and the anchors."""
         state = self._errands.look_up(action.digest)
         data = self._path_data
-        before = after = None
+        before = after = steps = None
         if state is not None and data is not None and len(data.validation):
             rows = data.validation[:LOSS_CHECK_SEQUENCES]
             skip = self.node.plan.routing.prefix_tokens
             before = self._trainer.loss_of_anchors(rows, skip).loss
             after = self._trainer.loss_of_anchors(rows, skip, {action.module: state}).loss
-        return e.Checked(action.module, action.digest, before, after)
+            steps = self._trainer.steps_apart(action.module, state)
+        return e.Checked(action.module, action.digest, before, after, steps)
 
     def _adopt(self, action: a.Adopt) -> None:
         state = self._errands.take(action.reference)

@@ -32,6 +32,9 @@ from dipaco.routing.batches import BatchStream
 
 logger = logging.getLogger("dipaco.peer.trainer")
 
+# The longest of so many outer steps is the usual length of one.
+RECENT_STEPS = 4
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -75,6 +78,8 @@ class _ModuleProgress:
     tail_tokens: int = 0
     """Trained since the last cut."""
     parts: dict[int, _Part] = field(default_factory=dict)
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Lengths of the last outer steps that this peer committed."""
     unmerged: tuple[int, ...] = ()
 
     @property
@@ -227,6 +232,7 @@ class PathTrainer:
     def commit(self, snapshot: Snapshot, state: ModuleState) -> None:
         """Make `state` the anchor; it contains the work up to `snapshot`."""
         progress = self._modules[snapshot.module]
+        progress.steps.append(_distance(state, snapshot.anchor))
         self._rebase(snapshot.module, state, snapshot.local)
         progress.unmerged = tuple(p for p in progress.unmerged if p not in snapshot.parts)
         self._advance_path_step(state, progress)
@@ -251,6 +257,21 @@ class PathTrainer:
             scatter_module(self.model, self.grid, module, local)
         progress.unmerged = tuple(on_top)
         self._advance_path_step(state, progress)
+
+    def steps_apart(self, module: str, state: ModuleState) -> float | None:
+        """Return how far a foreign state is from the anchor, in outer steps of the usual length.
+
+        That is of the longest of the last commits; None before the first. What the state's
+        momentum would do without a gradient counts if it is further: parameters alone can look
+        harmless.
+        """
+        progress, outer = self._modules[module], self.plan.outer
+        usual = max(progress.steps, default=0.0)
+        if usual <= 0.0:
+            return None
+        momentum = float(torch.linalg.vector_norm(state.momentum))
+        coasting = outer.learning_rate * outer.momentum**2 * momentum
+        return max(_distance(state, progress.anchor), coasting) / usual
 
     def discard(self, module: str) -> None:
         """Go back to the anchor: the local parameters are no longer numbers."""
@@ -311,6 +332,10 @@ class PathTrainer:
     def optimizer_state(self) -> dict[str, object]:
         """Return the AdamW state, to be kept on disk for a return to this path."""
         return self.inner.state_dict()
+
+
+def _distance(one: ModuleState, other: ModuleState) -> float:
+    return float(torch.linalg.vector_norm(one.parameters - other.parameters))
 
 
 RATE_WINDOW_S = 30.0

@@ -7,7 +7,12 @@ from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.adoption import MAX_LOSS_INCREASE, RETRY_PERIODS
+from dipaco.peer.member.adoption import (
+    GREATEST_STEP,
+    MAX_LOSS_INCREASE,
+    MOST_STEPS,
+    RETRY_PERIODS,
+)
 from dipaco.peer.member.chains import RETRY_PERIODS as CHAIN_RETRY_PERIODS
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, of
@@ -42,12 +47,15 @@ class Peer(LoneMember):
         """Let the certificates of a state come, and what is announced be seen again."""
         return self.happen(e.ChainFetched(state, self.family.chain(state))) + self.look()
 
-    def bring(self, state: StateReference, after: float = 1.0) -> list[a.Action]:
+    def bring(
+        self, state: StateReference, after: float = 1.0, steps_apart: float | None = None
+    ) -> list[a.Action]:
         """Let a state come; the held-out loss with it is `after`, and 1 with the anchor."""
         found = self.happen(e.StateFetched(state, {}, self.family.chain(state)))
         found += self.turn()
         for check in of(a.CheckState, found):
-            found += self.happen(e.Checked(check.module, check.digest, 1.0, after))
+            checked = e.Checked(check.module, check.digest, 1.0, after, steps_apart)
+            found += self.happen(checked)
         return found
 
     def adopts(self, state: StateReference, *holders: str) -> a.Adopt:
@@ -191,6 +199,38 @@ def test_one_that_wrecks_the_held_out_loss_is_refused_for_good() -> None:
     peer.now_s += 1000.0
     peer.look()
     assert len(peer.of(a.FetchState)) == 1
+
+
+@pytest.mark.parametrize("rounds", [1, MOST_STEPS, MOST_STEPS + 20])
+def test_one_that_honest_steps_can_lead_to_is_believed_and_what_lies_further_away_is_not(
+    rounds: int,
+) -> None:
+    """Who trained the module alone has pulled it away from this peer's path."""
+    reach = GREATEST_STEP * min(rounds, MOST_STEPS)
+    for steps_apart, is_believed in ((reach, True), (reach + 0.1, False), (None, False)):
+        peer = Peer("Pa")
+        state = peer.family.commits(peer.anchor, range(3, 3 + rounds), ["Pz"])
+        peer.announce(state, "Pz")
+        peer.tell(state)
+        actions = peer.bring(state, after=9.0, steps_apart=steps_apart)
+        assert bool(of(a.Adopt, actions)) is is_believed
+
+
+def test_a_fork_is_as_long_as_both_of_its_sides() -> None:
+    peer = Peer("Pa")
+    fork = peer.family.chain(peer.anchor)[1].reference
+    state = peer.family.commit(fork, 2, ["Px", "Py", "Pz"])
+    peer.announce(state, "Pz")
+    peer.tell(state)
+    assert of(a.Adopt, peer.bring(state, after=9.0, steps_apart=2 * GREATEST_STEP)) != []
+
+
+def test_what_is_no_number_has_not_drifted() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pz"])
+    peer.announce(state, "Pz")
+    peer.tell(state)
+    assert of(a.Adopt, peer.bring(state, after=float("nan"), steps_apart=0.1)) == []
 
 
 def test_what_goes_on_from_a_refused_state_is_refused_until_others_stand_on_it() -> None:

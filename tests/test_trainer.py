@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dipaco.modules.compose import gather_module
@@ -153,3 +155,22 @@ def test_discarded_work_is_gone(peer: Peer) -> None:
     peer.trainer.discard(peer.module)
     assert torch.equal(peer.local, peer.trainer.anchor(peer.module).parameters)
     assert peer.tokens == 0
+
+
+def test_how_far_a_state_is_away_is_told_in_steps_of_the_usual_length(peer: Peer) -> None:
+    far = peer.state(4e-3)
+    assert peer.trainer.steps_apart(peer.module, far) is None
+    peer.commit(0)
+    peer.commit(1)
+    for shift, steps in ((0.0, 0.0), (1e-3, 1.0), (4e-3, 4.0)):
+        found = peer.trainer.steps_apart(peer.module, peer.state(shift))
+        assert found == pytest.approx(steps, abs=0.01)
+
+
+def test_a_momentum_out_of_all_proportion_is_far_away(peer: Peer) -> None:
+    peer.commit(0)
+    state = peer.state(0.0)
+    loaded = replace(state, momentum=torch.ones_like(state.parameters))
+    found = peer.trainer.steps_apart(peer.module, loaded)
+    outer = peer.trainer.plan.outer
+    assert found == pytest.approx(outer.learning_rate * outer.momentum**2 * 1e3, rel=0.01)

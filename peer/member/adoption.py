@@ -7,6 +7,7 @@ documents say whether it is one that a model can stand on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from .quorum import RECENT_ROUNDS
 
 # A foreign state that makes the held-out loss worse by more nats than this is not believed.
 MAX_LOSS_INCREASE = 1.0
+# ... unless it lies where outer steps can lead, each at most so many times as long as is usual:
+# one of a peer that was alone is longer than one of many. A long chain excuses no more than a
+# few steps, or it would excuse anything.
+GREATEST_STEP, MOST_STEPS = 4.0, 4
 # Refresh periods for which a state that could not be fetched is left alone.
 RETRY_PERIODS = 5
 
@@ -150,7 +155,12 @@ class Adoption:
             return
         fetch.is_checking = False
         before, after = event.loss_before, event.loss_after
-        if before is not None and after is not None and not after <= before + MAX_LOSS_INCREASE:
+        if (
+            before is not None
+            and after is not None
+            and not after <= before + MAX_LOSS_INCREASE
+            and not (math.isfinite(after) and self._has_drifted(fetch.reference, event))
+        ):
             del self._fetching[event.module]
             self._refuse(fetch.reference)
             self._known.do(
@@ -161,6 +171,23 @@ class Adoption:
             )
         elif self._known.grid.level_of(event.module) not in running:
             self._adopt(fetch.reference)
+
+    def _has_drifted(self, state: StateReference, checked: Checked) -> bool:
+        """Tell whether a state is no further away than honest steps may have led since the fork.
+
+        Who trains a module alone for some rounds pulls it away from the other paths through it:
+        their loss gets worse by nats, and is mended when they train it again. What wrecks a model
+        for good lies further away. Nobody gains by it what a member of the group could not do.
+        """
+        known, book = self._known, self._known.book
+        anchor = known.anchors[state.module]
+        ancestor = book.common_ancestor(state.module, state.digest, anchor.digest)
+        if ancestor is None or checked.steps_apart is None:
+            return False
+        taken = sum(
+            book.ancestors(state.module, side.digest).index(ancestor) for side in (state, anchor)
+        )
+        return checked.steps_apart <= GREATEST_STEP * min(taken, MOST_STEPS)
 
     def _refuse(self, state: StateReference) -> None:
         known, book = self._known, self._known.book

@@ -195,6 +195,9 @@ class Checked:
     digest: str
     loss_before: float | None
     loss_after: float | None
+    steps_apart: float | None = None
+    """How far the state is from the anchor, in outer steps of the length that is usual here; also
+    after one more without a gradient. None as long as that length is not known."""
     kind: Literal["checked"] = "checked"
 
 

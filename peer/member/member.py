@@ -67,7 +67,7 @@ from .parting import Parting
 from .rounds import round_position
 
 # Of a leave: until when last work is merged, and until when all of it is done (promise 10).
-MERGE_BUDGET_S, LEAVE_BUDGET_S = 4.0, 7.0
+MERGE_BUDGET_S, LEAVE_BUDGET_S = 3.5, 6.0
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
 
