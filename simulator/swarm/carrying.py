@@ -47,6 +47,7 @@ class Carrying:
         self._offers: dict[str, list[Reply]] = {}
         self._methods: dict[type, Callable[[Any], None]] = {
             actions.Say: self._say,
+            actions.Watch: self._watch,
             actions.Look: self._look,
             actions.FetchPath: self.fetching.path,
             actions.FetchState: self.fetching.state,
@@ -98,13 +99,16 @@ class Carrying:
         self._machine.claim = action
         self._machine.publish()
 
+    def _watch(self, action: actions.Watch) -> None:
+        self._machine.scope = action.scope
+
     def _look(self, action: actions.Look) -> None:
         machine, conditions = self._machine, self._world.conditions
         machine.publish()
         if self._world.engine.chance(conditions.look_fails):
             self._answer(30.0, events.LookFailed("the DHT did not answer for 30 s"))
         else:
-            machine.later(self._between(*conditions.look_s), machine.read, True)
+            machine.later(self._between(*conditions.look_s), machine.read, True, action.further)
 
     def _ask(self, action: actions.Ask) -> None:
         found: dict[str, StateReference | None] = {}

@@ -243,9 +243,10 @@ class Machine(Body):
         self.later(engine.between(*self.world.conditions.look_s), self.read, False)
         self.later(self.refresh_period_s * engine.between(0.95, 1.05), self._refresh)
 
-    def read(self, is_answer: bool) -> None:
-        """Read the swarm and tell the member."""
-        view = self.world.directory.read(self.peer, self.believed_s, self.scope)
+    def read(self, is_answer: bool, further: tuple[int, ...] = ()) -> None:
+        """Read what the member watches, and `further` buckets, and tell it."""
+        scope = self.scope.with_buckets(further)
+        view = self.world.directory.read(self.peer, self.believed_s, scope)
         self.deliver(Viewed(view, is_answer))
 
     def publish(self) -> None:

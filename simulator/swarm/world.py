@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dipaco.dht.certificates import Certificate, CertificateBook
-from dipaco.dht.coverage import Scope
+from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
 from dipaco.dht.records import ProgressEntry
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -169,8 +169,9 @@ class Body(ABC):
         self.works: dict[str, ModuleWork] = {}
         self.served: dict[str, SimulatedState] = {}
         self.recent: dict[str, tuple[float, SimulatedState]] = {}
-        self.scope: Scope | None = None
-        """What is read of the swarm; None for everything."""
+        count = bucket_count(self.world.grid.path_count)
+        self.scope = scope_of((), (home_bucket(self.peer, None, count),), self.world.grid)
+        """What is read of the swarm."""
         self.claim = Say("joining", None, 0.0, "", False)
         self.progress: dict[int, ProgressEntry] = {}
         self.answers: deque[Event] = deque()
@@ -210,8 +211,8 @@ class Body(ABC):
         """Write all records that say something new or have grown old."""
 
     @abstractmethod
-    def read(self, is_answer: bool) -> None:
-        """Read the swarm and tell the member."""
+    def read(self, is_answer: bool, further: tuple[int, ...] = ()) -> None:
+        """Read what the member watches, and `further` buckets, and tell it."""
 
     @abstractmethod
     def hear_call(self, *said: Any) -> None:
