@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dipaco.dht.coverage import scope_of
+from dipaco.dht.records import ProgressEntry
 from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.config import GridConfig
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
@@ -24,6 +27,7 @@ from support.fake_swarm import (
     FakeTime,
     held_state,
     peer_id,
+    peer_record,
 )
 from support.make_plan import make_plan
 
@@ -33,8 +37,9 @@ OTHER = peer_id(1)
 class Peer:
     """A publisher that runs on its own thread against a directory in memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.plan = make_plan()
+    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2, 2)) -> None:
+        # Nothing is read in these tests but what they wait for: it is due every ten minutes.
+        self.plan = make_plan(duration_s=4000.0, grid=GridConfig(modules_per_level=sizes))
         self.grid = Grid(self.plan.model, self.plan.grid)
         self.time = FakeTime()
         self.directory: Any = FakeDirectory()
@@ -111,6 +116,95 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     peer.publisher.stop(withdraw=True)
     assert peer.directory.peers[-1] is None
     assert peer.directory.holdings == {}
+
+
+@pytest.fixture
+def one_of_many(tmp_path: Path) -> Iterator[Peer]:
+    """A peer in a run of 128 paths, so of two buckets: even paths, and odd ones."""
+    peer = Peer(tmp_path, (8, 16))
+    yield peer
+    peer.publisher.stop(withdraw=False)
+
+
+def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many: Peer) -> None:
+    peer = one_of_many
+    peer.claim(17)
+    peer.publisher.refresh()
+    assert peer.directory.last(1).path == 17
+    # The modules of path 17, and one of which it serves a state.
+    said = peer.directory.modules
+    assert set(said) == {"L0.E1", "L1.E1", "L0.E0"}
+    assert {(record.path, record.state) for record in said.values()} == {(17, "joining")}
+    assert [m for m, record in said.items() if record.held is not None] == ["L0.E0"]
+
+
+def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many: Peer) -> None:
+    peer = one_of_many
+    peer.claim(17)
+    peer.publisher.refresh()
+    peer.claim(18)
+    peer.publisher.refresh()
+    assert (peer.directory.last(1).path, peer.directory.last(1).state) == (17, "leaving")
+    assert (peer.directory.last(0).path, peer.directory.last(0).state) == (18, "joining")
+    said = peer.directory.modules
+    assert (said["L1.E1"].path, said["L1.E1"].state) == (17, "leaving")
+    assert (said["L0.E1"].path, said["L1.E2"].path) == (18, 18)
+    peer.publisher.stop(withdraw=True)
+    assert peer.directory.last(0) is None
+    # The goodbye is left to expire.
+    assert set(peer.directory.modules) == {"L1.E1"}
+
+
+def test_progress_stands_in_the_bucket_of_its_path(one_of_many: Peer) -> None:
+    peer = one_of_many
+    for path in (3, 4, 5):
+        peer.status.progress[path] = ProgressEntry(
+            path=path,
+            last_round=path,
+            tokens=1,
+            validation_nll=1.0,
+            validation_tokens=1,
+            train_loss=1.0,
+        )
+    peer.publisher.refresh()
+    found = {
+        bucket: [entry.path for entry in record.entries]
+        for bucket, record in peer.directory.progress.items()
+    }
+    assert found == {0: [4], 1: [5, 3]}
+
+
+def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many: Peer) -> None:
+    peer = one_of_many
+    seen: list[SwarmView] = []
+    peer.publisher.on_view(seen.append)
+    far = peer_record(OTHER, "training").model_copy(update={"path": 3})
+    peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: far})
+    own = scope_of(("L0.E1",), (0,), peer.grid)
+    peer.publisher.watch(own)
+    wide = peer.publisher.refresh((1,))
+    assert wide.scope == own.with_buckets((1,))
+    assert set(wide.peers) == {OTHER}
+    assert peer.publisher.view.scope == seen[-1].scope == own
+    assert not peer.publisher.view.peers
+    assert peer.publisher.refresh().scope == own
+
+
+def test_what_changed_is_published_without_reading(peer: Peer) -> None:
+    reads = peer.directory.reads
+    published = threading.Event()
+    publish = peer.directory.publish_peer
+
+    def note(record: Any, bucket: int, life_s: float) -> None:
+        publish(record, bucket, life_s)
+        if record.path == 1:
+            published.set()
+
+    peer.directory.publish_peer = note
+    peer.claim(1)
+    peer.publisher.announce()
+    assert published.wait(60.0)
+    assert peer.directory.reads == reads
 
 
 def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:

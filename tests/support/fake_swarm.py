@@ -65,6 +65,7 @@ class FakeDirectory:
         self.others = SwarmView(now_s=0.0)
         self.peers: list[PeerRecord | None] = []
         """Everything that this peer said of itself, None for a withdrawal."""
+        self.buckets: dict[int, PeerRecord | None] = {}
         self.modules: dict[str, ModuleRecord] = {}
         self.progress: dict[int, ProgressRecord] = {}
         self.scopes: list[Scope] = []
@@ -115,9 +116,15 @@ class FakeDirectory:
 
     def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> None:
         self.peers.append(record)
+        self.buckets[bucket] = record
 
     def withdraw_peer(self, bucket: int) -> None:
         self.peers.append(None)
+        self.buckets[bucket] = None
+
+    def last(self, bucket: int) -> PeerRecord | None:
+        """Return what this peer said last in a bucket."""
+        return self.buckets.get(bucket)
 
     def publish_module(self, record: ModuleRecord, life_s: float) -> None:
         self.modules[record.module] = record
