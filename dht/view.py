@@ -325,7 +325,9 @@ def _is_plausible(state: StateReference, plan: RunPlan, grid: Grid, rounds: int)
         per_path = (state.last_round + 1 + ROUND_SLACK) * _tokens_of_steps(plan)
         believed = per_path * paths * GREATEST_REPLICAS
         return state.version <= state.last_round + 1 and state.tokens <= believed
-    return state.tokens <= rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S * paths
+    # What a group admits, each time: an inflated row must not make the group's state implausible.
+    per_step = rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S * paths * GREATEST_REPLICAS
+    return state.tokens <= state.version * per_step
 
 
 def _merge_progress(

@@ -209,6 +209,7 @@ def test_one_that_honest_steps_can_lead_to_is_believed_and_what_lies_further_awa
     reach = GREATEST_STEP * min(rounds, MOST_STEPS)
     for steps_apart, is_believed in ((reach, True), (reach + 0.1, False), (None, False)):
         peer = Peer("Pa")
+        peer.now_s += (rounds - 1) * ROUND_S
         state = peer.family.commits(peer.anchor, range(3, 3 + rounds), ["Pz"])
         peer.announce(state, "Pz")
         peer.tell(state)
@@ -240,6 +241,7 @@ def test_what_goes_on_from_a_refused_state_is_refused_until_others_stand_on_it()
     peer.announce(state, "Pa")
     peer.tell(state)
     peer.bring(state, after=99.0)
+    peer.now_s += 2 * ROUND_S
     alone = peer.family.commit(state, 4, ["Pa"])
     peer.announce(alone, "Pa")
     peer.tell(alone)
@@ -376,5 +378,6 @@ def test_what_both_sides_have_is_not_put_back() -> None:
 
 def test_work_of_long_ago_is_shortened() -> None:
     peer = Peer("Pa")
+    peer.now_s += 7 * ROUND_S
     state = peer.family.commits(peer.anchor, range(3, 11), ["Pa", "Pc"])
     assert peer.adopts(state, "Pa").weight == 0.5

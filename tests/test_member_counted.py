@@ -25,10 +25,11 @@ def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Act
     return peer.happen(e.Answered(MODULE, {**found, **held}))
 
 
-def counted(*peers: str, steps: int = 4) -> LoneMember:
-    """Return a member of a run of fixed steps that has done those before L0's boundary."""
+def counted(*peers: str, steps: int = 4, round_index: int = 0) -> LoneMember:
+    """Return a member of a run of fixed steps that has done those before L0's boundary of the
+    round that the others are in."""
     made = LoneMember(small_plan(inner_steps=steps, duration_s=60.0))
-    made.claims = [claim(peer) for peer in peers]
+    made.claims = [claim(peer, round=round_index) for peer in peers]
     made.begin()
     made.look()
     for _ in range(steps // 2):
@@ -106,10 +107,10 @@ def test_who_is_overtaken_takes_the_others_state() -> None:
 
 def test_of_a_newer_anchor_of_an_earlier_round_the_boundary_comes_again() -> None:
     """The others wait for this peer at the same boundary, and it stands on their anchor now."""
-    peer = counted("Pa", "Pc")
+    peer = counted("Pa", "Pc", round_index=1)
     peer.turn()
     fail(peer, 0, ("Pa", ME, "Pc"))
-    other = peer.family.commit(peer.member.anchors[MODULE], -1, ["Pa", "Pc"])
+    other = peer.family.commit(peer.member.anchors[MODULE], 0, ["Pa", "Pc"])
     answers(peer, Pa=other, Pc=other)
     peer.happen(e.ChainFetched(other, peer.family.chain(other)))
     peer.happen(e.StateFetched(other, {}, peer.family.chain(other)))
@@ -118,7 +119,7 @@ def test_of_a_newer_anchor_of_an_earlier_round_the_boundary_comes_again() -> Non
     peer.turn()
     meetings = peer.of(a.Average)
     assert [m.anchor == other.digest for m in meetings] == [False, True]
-    assert meetings[-1].round_index == 0
+    assert meetings[-1].round_index == 1
 
 
 def test_after_the_limit_the_rules_are_those_of_the_clock() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from dipaco.dht.keeping import keepers
 from dipaco.dht.records import refresh_period_s
@@ -15,6 +17,7 @@ from dipaco.peer.member.keeping import (
     HANDED_TO,
     OFFER_LIMIT_S,
     PASSED_OVER_PERIODS,
+    SLOW_FETCH_S,
 )
 from dipaco.peer.member.knowledge import MemberSettings
 from dipaco.peer.member.member import Member
@@ -235,8 +238,50 @@ def crowd(*, is_near: bool) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("is_near", [True, False])
 def test_an_offer_to_who_is_far_down_the_order_is_refused(is_near: bool) -> None:
-    keeper = Keeper(*crowd(is_near=is_near))
+    others = crowd(is_near=is_near)
+    keeper = Keeper(*others)
+    keeper.happen(e.CallAnswered(others, others))
     assert bool(keeper.offer(keeper.state())) is is_near
+
+
+def test_names_that_never_answered_take_no_keepers_place() -> None:
+    keeper = Keeper(*crowd(is_near=False))
+    assert keeper.offer(keeper.state()) != []
+
+
+def test_a_copy_is_not_replaced_on_the_word_of_names_that_never_answer() -> None:
+    keeper = Keeper()
+    state = keeper.state(2)
+    keeper.keeps(state)
+    invented = keeper.family.commit(state, 2, [f"bare{number}" for number in range(12)])
+    keeper.happen(e.Offered("Pz", invented))
+    actions = keeper.happen(e.ChainFetched(invented, keeper.family.chain(invented)))
+    (call,) = of(a.Call, actions)
+    assert set(call.peers) == {f"bare{number}" for number in range(12)}
+    assert of(a.FetchState, keeper.happen(e.CallAnswered(call.peers, ()))) == []
+    assert of(a.FetchState, keeper.look()) == []
+
+
+def test_a_state_that_never_comes_makes_room_for_another() -> None:
+    keeper = Keeper()
+    slow, other = keeper.state(2), keeper.family.commit(genesis(), 2, ["Pa"])
+    keeper.offer(slow)
+    keeper.happen(e.ChainFetched(slow, keeper.family.chain(slow)))
+    keeper.now_s += SLOW_FETCH_S + 1.0
+    keeper.offer(other)
+    actions = keeper.happen(e.ChainFetched(other, keeper.family.chain(other)))
+    assert [wanted.reference for wanted in of(a.FetchState, actions)] == [other]
+    assert of(a.Keep, keeper.happen(e.StateFetched(slow, {}, ()))) == []
+    assert of(a.Keep, keeper.happen(e.StateFetched(other, {}, ()))) == [a.Keep(other)]
+
+
+def test_what_was_fetched_and_cannot_be_is_not_kept() -> None:
+    keeper = Keeper()
+    state = keeper.state()
+    keeper.offer(state)
+    keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
+    fetched = replace(state, version=2**20)
+    assert of(a.Keep, keeper.happen(e.StateFetched(fetched, {}, ()))) == []
 
 
 def test_a_copy_that_cannot_be_had_can_be_offered_again() -> None:
@@ -251,13 +296,13 @@ def test_a_copy_that_cannot_be_had_can_be_offered_again() -> None:
 def test_offers_that_wait_for_certificates_are_few() -> None:
     keeper = Keeper()
     for number in range(GREATEST_OFFERS + 50):
-        keeper.offer(StateReference(MODULE, 9, f"{number:064x}", 1, 8, 1))
+        keeper.offer(StateReference(MODULE, 3, f"{number:064x}", 1, 2, 1))
     assert len(keeper.member._keeping._offers) == GREATEST_OFFERS
 
 
 def test_an_honest_offer_waits_for_its_turn_behind_invented_ones() -> None:
     keeper = Keeper()
-    invented = [StateReference(MODULE, 9, f"{number:064x}", 1, 8, 1) for number in range(20)]
+    invented = [StateReference(MODULE, 3, f"{number:064x}", 1, 2, 1) for number in range(20)]
     for state in invented:
         keeper.offer(state)
     honest = keeper.state()

@@ -23,13 +23,17 @@ def boundary_s(round_index: int) -> float:
     return (round_index + 0.5) * ROUND_S
 
 
-def group(*peers: str, others: str = "", rounds: int = 3, **settings: object) -> LoneMember:
+def group(
+    *peers: str, others: str = "", rounds: int = 3, is_new: bool = False, **settings: object
+) -> LoneMember:
     """Return a member that has committed `rounds` rounds with `peers`; `others` claim it too.
+
+    If it `is_new`, these were commits of a peer that is gone.
 
     It stands before the boundary of L0 in round `rounds`.
     """
     family = Family()
-    members = (*peers, ME)
+    members = ("Pz",) if is_new else (*peers, ME)
     anchors = [family.commits(genesis(m), range(rounds), members) for m in (MODULE, LAST)]
     made = LoneMember(family=family, **settings)
     made.claims = [claim(peer) for peer in (*peers, *others)]
@@ -349,9 +353,13 @@ def test_the_survivor_of_two_carries_on_while_the_other_counts() -> None:
     assert len(peer.of(a.CarryOn)) == 1
 
 
-@pytest.mark.parametrize(("since_s", "steps"), [(1.0, False), (10**9, True)])
-def test_of_two_that_live_and_do_not_meet_only_the_older_steps(since_s: float, steps: bool) -> None:
-    peer = group()
+OLD_AND_NEW = [(1.0, True, False), (10**9, True, True), (1.0, False, True), (10**9, False, True)]
+
+
+@pytest.mark.parametrize(("since_s", "is_new", "steps"), OLD_AND_NEW)
+def test_of_two_that_do_not_meet_one_steps(since_s: float, is_new: bool, steps: bool) -> None:
+    """The older one; but who has contributed lately is waited for by one that has not."""
+    peer = group(is_new=is_new)
     peer.claims = [claim("Pa", since_s=since_s)]
     peer.look()
     peer.at(boundary_s(3))
@@ -362,7 +370,7 @@ def test_of_two_that_live_and_do_not_meet_only_the_older_steps(since_s: float, s
 
 
 def test_nobody_waits_for_ever_for_an_older_peer_that_hangs() -> None:
-    peer = group(others="V")
+    peer = group(others="V", is_new=True)
     for round_index in range(3, 6):
         peer.at(boundary_s(round_index))
         for attempt in range(2):

@@ -2,7 +2,9 @@
 
 A peer falls behind when its group failed here and committed elsewhere, when a split heals, or
 when it slept. Certificates say whether a state wins and what of the own work is in it; held-out
-documents say whether it is one that a model can stand on.
+documents say whether it is one that a model can stand on. A peer that begins a path has nothing
+to compare with: what it was given is compared with the module's genesis state, and with the best
+chain that parted from it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ MAX_LOSS_INCREASE = 1.0
 GREATEST_STEP, MOST_STEPS = 4.0, 4
 # Refresh periods for which a state that could not be fetched is left alone.
 RETRY_PERIODS = 5
+# On the word of those who made a refused state alone, no other one is taken for so many rounds.
+DISBELIEVED_ROUNDS = 4
+# Chains that an anchor from the beginning is compared with, beside the genesis state.
+MOST_RIVALS = 2
 
 
 @dataclass
@@ -36,6 +42,8 @@ class _Fetch:
     """A state on its way here, or here and waiting for its turn."""
 
     reference: StateReference
+    is_rival: bool = False
+    """It is taken only if the anchor, which nobody has checked yet, is worse."""
     is_here: bool = False
     is_checking: bool = False
 
@@ -51,13 +59,28 @@ class Adoption:
         # since they parted from the own anchor.
         self._refused: dict[str, frozenset[str]] = {}
         self._unavailable: dict[str, float] = {}
+        # Whose states could not be had, or are not believed, until when: an inventor has a new one
+        # each time.
+        self._unserved: list[tuple[float, frozenset[str]]] = []
+        self._disbelieved: list[tuple[float, frozenset[str]]] = []
+        self._unchecked: dict[str, set[str]] = {}
+        """Modules whose anchor was taken at the beginning, and the rivals that it was better than;
+        a genesis state is named by the empty digest."""
         self.ledgers: dict[str, Ledger] = {}
 
     def begin_path(self) -> None:
         """The path in training has changed."""
         known = self._known
         self._fetching.clear()
+        self._unchecked = {m: set() for m, anchor in known.anchors.items() if anchor.version}
         self.ledgers = {m: Ledger(anchor, known.me) for m, anchor in known.anchors.items()}
+        for module in known.anchors:
+            self._compare(module)
+
+    def clock_went_back(self) -> None:
+        """Forget until when states are left alone."""
+        self._unavailable.clear()
+        self._unserved, self._disbelieved = [], []
 
     def is_fetching(self, module: str) -> bool:
         """Tell whether a state of a module is on its way here, or about to be put under."""
@@ -66,7 +89,17 @@ class Adoption:
     def winner(self, module: str) -> StateReference | None:
         """Return the state that should replace the anchor of a module, as far as is known."""
         known = self._known
-        return known.descent.best(self._candidates(module), known.anchors[module])
+        candidates, anchor = self._candidates(module), known.anchors[module]
+        words = [who for until_s, who in self._unserved if until_s > known.now_s]
+        served = [s for s in candidates if not any(self._word(s) <= who for who in words)]
+        return known.descent.best(served, anchor) or known.descent.best(candidates, anchor)
+
+    def _word(self, state: StateReference) -> frozenset[str]:
+        """Return whose word it is that a state should replace the anchor: those who have shown
+        themselves of its contributors since it and the anchor parted."""
+        known = self._known
+        parted = known.descent.parted(state, known.anchors[state.module])
+        return frozenset(peer for peer in parted if known.doubts.has_shown_itself(peer))
 
     def _candidates(self, module: str) -> list[StateReference]:
         """Return the states of a module that are said to be held, and may be had."""
@@ -84,6 +117,7 @@ class Adoption:
             for state in candidates.values()
             if not self._is_refused(state)
             and known.now_s >= self._unavailable.get(state.digest, 0.0)
+            and self._chains.is_seen(state, known.anchors[module])
         ]
 
     def look(self, running: Collection[str]) -> None:
@@ -92,7 +126,7 @@ class Adoption:
         for module, anchor in known.anchors.items():
             if module in self._fetching or known.grid.level_of(module) in running:
                 continue
-            states = [s for s in known.states(module) if not self._is_refused(s)]
+            states = [s for s in known.states(module) if s.digest not in self._refused]
             self._chains.learn(states, anchor)
             self.start(module)
 
@@ -107,29 +141,58 @@ class Adoption:
     def start(self, module: str) -> bool:
         """Fetch the state that wins, if one does. Returns whether one is on its way."""
         if module in self._fetching:
-            return True
+            return not self._fetching[module].is_rival
         best = self.winner(module)
         if best is None:
+            self._compare(module)
             return False
         self._fetching[module] = _Fetch(best)
         self._known.do(FetchState(best, self._known.holders(best), "adopt"))
         return True
+
+    def _compare(self, module: str) -> None:
+        """Fetch the next state that an anchor from the beginning is to be compared with."""
+        done = self._unchecked.get(module)
+        if done is None:
+            return
+        known, anchor = self._known, self._known.anchors[module]
+        rival: StateReference | None = StateReference.untrained(module)
+        if "" in done:
+            line = known.book.ancestors(module, anchor.digest)
+            apart = [
+                state
+                for state in self._candidates(module)
+                if state.digest not in done
+                and state.digest not in line
+                and known.descent.weigh(known.descent.parted(state, anchor)) > 0
+            ]
+            rival = known.descent.best(apart, StateReference.untrained(module))
+        if rival is None or len(done) > MOST_RIVALS:
+            del self._unchecked[module]
+            return
+        done.add(rival.digest)
+        self._fetching[module] = _Fetch(rival, is_rival=True)
+        known.do(FetchState(rival, known.holders(rival), "adopt"))
 
     def on_state(self, event: StateFetched | FetchFailed) -> None:
         """A state is here, or its holders could not serve it."""
         module = event.module if isinstance(event, FetchFailed) else event.reference.module
         digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
         fetch = self._fetching.get(module)
-        if fetch is None or fetch.reference.digest != digest:
+        if fetch is None or (fetch.reference.version and fetch.reference.digest != digest):
             return
         known = self._known
-        if isinstance(event, StateFetched):
+        if isinstance(event, StateFetched) and known.is_plausible(event.reference):
             known.take_certificates(event.certificates)
             fetch.reference, fetch.is_here = event.reference, True
             return
         del self._fetching[module]
+        if fetch.is_rival:
+            return
         period_s = refresh_period_s(known.plan.rounds.duration_s)
-        self._unavailable[digest] = known.now_s + RETRY_PERIODS * period_s
+        until_s = known.now_s + RETRY_PERIODS * period_s
+        self._unavailable[digest] = until_s
+        self._unserved = [*self._unserved[-15:], (until_s, self._word(fetch.reference))]
         while len(self._unavailable) > 256:
             del self._unavailable[next(iter(self._unavailable))]
 
@@ -140,7 +203,10 @@ class Adoption:
             if not fetch.is_here or fetch.is_checking or known.grid.level_of(module) in running:
                 continue
             anchor = known.anchors[module]
-            if not known.descent.wins(fetch.reference, anchor, self._candidates(module)):
+            if fetch.is_rival and module in self._unchecked:
+                fetch.is_checking = True
+                known.do(CheckState(module, fetch.reference.digest))
+            elif not known.descent.wins(fetch.reference, anchor, self._candidates(module)):
                 del self._fetching[module]
             elif self._is_settled(fetch.reference):
                 self._adopt(fetch.reference)
@@ -155,14 +221,15 @@ class Adoption:
             return
         fetch.is_checking = False
         before, after = event.loss_before, event.loss_after
-        if (
-            before is not None
-            and after is not None
-            and not after <= before + MAX_LOSS_INCREASE
-            and not (math.isfinite(after) and self._has_drifted(fetch.reference, event))
-        ):
+        if fetch.is_rival:
             del self._fetching[event.module]
-            self._refuse(fetch.reference)
+            is_free = self._known.grid.level_of(event.module) not in running
+            if is_free and self._is_wrecked(fetch.reference, event, after, before):
+                self._replace(fetch.reference, event)
+            return
+        if self._is_wrecked(fetch.reference, event, before, after):
+            del self._fetching[event.module]
+            self._refuse(fetch.reference, self._known.anchors[event.module])
             self._known.do(
                 Warn(
                     f"refused state {event.digest[:12]} of {event.module}: held-out loss would go "
@@ -171,6 +238,15 @@ class Adoption:
             )
         elif self._known.grid.level_of(event.module) not in running:
             self._adopt(fetch.reference)
+
+    def _is_wrecked(
+        self, state: StateReference, checked: Checked, good: float | None, bad: float | None
+    ) -> bool:
+        """Tell whether the held-out loss `bad` is not what honest training made of `good`; never
+        when it could not be scored. `state` is the one that was compared with the anchor."""
+        if good is None or bad is None or bad <= good + MAX_LOSS_INCREASE:
+            return False
+        return not (math.isfinite(bad) and self._has_drifted(state, checked))
 
     def _has_drifted(self, state: StateReference, checked: Checked) -> bool:
         """Tell whether a state is no further away than honest steps may have led since the fork.
@@ -189,12 +265,24 @@ class Adoption:
         )
         return checked.steps_apart <= GREATEST_STEP * min(taken, MOST_STEPS)
 
-    def _refuse(self, state: StateReference) -> None:
-        known, book = self._known, self._known.book
-        anchor = known.anchors[state.module].digest
-        ancestor = book.common_ancestor(state.module, state.digest, anchor)
-        whose = book.contributors_since(state.module, state.digest, ancestor)
-        self._refused[state.digest] = frozenset(whose)
+    def _replace(self, rival: StateReference, event: Checked) -> None:
+        """Refuse the anchor that this path began from, and take a rival of it."""
+        anchor = self._known.anchors[event.module]
+        self._refuse(anchor, rival)
+        self._known.do(
+            Warn(
+                f"refused state {anchor.digest[:12]} of {event.module}, which this path began "
+                f"from: held-out loss {event.loss_before:.3f}, with another {event.loss_after:.3f}"
+            )
+        )
+        self._adopt(rival)
+
+    def _refuse(self, state: StateReference, instead_of: StateReference) -> None:
+        known = self._known
+        self._refused[state.digest] = parted = known.descent.parted(state, instead_of)
+        shown = {peer for peer in parted if known.doubts.has_shown_itself(peer)} - {known.me}
+        until_s = known.now_s + DISBELIEVED_ROUNDS * known.plan.rounds.duration_s
+        self._disbelieved = [*self._disbelieved[-15:], (until_s, frozenset(shown))]
         while len(self._refused) > 256:
             del self._refused[next(iter(self._refused))]
 
@@ -204,9 +292,14 @@ class Adoption:
         Who goes on alone from a refused state makes a new one each round. If each was tried, the
         rounds of those who refuse it would end with waiting for it, and never with a commit.
         """
-        book = self._known.book
+        known, book = self._known, self._known.book
         if state.digest in self._refused or not self._refused:
             return state.digest in self._refused
+        words = [who for until_s, who in self._disbelieved if until_s > known.now_s]
+        if words and known.descent.is_certified(state):
+            word = self._word(state)
+            if word and any(word <= who for who in words):
+                return True
         for certificate in book.chain(state.module, state.digest):
             earlier = certificate.statement.digest
             if earlier in self._refused:
@@ -218,23 +311,27 @@ class Adoption:
         """Tell whether most of those who train a module have signed a state's chain lately.
 
         After a fork the modules of a path fit each other, and the other side's fit badly, so that
-        an honest state can look wrong: what the majority stands on is taken all the same.
+        an honest state can look wrong: what the majority stands on is taken all the same, but not
+        what others have put on top of it.
         """
         known = self._known
         anchor = known.anchors[state.module]
         book = known.book
-        ancestor = book.common_ancestor(state.module, state.digest, anchor.digest)
-        since = book.contributors_since(state.module, state.digest, ancestor) - {known.me}
         own = book.recent_contributors(
             anchor.module, anchor.digest, anchor.last_round + 1 - RECENT_ROUNDS
         ) - {known.me}
+        newest = book.get(state.module, state.digest)
+        if newest is None or not newest.signers & own:
+            return False
+        since = known.descent.parted(state, anchor) - {known.me}
         shared = since & own
-        return len(since) >= 2 and bool(shared) and 2 * len(shared) >= len(own)
+        return known.descent.weigh(since) >= 2 and 2 * len(shared) >= len(own)
 
     def _adopt(self, state: StateReference) -> None:
         """Make a state the anchor, with the work that it lacks on top."""
         known, module = self._known, state.module
-        del self._fetching[module]
+        self._fetching.pop(module, None)
+        self._unchecked.pop(module, None)
         ledger = self.ledgers[module]
         reckoning = ledger.adopt(state, known.anchors[module], known.descent)
         known.anchors[module] = state

@@ -2,24 +2,27 @@
 
 The chain with more certified contributors since the common ancestor wins, then the one with more
 tokens in its certificates since then, then the smaller digest. So one fast machine that was alone
-never outweighs many, and nothing that a peer says of itself decides. Among several the oldest fork
-is decided first.
+never outweighs many, and nothing that a peer says of itself decides. Invented contributors weigh
+nothing (`quorum.weigh`). Among several the oldest fork is decided first.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from dipaco.dht.certificates import CertificateBook
 from dipaco.modules.state import StateReference
 
 
 class Descent:
-    """What a member asks its book of certificates."""
+    """What a member asks its book of certificates. `weigh`: what contributors weigh together."""
 
-    def __init__(self, book: CertificateBook) -> None:
+    def __init__(
+        self, book: CertificateBook, weigh: Callable[[Collection[str]], int] = len
+    ) -> None:
         self.book = book
+        self.weigh = weigh
 
     def is_certified(self, state: StateReference) -> bool:
         """Tell whether somebody who contributed to a state has signed that."""
@@ -58,7 +61,14 @@ class Descent:
     def _may_replace(self, candidate: StateReference, own: StateReference) -> bool:
         if not self.is_certified(candidate):
             return False
-        return self.is_certified(own) or candidate.version >= own.version
+        if not self.is_certified(own):
+            return candidate.version >= own.version
+        return self.weigh(self.parted(candidate, own)) > 0
+
+    def parted(self, state: StateReference, other: StateReference) -> frozenset[str]:
+        """Return who contributed to a state since it and another one parted."""
+        ancestor = self.book.common_ancestor(state.module, state.digest, other.digest)
+        return self.book.contributors_since(state.module, state.digest, ancestor)
 
     def in_order(self, states: Iterable[StateReference]) -> list[StateReference]:
         """Return the certified ones of some states of one module, the worst first.
@@ -102,7 +112,7 @@ class Descent:
             if certificate.statement.digest == ancestor:
                 break
             tokens += sum(row.tokens for row in certificate.statement.table)
-        return len(contributors), tokens, -int(state.digest[:15], 16)
+        return self.weigh(contributors), tokens, -int(state.digest[:15], 16)
 
     def contains(self, state: StateReference, peer: str, round_index: int) -> bool:
         """Tell whether what `peer` contributed to a module in a round is in a state."""

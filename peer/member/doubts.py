@@ -1,8 +1,8 @@
 """Whose records are not believed: peers that claim much and never answer (design 4.5).
 
 A record costs nothing, so an inventor can have a thousand peers. A peer that was called several
-times and never answered is left out of what a member decides from, until it answers or stands in a
-certificate. A few calls a refresh are enough, because what matters is looked at first.
+times and never answered is left out of what a member decides from, until it answers, calls, or is
+in a group with this one. A few calls a refresh are enough, because what matters is looked at first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from dipaco.dht.view import SwarmView
+
+from .quorum import weigh
 
 # Calls without an answer after which a peer is doubted.
 CALLS_IN_VAIN = 2
@@ -30,7 +32,7 @@ class Doubts:
         self._proven: dict[str, float] = {}
 
     def prove(self, peers: Iterable[str], now_s: float) -> bool:
-        """Note who answered or has trained; returns whether any of them was doubted."""
+        """Note who has shown itself; returns whether any of them was doubted."""
         was_doubted = False
         for peer in peers:
             self._in_vain.pop(peer, None)
@@ -75,8 +77,12 @@ class Doubts:
         )
 
     def has_shown_itself(self, peer: str) -> bool:
-        """Tell whether a peer has answered or trained since this member began."""
-        return peer in self._proven
+        """Tell whether a peer has answered, called or averaged with this member since it began."""
+        return peer in self._proven or peer == self._me
+
+    def weigh(self, contributors: Collection[str]) -> int:
+        """Return what contributors to a chain weigh together."""
+        return weigh(contributors, self.has_shown_itself)
 
     def to_call(self, view: SwarmView, first: Collection[str], since_s: float) -> tuple[str, ...]:
         """Return whom to call now: those in `first` before others, each again after a while.

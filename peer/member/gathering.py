@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dipaco.dht.agreement import awaited_group, is_overtaken, possible_group
+from dipaco.dht.agreement import (
+    awaited_group,
+    expected_group,
+    is_overtaken,
+    possible_group,
+)
 from dipaco.dht.policy import seniority
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.config import RoundsConfig
 
 from .knowledge import Knowledge
-from .quorum import RECENT_ROUNDS
+from .quorum import RECENT_ROUNDS, counting_peers
 
 # With fixed steps: the longest that a group waits for its members, whatever `duration_s` is.
 LONGEST_WAIT_S = 3000.0
@@ -108,3 +113,50 @@ def out_of_sight(known: Knowledge, module: str) -> frozenset[str]:
         for peer in recent - {known.me} - known.whole_view.claims.keys()
         if known.last_seen_s(peer) >= since_s and not known.doubts.is_doubted(peer)
     )
+
+
+def who_counts(
+    known: Knowledge,
+    module: str,
+    round_index: int,
+    rounds_in_vain: int,
+    alive: frozenset[str] | None,
+) -> frozenset[str]:
+    """Return who counts when a step of a module is to be committed; `alive` are those that were
+    asked and have answered."""
+    found = counting_peers(
+        known.view,
+        known.grid,
+        known.book,
+        known.anchors[module],
+        me=known.me,
+        round_index=round_index,
+        rounds_in_vain=rounds_in_vain,
+    )
+    # Who is out of sight and answers is there.
+    return found | (out_of_sight(known, module) & (alive or frozenset()))
+
+
+def has_contributed(known: Knowledge, module: str, round_index: int) -> bool:
+    """Tell whether this peer contributed to its anchor lately: who did not counts it, and waits."""
+    anchor, since = known.anchors[module], round_index - RECENT_ROUNDS
+    return known.me in known.book.recent_contributors(module, anchor.digest, since)
+
+
+def is_whole(known: Knowledge, module: str, group: frozenset[str], since_round: int) -> bool:
+    """Tell whether all are in a group who claim to train, or made a state since `since_round`, in
+    which the own part before this one is: any of them may have gone another way from there."""
+    anchor = known.anchors[module].digest
+    last = known.book.get(module, anchor)
+    before = {row.peer for row in last.statement.table} if last is not None else set()
+    for certificate in known.book.chain(module, anchor):
+        if certificate.statement.round_index < since_round:
+            break
+        before |= {row.peer for row in certificate.statement.table}
+    return before | expected_group(known.view, known.grid, module) <= group
+
+
+def is_last_signed(known: Knowledge, module: str) -> bool:
+    """Tell whether all of the group before are known to stand on the anchor."""
+    last = known.book.get(module, known.anchors[module].digest)
+    return last is not None and last.signers == {row.peer for row in last.statement.table}

@@ -30,6 +30,8 @@ OFFER_LIMIT_S = 60.0
 PASSED_OVER_PERIODS = 8
 # States that others offered and that are looked into at the same time.
 GREATEST_OFFERS = 64
+# A state on its way here for so long makes room for another one that is offered.
+SLOW_FETCH_S = 15.0
 # Between two looks whether others hold enough copies of what this peer need not keep.
 DROP_EVERY_S = 60.0
 # Peers that a leaving peer offers each state to.
@@ -68,11 +70,19 @@ class Keeping:
         self._chains = chains
         self._care: dict[str, _Care] = {}
         self._offers: dict[str, StateReference] = {}
-        self._fetching: dict[str, StateReference] = {}
+        self._fetching: dict[str, tuple[StateReference, float]] = {}
+        """What is on its way here of a module, and since when."""
         self._looked_s = -math.inf
         self._handing_over: dict[str, _HandOver] | None = None
         self.handed_over: set[str] = set()
         """Modules whose newest states others hold, while the member leaves."""
+
+    def clock_went_back(self) -> None:
+        """Forget until when offers are waited for, and who is passed over."""
+        self._looked_s = -math.inf
+        for care in self._care.values():
+            care.offered.clear()
+            care.passed_over.clear()
 
     # -- giving
 
@@ -151,7 +161,10 @@ class Keeping:
         }
 
     def _order(self, module: str) -> tuple[str, ...]:
-        """Return the other peers in the order in which they are asked to keep a module."""
+        """Return the other peers in the order in which they are asked to keep a module.
+
+        Those that have not answered yet come last.
+        """
         known, view = self._known, self._known.view
         trainers = expected_group(view, known.grid, module)
         others = [
@@ -159,7 +172,8 @@ class Keeping:
             for peer, record in view.peers.items()
             if peer != known.me and peer not in trainers and record.state != "leaving"
         ]
-        return keepers(module, others, len(others))
+        order = keepers(module, others, len(others))
+        return tuple(sorted(order, key=lambda peer: not known.doubts.has_shown_itself(peer)))
 
     def on_offer_answered(self, event: OfferAnswered) -> None:
         """A peer has shown that it holds a copy, or it has not in time."""
@@ -200,6 +214,8 @@ class Keeping:
             return
         if state.module not in known.grid.modules() or state.version == 0:
             return
+        if not known.is_plausible(state):
+            return
         if state.module in known.anchors or not known.has_view:
             return
         held = known.held.get(state.module)
@@ -207,7 +223,12 @@ class Keeping:
             return
         known.hear(state, event.peer)
         trainers = expected_group(known.view, known.grid, state.module)
-        others = [peer for peer in {known.me, *known.view.peers} if peer not in trainers]
+        # Names that never answered take nobody's place.
+        others = [
+            peer
+            for peer in {known.me, *known.view.peers}
+            if peer not in trainers and known.doubts.has_shown_itself(peer)
+        ]
         most = GREATEST_PLACE * known.plan.rounds.copies
         if known.me not in keepers(state.module, others, most):
             return
@@ -223,11 +244,21 @@ class Keeping:
             if self._chains.learn([state], held):
                 continue
             del self._offers[digest]
-            if state.module in self._fetching or state.module in known.anchors:
+            if state.module in known.anchors or not self._has_room_for(state):
                 continue
             if known.descent.wins(state, held or StateReference.untrained(state.module)):
-                self._fetching[state.module] = state
+                self._fetching[state.module] = state, known.now_s
                 known.do(FetchState(state, known.holders(state), "keep"))
+
+    def _has_room_for(self, state: StateReference) -> bool:
+        """Tell whether a state may be fetched in place of what is on its way of its module."""
+        if state.module not in self._fetching:
+            return True
+        other, since_s = self._fetching[state.module]
+        if other.digest == state.digest:
+            return False
+        is_slow = self._known.now_s - since_s > SLOW_FETCH_S
+        return is_slow or self._known.descent.wins(state, other)
 
     def on_chain(self) -> None:
         """Certificates came: an offer may be waiting for them."""
@@ -237,12 +268,13 @@ class Keeping:
         """What was offered is here, or could not be had."""
         module = event.module if isinstance(event, FetchFailed) else event.reference.module
         digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
-        wanted = self._fetching.get(module)
-        if wanted is None or wanted.digest != digest:
+        if module not in self._fetching or self._fetching[module][0].digest != digest:
             return
         del self._fetching[module]
         known = self._known
         if isinstance(event, FetchFailed) or module in known.anchors:
+            return
+        if not known.is_plausible(event.reference):
             return
         known.take_certificates(event.certificates)
         held = known.held.get(module) or StateReference.untrained(module)
@@ -260,7 +292,8 @@ class Keeping:
         for module, state in sorted(known.held.items()):
             if module in known.anchors or state.version == 0:
                 continue
-            if known.me in keepers(module, {known.me, *known.view.peers}, GREATEST_PLACE * copies):
+            shown = (peer for peer in known.view.peers if known.doubts.has_shown_itself(peer))
+            if known.me in keepers(module, {known.me, *shown}, GREATEST_PLACE * copies):
                 continue
             others = [
                 held

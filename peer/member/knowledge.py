@@ -6,15 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from dipaco.dht.agreement import possible_group
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.coverage import Scope
 from dipaco.dht.records import Claim, PeerRecord, refresh_period_s
-from dipaco.dht.view import SwarmView, present_round
+from dipaco.dht.view import SwarmView, plausible_state, present_round
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
-from .actions import Action, Call
+from .actions import Action, Call, Warn
 from .descent import Descent
 from .doubts import Doubts
 from .events import CallAnswered
@@ -67,9 +68,10 @@ class Knowledge:
 
     def __post_init__(self) -> None:
         self.schedule = RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s)
-        self.descent = Descent(self.book)
         self.doubts = Doubts(self.settings.me)
+        self.descent = Descent(self.book, self.doubts.weigh)
         self.random = Random(self.settings.seed or self.settings.me)
+        self._was_isolated = False
         self._view: SwarmView | None = None
         self._believed: SwarmView | None = None
         self.outlook: SwarmView | None = None
@@ -164,6 +166,13 @@ class Knowledge:
         others = self._view.peers.keys() | self._view.from_elsewhere
         return not (others - {self.me})
 
+    def tell_isolation(self) -> None:
+        """Warn once when nobody is in sight any more."""
+        if self.is_isolated and not self._was_isolated:
+            goes_on = "trains on alone" if self.settings.trains else "keeps what it has"
+            self.do(Warn(f"isolated: none of the peers that were here is in sight; {goes_on}"))
+        self._was_isolated = self.is_isolated
+
     @property
     def isolated_since_s(self) -> float:
         """When the last of the others was in sight."""
@@ -186,26 +195,53 @@ class Knowledge:
         return tuple(dict.fromkeys(p for p in (*told, *announced) if p != self.me))
 
     def hear(self, state: StateReference, peer: str) -> None:
-        """Remember that a peer said that it holds a state."""
+        """Remember that a peer said that it holds a state; nonsense is not remembered."""
+        if not self.is_plausible(state):
+            return
         holders = self.told.pop(state.digest, ())
         self.told[state.digest] = tuple(dict.fromkeys((*holders, peer)))
         while len(self.told) > 256:
             del self.told[next(iter(self.told))]
 
     def take_certificates(self, certificates: Iterable[Certificate]) -> None:
-        """Take checked certificates; who has signed one has shown that it trains."""
+        """Take certificates whose signatures have been checked, of what can have happened by now.
+
+        Whoever has signed one together with this peer has shown itself. What this peer has signed
+        did happen, however wrong its clock is.
+        """
         for certificate in certificates:
-            if self.book.add(certificate) and self.doubts.prove(certificate.signers, self.now_s):
-                self.forget_beliefs()
+            said = certificate.statement
+            is_own = self.me in certificate.signers
+            if not is_own and not self.is_plausible(certificate.reference):
+                continue
+            if not self.book.add(certificate):
+                continue
+            known = self.book.get(said.module, said.digest)
+            if known is not None and self.me in known.signers:
+                self.meet(certificate.signers)
+
+    def meet(self, peers: Iterable[str]) -> None:
+        """Note who has answered, called or averaged with this peer: these are there."""
+        if self.doubts.prove((peer for peer in peers if peer != self.me), self.now_s):
+            self.forget_beliefs()
+
+    def is_plausible(self, state: StateReference) -> bool:
+        """Tell whether a state can have got this far since the run began."""
+        return plausible_state(state, self.plan, self.grid, self.now_s)
 
     def call_unknown(self) -> None:
-        """See whether those are there who claim to be, a few at a time (design 4.5)."""
+        """See whether those are there who claim to be, a few at a time (design 4.5).
+
+        First those that are waited for at boundaries, and those that may keep a path untrained.
+        """
         view, latest = self.whole_view, self.present_round - 2
         stale = {
             peer
             for peer, claim in view.claims.items()
             if view.covers_path(claim.path) and view.last_round(claim.path) < latest
         }
+        for module in self.anchors:
+            stale |= possible_group(view, self.grid, module)
         since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds.duration_s)
         peers = self.doubts.to_call(view, stale, since_s)
         if peers:
@@ -214,9 +250,8 @@ class Knowledge:
     def on_call_answered(self, event: CallAnswered) -> None:
         """Those that were called have answered, or have not."""
         answered = set(event.answered)
-        changed = self.doubts.prove(answered, self.now_s)
-        changed |= self.doubts.called_in_vain(set(event.called) - answered)
-        if changed:
+        self.meet(answered)
+        if self.doubts.called_in_vain(set(event.called) - answered):
             self.forget_beliefs()
 
     def is_save_due(self, round_index: int) -> bool:

@@ -70,6 +70,8 @@ from .rounds import round_position
 MERGE_BUDGET_S, LEAVE_BUDGET_S = 3.5, 6.0
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
+# The measured clock moves by less; what goes back further was put back.
+CLOCK_SLACK_S = 10.0
 
 
 class _Phase(Enum):
@@ -119,7 +121,6 @@ class Member:
         self._thinks = False
         self._successor = False
         self._to_successor = False
-        self._was_isolated = False
 
     @property
     def path(self) -> int | None:
@@ -142,9 +143,14 @@ class Member:
         Events after `Left` change nothing.
         """
         known = self.known
+        went_back = now_s < known.now_s - CLOCK_SLACK_S
         known.now_s = now_s
         if self._phase is _Phase.GONE:
             return []
+        if went_back:
+            self.position.clock_went_back(now_s)
+            for part in (self._outer, self._adoption, self._chains, self._keeping):
+                part.clock_went_back()
         if isinstance(event, Turn):
             self._on_turn(event)
         elif isinstance(event, Viewed):
@@ -186,7 +192,7 @@ class Member:
             case Answered():
                 self._outer.on_answered(event)
             case CallAnswered():
-                self.known.on_call_answered(event)
+                self._on_call_answered(event)
             case OuterStepped():
                 self._outer.on_stepped(event)
                 self._keeping.on_commit(event.module)
@@ -195,6 +201,7 @@ class Member:
             case Checked():
                 self._adoption.on_checked(event, running)
             case Offered():
+                self.known.meet([event.peer])
                 self._keeping.on_offered(event)
             case OfferAnswered():
                 self._keeping.on_offer_answered(event)
@@ -209,22 +216,13 @@ class Member:
             self._on_look()
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
-        self._tell_isolation()
+        self.known.tell_isolation()
         if self._phase is _Phase.TRAINING:
             self._outer.on_view()
             self._adoption.look(self._outer.running)
         self._keeping.on_view()
         if not event.is_answer:
             self.known.call_unknown()
-
-    def _tell_isolation(self) -> None:
-        isolated = self.known.is_isolated
-        if isolated and not self._was_isolated:
-            goes_on = "trains on alone" if self.known.settings.trains else "keeps what it has"
-            self.known.do(
-                Warn(f"isolated: none of the peers that were here is in sight; {goes_on}")
-            )
-        self._was_isolated = isolated
 
     def _on_look(self) -> None:
         if self._claiming.is_under_way:
@@ -245,6 +243,15 @@ class Member:
         if self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self.known.do(Warn(f"thinks about moving another time: {event.reason}"))
+
+    def _on_call_answered(self, event: CallAnswered) -> None:
+        known = self.known
+        known.on_call_answered(event)
+        self._chains.on_called(event)
+        if self._phase is _Phase.TRAINING:
+            for module in known.anchors:
+                self._adoption.on_chain(module, self._outer.running)
+        self._keeping.on_chain()
 
     # -- one turn
 

@@ -45,14 +45,18 @@ from .events import (
 from .gathering import (
     awaited,
     close_after_s,
+    has_contributed,
     is_cut_off,
+    is_last_signed,
+    is_whole,
     leading_order,
     longest_wait_s,
     out_of_sight,
     possible_peers,
+    who_counts,
 )
 from .knowledge import Knowledge
-from .quorum import PATIENCE_ROUNDS, counting_peers, is_majority
+from .quorum import PATIENCE_ROUNDS, is_majority
 from .round_under_way import Phase, RoundUnderWay
 from .rounds import Boundary, RoundPosition
 
@@ -77,7 +81,9 @@ class OuterRounds:
     took_s: dict[str, float] = field(default_factory=dict)
     """What the last commit of each level took from its boundary on."""
     _running: dict[str, RoundUnderWay] = field(default_factory=dict)
+    # Rounds without a commit from the present anchor, and what that was at the last boundary.
     _in_vain: Counter[str] = field(default_factory=Counter)
+    _stood_on: dict[str, str] = field(default_factory=dict)
     _culprits: Culprits = field(default_factory=Culprits)
     # With fixed steps: boundaries that wait for a state that others committed.
     _catching_up: dict[str, RoundUnderWay] = field(default_factory=dict)
@@ -108,6 +114,14 @@ class OuterRounds:
         """Go on where a wait has ended."""
         for running in list(self._running.values()):
             self._on_time(running)
+
+    def clock_went_back(self) -> None:
+        """End the meetings that are far in the future now: the others are not there."""
+        for running in () if self._is_counted else list(self._running.values()):
+            latest_s = self.known.now_s + self.known.plan.rounds.duration_s
+            if running.boundary.time_s > latest_s and running.phase is not Phase.STEPPING:
+                running.had_members |= running.phase is Phase.MEETING
+                self._end(running, "the clock was put back", in_vain=False)
 
     def on_view(self) -> None:
         """With fixed steps the view says whom a meeting still waits for."""
@@ -153,6 +167,9 @@ class OuterRounds:
                         "inner_steps"
                     )
                 )
+            if self._stood_on.get(module) != known.anchors[module].digest:
+                self._stood_on[module] = known.anchors[module].digest
+                self._in_vain[module] = 0
             self._running[level] = RoundUnderWay(module, boundary, known.anchors[module].digest)
             known.do(TakeSnapshot(module, boundary.round_index, boundary.time_s))
 
@@ -265,7 +282,7 @@ class OuterRounds:
         if running is None or event.attempt != running.attempt:
             return
         group = frozenset(row.peer for row in event.table)
-        self.known.doubts.prove(group, self.known.now_s)
+        self.known.meet(group)
         counting = self._counting(running)
         running.expected = len(counting | group)
         if not is_majority(group, counting):
@@ -299,8 +316,8 @@ class OuterRounds:
         self._ask(running, possible_peers(known, running.module) | set(event.members))
 
     def _ask(self, running: RoundUnderWay, peers: frozenset[str]) -> None:
-        running.phase = Phase.ASKING
-        self.known.do(Ask(running.module, tuple(sorted(peers - {self.known.me}))))
+        running.phase, running.asked = Phase.ASKING, peers - {self.known.me}
+        self.known.do(Ask(running.module, tuple(sorted(running.asked))))
 
     def _may_meet_again(self, running: RoundUnderWay) -> bool:
         still_s = running.close_s - self.known.now_s
@@ -312,11 +329,15 @@ class OuterRounds:
         for peer, state in sorted(event.holdings.items()):
             if state is not None and state.version > 0:
                 known.hear(state, peer)
-        if known.doubts.prove(event.holdings, known.now_s):
-            known.forget_beliefs()
+        known.meet(event.holdings)
         running = self._of(event.module, Phase.ASKING)
         if running is None:
             return
+        silent = running.asked - event.holdings.keys()
+        if known.doubts.called_in_vain(
+            peer for peer in silent if not known.doubts.has_shown_itself(peer)
+        ):
+            known.forget_beliefs()
         running.alive = frozenset(event.holdings)
         anchor = known.anchors[event.module]
         states = [s for s in event.holdings.values() if s is not None and s.digest != anchor.digest]
@@ -336,7 +357,6 @@ class OuterRounds:
         known, module = self.known, running.module
         running.until_s = math.inf
         if self.adoption.start(module):
-            self._in_vain[module] = 0
             if self._is_counted:
                 self._catching_up[running.boundary.level] = running
                 del self._running[running.boundary.level]
@@ -371,22 +391,15 @@ class OuterRounds:
         if not is_majority({known.me}, self._counting(running)):
             return False
         alive = running.alive or frozenset()
+        if has_contributed(known, running.module, running.boundary.round_index):
+            # Newcomers count this peer, and wait for it.
+            alive &= self._counting(running)
         oldest = min((*alive, known.me), key=lambda p: seniority(known.view, known.me, p))
         return oldest == known.me or self._in_vain[running.module] >= PATIENCE_ROUNDS
 
     def _counting(self, running: RoundUnderWay) -> frozenset[str]:
-        known = self.known
-        counting = counting_peers(
-            known.view,
-            known.grid,
-            known.book,
-            known.anchors[running.module],
-            me=known.me,
-            round_index=running.boundary.round_index,
-            rounds_in_vain=self._in_vain[running.module],
-        )
-        # Who is out of sight and answers is there.
-        return counting | (out_of_sight(known, running.module) & (running.alive or frozenset()))
+        module, round_index = running.module, running.boundary.round_index
+        return who_counts(self.known, module, round_index, self._in_vain[module], running.alive)
 
     # -- the step
 
@@ -409,11 +422,12 @@ class OuterRounds:
             return
         known, module, state = self.known, event.module, event.reference
         known.take_certificates((event.certificate,))
-        ledger = self.adoption.ledgers[module]
+        ledger, round_index = self.adoption.ledgers[module], running.boundary.round_index
+        earlier = [part for part in ledger.parts if part < round_index]
         ledger.committed(
-            running.boundary.round_index,
-            is_whole=self._is_whole(running),
-            is_last_signed=self._is_last_signed(running),
+            round_index,
+            is_whole=is_whole(known, module, running.group, max(earlier, default=round_index)),
+            is_last_signed=is_last_signed(known, module),
         )
         known.do(
             Commit(
@@ -431,19 +445,6 @@ class OuterRounds:
         self.took_s[running.boundary.level] = known.now_s - running.boundary.time_s
         del self._running[running.boundary.level]
         self.position.closed(running.boundary)
-
-    def _is_whole(self, running: RoundUnderWay) -> bool:
-        """Tell whether all are in a group who claim to train or were in the group before."""
-        known, module = self.known, running.module
-        last = known.book.get(module, known.anchors[module].digest)
-        before = {row.peer for row in last.statement.table} if last is not None else set()
-        return before | expected_group(known.view, known.grid, module) <= running.group
-
-    def _is_last_signed(self, running: RoundUnderWay) -> bool:
-        """Tell whether all of the group before are known to stand on the anchor."""
-        known, module = self.known, running.module
-        last = known.book.get(module, known.anchors[module].digest)
-        return last is not None and last.signers == {row.peer for row in last.statement.table}
 
     def on_step_failed(self, event: OuterStepFailed) -> None:
         """The average was no good: nothing changes."""

@@ -7,7 +7,7 @@ stop nobody.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from dipaco.dht.agreement import expected_group
 from dipaco.dht.certificates import CertificateBook
@@ -19,6 +19,16 @@ from dipaco.modules.state import StateReference
 RECENT_ROUNDS = 3
 # A module without a commit yet: for so many rounds without one, claims are believed.
 PATIENCE_ROUNDS = 2
+
+
+def weigh(contributors: Collection[str], has_shown_itself: Callable[[str], bool]) -> int:
+    """Return how much certified contributors weigh when two chains are compared.
+
+    A signature costs nothing: one machine can sign with a thousand identities. So in an open run
+    those count that have shown themselves to this member, and what an inventor's chain weighs is
+    bounded by the identities that really answer. A run by invitation would count the invited.
+    """
+    return sum(has_shown_itself(peer) for peer in contributors)
 
 
 def counting_peers(

@@ -33,6 +33,7 @@ class RoundUnderWay:
     tokens: int = 0
     expected: int = 1
     group: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
     alive: frozenset[str] | None = None
     culprits: frozenset[str] = frozenset()
     failure: str = "the commit window had passed"

@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
 
+# Boundaries that came lately and are remembered.
+REMEMBERED = 1024
+
 
 @dataclass(frozen=True, order=True)
 class Boundary:
@@ -110,6 +113,10 @@ class RoundPosition(ABC):
         """Go on to the next round; with fixed steps to `round_index` if that is later."""
 
     @abstractmethod
+    def clock_went_back(self, now_s: float) -> None:
+        """Note that the clock was put back: boundaries that were near are far off now."""
+
+    @abstractmethod
     def may_step(self, now_s: float) -> bool:
         """Tell whether an inner step may be taken now."""
 
@@ -155,13 +162,24 @@ class ClockPosition(RoundPosition):
     def __init__(self, schedule: RoundSchedule) -> None:
         super().__init__(schedule)
         self._next: dict[str, Boundary] = {}
+        # Boundaries that came: when the clock is put back they do not come again.
+        self._taken: dict[tuple[str, int], None] = {}
 
     def enter(self, now_s: float, round_index: int = 0) -> None:
         """Start at the next boundary of every level."""
         self.steps_in_round = 0
-        self._next = {level: self._schedule.next_boundary(level, now_s) for level in self._levels}
+        self._next = {level: self._following(level, now_s) for level in self._levels}
         self.round_index = min(boundary.round_index for boundary in self._next.values())
         self._close_passed()
+
+    def _following(self, level: str, now_s: float, after: Boundary | None = None) -> Boundary:
+        """Return the next boundary of a level that has not come yet, `after` another one."""
+        boundary = self._schedule.next_boundary(level, now_s)
+        if after is not None:
+            boundary = max(boundary, self._schedule.following(after))
+        while (level, boundary.round_index) in self._taken:
+            boundary = self._schedule.following(boundary)
+        return boundary
 
     def _close_passed(self) -> None:
         self._closed = {
@@ -184,9 +202,10 @@ class ClockPosition(RoundPosition):
             if now_s + reach_s < boundary.time_s:
                 continue
             found.append(boundary)
-            self._next[level] = max(
-                self._schedule.following(boundary), self._schedule.next_boundary(level, now_s)
-            )
+            self._taken[level, boundary.round_index] = None
+            self._next[level] = self._following(level, now_s, boundary)
+        while len(self._taken) > REMEMBERED:
+            del self._taken[next(iter(self._taken))]
         return sorted(found)
 
     def next_s(self, level: str) -> float:
@@ -196,8 +215,16 @@ class ClockPosition(RoundPosition):
     def take_early(self, level: str, now_s: float) -> Boundary:
         """Return the next boundary of a level as if it came now; it does not come again."""
         boundary = self._next[level]
+        self._taken[level, boundary.round_index] = None
         self._next[level] = self._schedule.following(boundary)
         return replace(boundary, time_s=min(now_s, boundary.time_s))
+
+    def clock_went_back(self, now_s: float) -> None:
+        """Take the boundaries from the present time on."""
+        if self._next:
+            steps = self.steps_in_round
+            self.enter(now_s)
+            self.steps_in_round = steps
 
     def next_round(self, now_s: float, round_index: int = 0) -> None:
         """Go on to the next round, or to the present one when rounds were missed."""
@@ -306,6 +333,9 @@ class CountedPosition(RoundPosition):
     def next_round(self, now_s: float, round_index: int) -> None:
         """Go on to the next round, or to a later one in which the others are."""
         self._set_round(now_s, max(self.round_index + 1, round_index))
+
+    def clock_went_back(self, now_s: float) -> None:
+        """Counted rounds end at their limit, whatever the clock says."""
 
     def may_step(self, now_s: float) -> bool:
         """Tell whether the run has begun and the next gate is not reached."""

@@ -286,10 +286,13 @@ class Carrying:
             work.discard()
 
     def _check_state(self, action: actions.CheckState) -> None:
-        state = self.fetching.find(action.digest)
+        work, state = self._work(action.module), self.fetching.find(action.digest)
         losses: tuple[float | None, float | None] = (None, None)
-        if state is not None:
-            losses = (HONEST_LOSS, HONEST_LOSS if state.is_sound else INVENTED_LOSS)
+        if work is not None and state is not None:
+            before, after = (
+                HONEST_LOSS if scored.is_sound else INVENTED_LOSS for scored in (work.anchor, state)
+            )
+            losses = (before, after)
         self._machine.answers.append(events.Checked(action.module, action.digest, *losses))
 
     def _adopt(self, action: actions.Adopt) -> None:

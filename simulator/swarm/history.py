@@ -286,7 +286,8 @@ class _History:
             self._at_some_time(
                 lambda: BareIdentities(world, engine.random.choice((3, 10, 30))), least=-0.3
             )
-        for number in range(engine.random.randint(0, 2)):
+        self.watch.liars = engine.random.randint(0, 2)
+        for number in range(self.watch.liars):
             Liar(world, f"liar{number}", self._link(), serves=engine.chance(0.5))
 
     def _at_some_time(

@@ -5,14 +5,15 @@ can be called: they never meet. Who takes long over an inner step may be behind,
 `work`: at rest, every step that an honest peer trained is in that state once or in the peer's
 unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
 were no numbers) the last steps may be missing: those after its last merged boundary.
-`descent`: no honest member replaces a chain by one with fewer certified contributors since their
-common ancestor, as far as its certificates go.
+`descent`: no honest member replaces a chain by one with fewer certified contributors that train
+since their common ancestor, as far as its certificates go.
 `liveness`: while an honest trainer of a module lives, connected to more than half of those that
 train it, the module commits at least every `LIVENESS_ROUNDS` rounds.
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
-`copies`: two rounds after a commit, three honest peers hold that state or a later one, where three
-can be reached.
+`copies`: two rounds after a commit, three peers hold that state or a later one, where three honest
+ones can be reached, and more honest peers made it than there are liars that answer calls: keepers
+have no documents to score a state with, and cannot tell one liar from one trainer.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart.
 `contract`: a member answers every turn, wants only what the contract allows, and never raises.
@@ -92,6 +93,8 @@ class Invariants:
         self._checks_coverage = coverage
         self.violations: list[Violation] = []
         self.figures = Figures()
+        self.liars = 0
+        """Peers that answer calls and train nothing."""
         self.faulty_s = -math.inf
         """When something last went wrong that many notice: a split, a sleep, a crash."""
         self._round_s = world.plan.rounds.duration_s
@@ -164,13 +167,15 @@ class Invariants:
         self.figures.put_back += len(action.on_top)
         book, module = machine.book, action.module
         new, before = action.reference.digest, old.reference.digest
-        if old.reference.version == 0:
+        if old.reference.version == 0 or not old.is_sound:
             return
         ancestor = book.common_ancestor(module, new, before)
         if ancestor is None:
             return
-        mine = book.contributors_since(module, before, ancestor)
-        theirs = book.contributors_since(module, new, ancestor)
+        # Names that only sign are nobody.
+        real = self._world.machines.keys()
+        mine = book.contributors_since(module, before, ancestor) & real
+        theirs = book.contributors_since(module, new, ancestor) & real
         if len(theirs) < len(mine):
             self._violated(
                 "descent",
@@ -245,10 +250,13 @@ class Invariants:
         if self._world.network.split or self.faulty_s > before_s - self._round_s:
             return
         commits = reversed(self._commits.get(module, ()))
-        wanted = next((state.reference for time_s, state in commits if time_s <= before_s), None)
+        state = next((state for time_s, state in commits if time_s <= before_s), None)
+        if state is None or (self.liars and len(self._contributors(state)) <= self.liars):
+            return
+        wanted = state.reference
         trainers = self._trainers(module)
         never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
-        if reachable < COPIES or wanted is None or never_meet:
+        if reachable < COPIES or never_meet:
             return
 
         def holds(machine: Body, version: int = wanted.version) -> bool:
@@ -257,13 +265,20 @@ class Invariants:
 
         if sum(holds(m) for m in trainers) >= COPIES:
             return
-        holders = [m.peer for m in self._honest() if holds(m)]
+        # Who spoils reduces may serve copies all the same.
+        holders = [m.peer for m in self._world.machines.values() if m.is_alive and holds(m)]
         if len(holders) < COPIES:
             self._violated(
                 "copies",
                 f"{COPY_ROUNDS} rounds after version {wanted.version} of {module} only "
                 f"{', '.join(holders) or 'nobody'} hold it, of {reachable} that could",
             )
+
+    def _contributors(self, state: SimulatedState) -> list[Body]:
+        """Return the honest living machines in the group that made a state."""
+        table = state.statement.table if state.statement is not None else ()
+        machines = (self._world.machines[row.peer] for row in table)
+        return [m for m in machines if m.is_honest and m.is_alive]
 
     def _check_coverage(self) -> None:
         world, now_s = self._world, self._world.now_s

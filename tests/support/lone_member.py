@@ -119,7 +119,8 @@ def of(kind: type[AnyAction], actions: Iterable[a.Action]) -> list[AnyAction]:
 class LoneMember:
     """A member on path 0, `begin` later. What needs no decision of the test is answered.
 
-    Answered are copies of modules, and everything that a beginning needs.
+    Answered are copies of modules, everything that a beginning needs, and calls, but to those who
+    are `silent`.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class LoneMember:
         self.claim: a.Say | None = None
         self.tokens = STEP_TOKENS
         self.is_finite = True
+        self.silent: set[str] = set()
         self.done: list[a.Action] = []
         self._settings = MemberSettings(ME, **{"pinned": 0, **settings})
 
@@ -152,6 +154,7 @@ class LoneMember:
             self.now_s += 0.25
             self.turn()
         assert self.of(a.Begun)
+        self.turn()
         self.done.clear()
 
     def view(self) -> SwarmView:
@@ -222,6 +225,13 @@ class LoneMember:
                 state = action.reference
                 state = state if state.version else genesis(state.module)
                 return e.StateFetched(state, {}, self.family.chain(state))
+            case a.FetchState(purpose="adopt") if action.reference.version == 0:
+                return e.StateFetched(genesis(action.reference.module), {}, ())
+            case a.CheckState() if action.digest == genesis(action.module).digest:
+                return e.Checked(action.module, action.digest, 1.0, 1.0)
+            case a.Call():
+                answered = tuple(peer for peer in action.peers if peer not in self.silent)
+                return e.CallAnswered(action.peers, answered)
             case a.TakeSnapshot():
                 return e.SnapshotTaken(
                     action.module, action.round_index, self.tokens, self.is_finite
