@@ -6,8 +6,10 @@
 Real `dipaco-peer` processes on loopback train a tiny run of four paths (2x2) by the clock. Every
 peer has a mean life of five rounds; then it gets SIGKILL, or SIGINT (a clean leave), or SIGSTOP,
 to all of its processes, for up to two and a half rounds. In place of one that has gone comes the
-same peer with its disk, or one that was never there. What happens when follows from --seed. The
-last three rounds are quiet. The bootstrap node lives on: it is the address to join through.
+same peer with its disk, or one that was never there. What happens when follows from --seed. At
+the end three rounds are quiet, and three more once all that were started last train: a module
+that only one of its paths has trained for some rounds fits the other badly. The bootstrap node
+lives on: it is the address to join through.
 
 The languages of the four paths are made up and share no words, so paths that share a module pull
 it apart as hard as they can; --learning-rate says how fast. Peers refuse what others made of a
@@ -43,7 +45,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from churn_counts import Counts, Ending, Fault, Life, count, last_states, schedule
+from churn_counts import (
+    QUIET_ROUNDS,
+    Counts,
+    Ending,
+    Fault,
+    Life,
+    count,
+    last_states,
+    schedule,
+)
 from common import Report, build_parser, process_tree, ratio, scratch_folder
 from dipaco.modules.compose import load_path
 from dipaco.modules.evaluate import LossSum, sum_losses
@@ -220,6 +231,15 @@ class World:
         final, _ = last_states(self.lives())
         return sum(event["tokens"] for event in final.values())
 
+    def be_quiet(self) -> None:
+        """Wait until all peers train, and let them train for some rounds."""
+        deadline = time.monotonic() + START_S
+        while not self._all_train() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self.watch()
+        self.say("all train again")
+        self._sleep_until(time.monotonic() + QUIET_ROUNDS * self.chosen.round_s)
+
     def settle(self) -> None:
         """Wait until all peers have the same states, for some rounds at most; then all leave."""
         deadline = time.monotonic() + SETTLE_ROUNDS * self.chosen.round_s
@@ -237,12 +257,13 @@ class World:
             member.popen.wait(LEAVE_S)
             self.exit_codes[member.popen.returncode] += 1
 
+    def _all_train(self) -> bool:
+        staying = [member for member, ending in self.endings.items() if ending == "stayed"]
+        return all(member.of("training") for member in staying)
+
     def _is_at_rest(self) -> bool:
-        lives = self.lives()
-        staying = [life for life in lives if life.ending == "stayed"]
-        all_train = all(any(e["event"] == "training" for e in x.events) for x in staying)
-        final, agreed = last_states(lives)
-        return all_train and agreed and len(final) == len(self.grid.modules())
+        final, agreed = last_states(self.lives())
+        return self._all_train() and agreed and len(final) == len(self.grid.modules())
 
     def lives(self) -> list[Life]:
         """Return what all processes have logged up to now, or to when the last were told to go."""
@@ -295,6 +316,7 @@ def run_world(
             world.train_until(tokens)
         else:
             world.churn(faults)
+            world.be_quiet()
         world.settle()
     counts = world.count()
     return counts, figures_of(world, counts)
