@@ -114,7 +114,9 @@ def should_move(
         return None
     waiting = sorted(
         (path for path in view.paths(grid) if not view.claimants(path)),
-        key=lambda path: (view.last_round(path), path),
+        # Of as many rounds by hash: in the order of their numbers, peers that see different paths
+        # would all begin with those of the first modules.
+        key=lambda path: (view.last_round(path), rendezvous("", path)),
     )
     if not waiting:
         return _even_out(view, grid, mine) if rounds_on_path >= dwell_rounds else None

@@ -6,9 +6,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from dipaco.dht.agreement import expected_group
+from dipaco.dht.coverage import scope_of
 from dipaco.dht.keeping import keepers
 from dipaco.dht.policy import choose_path, lead_rank, resolve_collision, should_move
 from dipaco.dht.records import Claim
@@ -385,3 +387,16 @@ def test_only_what_a_leaving_peer_kept_finds_another_keeper(
         assert len(before) == min(copies, count)
         assert set(before) - {gone} <= set(after)
         assert keepers(module, reversed(peers), copies) == before
+
+
+def test_movers_that_see_different_paths_go_to_different_modules() -> None:
+    grid = grid_of((64, 64))
+    targets = set()
+    for bucket in range(16):
+        # Of this peer's bucket no other path has ever been trained.
+        mine = claim(1, 64 * 62 + bucket, round_index=9)
+        view = replace(view_of([mine], now_s=1000.0), scope=scope_of((), (bucket,), grid))
+        decision = should_move(view, grid, peer_name(1), rounds_on_path=9, dwell_rounds=2)
+        assert decision is not None
+        targets.add(grid.modules_of_path(decision.path)[0])
+    assert len(targets) > 8
