@@ -56,6 +56,21 @@ def test_rows_that_nobody_signed_are_no_contributors(family: Family) -> None:
     assert Descent(family.book).wins(signed, invented)
 
 
+def test_contributors_that_weigh_nothing_win_over_nothing_certified(family: Family) -> None:
+    base = family.commit(genesis(), 0, "AB")
+    one = family.commit(base, 1, "A")
+    on_top = family.commits(base, range(1, 9), [f"bare{n}" for n in range(12)], tokens=10**9)
+    aside = family.commit(genesis(), 0, [f"bare{n}" for n in range(12)])
+    descent = Descent(family.book, lambda peers: len({*peers} & {*"AB"}))
+    for invented in (on_top, aside):
+        for own in (base, one):
+            assert not descent.wins(invented, own)
+            assert descent.best([invented], own) is None
+        # Where nothing is held, what is there is all there is.
+        assert descent.wins(invented, StateReference.untrained("L0.E0"))
+    assert descent.wins(one, on_top)
+
+
 def test_a_descendant_wins_and_an_ancestor_never_does(family: Family) -> None:
     old = family.commit(genesis(), 0, "ABC")
     new = family.commit(old, 1, "A")

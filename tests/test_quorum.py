@@ -9,6 +9,7 @@ from dipaco.peer.member.quorum import (
     RECENT_ROUNDS,
     counting_peers,
     is_majority,
+    weigh,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,11 @@ def counting(
         round_index=anchor.last_round + 1 if round_index is None else round_index,
         rounds_in_vain=rounds_in_vain,
     )
+
+
+def test_only_those_weigh_that_have_shown_themselves() -> None:
+    bare = [f"bare{number}" for number in range(1000)]
+    assert weigh(["A", "B", *bare], {"A", "B", "C"}.__contains__) == 2
 
 
 @given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))

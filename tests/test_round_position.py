@@ -49,3 +49,18 @@ def test_fixed_steps_other_work_leaves_time_for_the_steps() -> None:
     (boundary,) = position.due(START_S + 2.0, 0.0)
     position.closed(boundary)
     assert position.slack_s(START_S + 2.0, step_s=0.5) == 6.0 - 2 * 0.5
+
+
+def test_after_the_clock_was_put_back_boundaries_come_that_have_not_come_yet() -> None:
+    position = _position(inner_steps=0)
+    position.enter(START_S, 0)
+    assert [b.round_index for b in position.due(START_S + 4.0, 0.0)] == [0]
+    ahead_s = START_S + 3600.0
+    position.due(ahead_s, 0.0)
+    assert position.due(START_S + 16.0, 0.0) == []
+    position.clock_went_back(START_S + 16.0 - 0.1)
+    came = [(b.level, b.round_index) for b in position.due(START_S + 16.0, 0.0)]
+    assert came == [("L0", 1)]
+    # What came once does not come again.
+    position.clock_went_back(START_S + 3.9)
+    assert [(b.level, b.round_index) for b in position.due(START_S + 16.0, 0.0)] == []

@@ -138,6 +138,8 @@ class LoneMember:
         self.tokens = STEP_TOKENS
         self.is_finite = True
         self.silent: set[str] = set()
+        self.worse: dict[str, float] = {}
+        """By the digest of a genesis state: the loss of what a path began from beside it."""
         self.done: list[a.Action] = []
         self._settings = MemberSettings(ME, **{"pinned": 0, **settings})
 
@@ -228,7 +230,9 @@ class LoneMember:
             case a.FetchState(purpose="adopt") if action.reference.version == 0:
                 return e.StateFetched(genesis(action.reference.module), {}, ())
             case a.CheckState() if action.digest == genesis(action.module).digest:
-                return e.Checked(action.module, action.digest, 1.0, 1.0)
+                return e.Checked(
+                    action.module, action.digest, self.worse.get(action.digest, 1.0), 1.0
+                )
             case a.Call():
                 answered = tuple(peer for peer in action.peers if peer not in self.silent)
                 return e.CallAnswered(action.peers, answered)

@@ -1,0 +1,108 @@
+"""Chains that somebody invented: who counts, what is compared, and whose word is not taken."""
+
+from __future__ import annotations
+
+from dipaco.modules.state import StateReference
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.adoption import DISBELIEVED_ROUNDS
+from dipaco.peer.member.chains import AT_ONCE, CALLED
+from support.family import Family, genesis
+from support.lone_member import ME, LoneMember, claim, of
+
+MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
+BARE = [f"bare{number:02}" for number in range(20)]
+
+
+class Victim(LoneMember):
+    """A member in round 3, on commits of itself and others; the names in BARE never answer."""
+
+    def __init__(self, *others: str, rounds: int = 3) -> None:
+        family = Family()
+        anchors = [family.commits(genesis(m), range(rounds), (*others, ME)) for m in (MODULE, LAST)]
+        super().__init__(family=family)
+        self.claims = [claim(peer) for peer in others]
+        self.silent = set(BARE)
+        self.now_s += rounds * ROUND_S
+        self.begin(*anchors)
+        self.look()
+        self.done.clear()
+
+    @property
+    def anchor(self) -> StateReference:
+        return self.member.anchors[MODULE]
+
+    def show(self, state: StateReference, holder: str) -> list[a.Action]:
+        """Announce a state, bring its chain, and let the member look again."""
+        self.held = {holder: [state]}
+        found = self.look()
+        found += self.happen(e.ChainFetched(state, self.family.chain(state)))
+        return found + self.look()
+
+    def refuse(self, state: StateReference, holder: str) -> None:
+        """Let a state come that wrecks the held-out loss."""
+        assert of(a.FetchState, self.show(state, holder)) != []
+        self.happen(e.StateFetched(state, {}, self.family.chain(state)))
+        self.turn()
+        self.happen(e.Checked(MODULE, state.digest, 1.0, 99.0))
+
+
+def test_who_signed_an_unknown_chain_is_called_and_silent_names_move_nothing() -> None:
+    peer = Victim("Pa")
+    invented = peer.family.commits(peer.anchor, range(3, 4), BARE)
+    actions = peer.show(invented, "Pz")
+    assert set(of(a.Call, actions)[0].peers) <= {*BARE, "Pa", "Pz"}
+    assert all(len(call.peers) <= CALLED for call in of(a.Call, actions))
+    assert of(a.FetchState, actions) == []
+
+
+def test_strangers_that_answer_count() -> None:
+    peer = Victim("Pa")
+    made = peer.family.commit(peer.anchor, 3, ["Py", "Pz"])
+    assert [wanted.reference for wanted in of(a.FetchState, peer.show(made, "Pz"))] == [made]
+
+
+def test_what_strangers_put_on_top_of_a_settled_state_is_checked() -> None:
+    peer = Victim("Pa", "Pc")
+    honest = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.now_s += ROUND_S
+    on_top = peer.family.commit(honest, 4, ["Pz", *BARE])
+    peer.show(on_top, "Pz")
+    peer.happen(e.StateFetched(on_top, {}, peer.family.chain(on_top)))
+    assert of(a.CheckState, peer.turn()) == [a.CheckState(MODULE, on_top.digest)]
+
+
+def test_on_the_word_of_who_made_a_refused_state_no_other_one_is_taken_for_some_rounds() -> None:
+    peer = Victim("Pa")
+    peer.refuse(peer.family.commit(peer.anchor, 3, ["Pz"]), "Pz")
+    peer.done.clear()
+    another = peer.family.commit(peer.anchor, 3, ["Pz"], tokens=99)
+    assert of(a.FetchState, peer.show(another, "Pz")) == []
+    peer.now_s += DISBELIEVED_ROUNDS * ROUND_S
+    assert [wanted.reference for wanted in of(a.FetchState, peer.look())] == [another]
+
+
+def test_many_invented_digests_keep_no_certificates_out() -> None:
+    peer = Victim("Pa")
+    peer.now_s += 4 * ROUND_S
+    made = peer.family.commit(peer.anchor, 6, ["Pa"])
+    invented = [StateReference(MODULE, 5, f"{n:064x}", 50, 6, 1) for n in range(5 * AT_ONCE)]
+    peer.held = {"Pa": [made], **{name: [s] for name, s in zip(BARE, invented, strict=True)}}
+    asked = of(a.FetchChain, peer.look())
+    assert made in [chain.reference for chain in asked]
+    assert len([chain for chain in asked if chain.reference.module == MODULE]) == AT_ONCE
+
+
+def test_what_a_path_began_from_is_refused_when_the_genesis_state_is_better() -> None:
+    family = Family()
+    invented = family.commits(genesis(MODULE), range(2), ["Pz", *BARE])
+    peer = LoneMember(family=family)
+    peer.silent = set(BARE)
+    peer.now_s += 3 * ROUND_S
+    peer.worse = {genesis(MODULE).digest: 99.0}
+    peer.begin(invented)
+    assert peer.member.anchors[MODULE] == genesis(MODULE)
+    peer.held = {"Pz": [invented]}
+    peer.done.clear()
+    peer.look()
+    assert peer.of(a.FetchState) == []
