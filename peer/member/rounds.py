@@ -162,7 +162,7 @@ class ClockPosition(RoundPosition):
     def __init__(self, schedule: RoundSchedule) -> None:
         super().__init__(schedule)
         self._next: dict[str, Boundary] = {}
-        # Boundaries that came: when the clock is put back they do not come again.
+        # Boundaries that came in time: when the clock is put back they do not come again.
         self._taken: dict[tuple[str, int], None] = {}
 
     def enter(self, now_s: float, round_index: int = 0) -> None:
@@ -202,7 +202,8 @@ class ClockPosition(RoundPosition):
             if now_s + reach_s < boundary.time_s:
                 continue
             found.append(boundary)
-            self._taken[level, boundary.round_index] = None
+            if now_s < boundary.time_s + self._schedule.duration_s:
+                self._taken[level, boundary.round_index] = None
             self._next[level] = self._following(level, now_s, boundary)
         while len(self._taken) > REMEMBERED:
             del self._taken[next(iter(self._taken))]
