@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from dipaco.dht.agreement import (
@@ -11,8 +12,23 @@ from dipaco.dht.agreement import (
     round_of_others,
     trained_in_sight,
 )
-from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.dht.view import SwarmView, build_view, plausible_state, present_round, round_at
+from dipaco.dht.records import (
+    Claim,
+    HeldState,
+    Holding,
+    ModuleRecord,
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+)
+from dipaco.dht.view import (
+    SwarmView,
+    build_view,
+    plausible_state,
+    present_round,
+    round_at,
+    view_of_records,
+)
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -71,6 +87,58 @@ def view_at(plan: RunPlan, grid: Grid, round_index: int, **records: object) -> S
     }
     now_s = plan.start_s + (round_index + 0.5) * plan.rounds.duration_s
     return build_view(now_s=now_s, plan=plan, grid=grid, **given)  # type: ignore[arg-type]
+
+
+def peer_said(peer: str, path: int | None, state: str = "training", **said: Any) -> PeerRecord:
+    """Return a peer record of a peer that does something."""
+    given = {"since_s": 1.0, "round": 0, "reachable": "direct", **said}
+    return PeerRecord.model_construct(peer_id=peer, path=path, state=state, **given)
+
+
+def module_said(
+    peer: str, module: str, path: int | None, state: str = "training", **said: Any
+) -> ModuleRecord:
+    """Return what a peer says under the key of a module."""
+    given = {"since_s": 1.0, "round": 0, "reachable": "direct", "held": None, **said}
+    return ModuleRecord.model_construct(
+        peer_id=peer, module=module, path=path, state=state, **given
+    )
+
+
+def test_of_all_that_a_peer_says_the_newest_counts(plan: RunPlan, grid: Grid) -> None:
+    held = HeldState(version=1, digest="a" * 64, tokens=3, round=0, bytes=1)
+
+    def seen(peers: list[PeerRecord], *modules: ModuleRecord) -> SwarmView:
+        by_module: dict[str, list[ModuleRecord]] = {}
+        for said in modules:
+            by_module.setdefault(said.module, []).append(said)
+        return view_of_records(
+            now_s=plan.start_s + 150.0,
+            plan=plan,
+            grid=grid,
+            peers=peers,
+            modules=by_module,
+            progress=(),
+        )
+
+    moved = seen(
+        [peer_said("A", 0), peer_said("B", 1, round=0), peer_said("B", 1, round=1)],
+        module_said("A", "L0.E1", 2, "joining", since_s=2.0),
+        module_said("A", "L0.E0", 0),
+        module_said("K", "L0.E0", None, "serving", since_s=0.0, held=held),
+        module_said("C", "L0.E0", 1),
+    )
+    assert {p: (c.path, c.state, c.round) for p, c in moved.claims.items()} == {
+        "A": (2, "joining", 0),
+        "B": (1, "training", 1),
+        "C": (1, "training", 0),
+    }
+    assert set(moved.peers) == {"A", "B"}
+    assert [h.peer_id for h in moved.holdings["L0.E0"]] == ["K"]
+    left = seen([peer_said("A", 0, "leaving")], module_said("A", "L0.E0", 0))
+    assert left.claimants(0) == ()
+    trains = seen([peer_said("A", 0, "joining")], module_said("A", "L0.E0", 0))
+    assert trains.claims["A"].state == "training"
 
 
 def test_the_round_follows_the_clock(plan: RunPlan) -> None:
