@@ -347,8 +347,8 @@ class GuardedDHT(DHT):
             self.kill()
         raise NetworkError(f"{how}; start again")
 
-    async def replicate_p2p(self) -> P2P:
-        """Connect the running loop to this node's p2pd. Also called by Hivemind's averagers.
+    async def replicate_p2p(self, kind: type[P2P] = P2P) -> P2P:
+        """Connect the running loop to this node's p2pd, as an object of the class `kind`.
 
         Not cached as Hivemind's, which stays bound to the loop that asked first. Raises
         `NetworkError`.
@@ -356,7 +356,7 @@ class GuardedDHT(DHT):
         hold_tasks(asyncio.get_running_loop())
         daemon = self.call(_daemon_address)
         try:
-            return await asyncio.wait_for(P2P.replicate(daemon), REPLICA_LIMIT_S)
+            return await asyncio.wait_for(kind.replicate(daemon), REPLICA_LIMIT_S)
         except Exception as error:
             reason = str(error) or "it is silent"
             raise NetworkError(f"p2pd does not answer: {reason}") from error

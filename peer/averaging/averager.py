@@ -29,6 +29,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import switch_to_uvloop
 
+from .bounded_p2p import BoundedP2P, greatest_message_bytes
 from .codec import PartCodec, is_finite
 from .group import BadRowError, GatherRow, GroupRules, meeting_key
 from .own_process import become_quiet, interrupts_held_back
@@ -337,8 +338,10 @@ class ExactAverager(multiprocessing.Process):
         """Do what the host says until it says to stop, or is gone."""
         loop = asyncio.get_running_loop()
         try:
+            p2p = await self._dht.replicate_p2p(BoundedP2P)
+            p2p.limit_bytes = greatest_message_bytes(self._codec, self._part_bytes)
             service = AveragingService(
-                await self._dht.replicate_p2p(),
+                p2p,
                 self.prefix,
                 self._scratch,
                 rule=self._rule,

@@ -12,12 +12,13 @@ from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do no
 import torch
 from dipaco.modules.outer import AveragingRule
 from dipaco.peer.member.meeting import Meeting
-from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import achain, anext, as_aiter
 
 from .allreduce import LINGER_S, ExactAllReduceRunner
+from .bounded_p2p import BoundedP2P
 from .codec import PartCodec
 from .group import AgreedGroup, BadRowError, agree
 from .meeting_room import MeetingRoom
@@ -40,7 +41,7 @@ class AveragingService(ServicerBase):
 
     def __init__(
         self,
-        p2p: P2P,
+        p2p: BoundedP2P,
         prefix: str,
         flat: torch.Tensor,
         *,
@@ -92,10 +93,12 @@ class AveragingService(ServicerBase):
     async def _average(self, request: AveragingRequest, future: MPFuture) -> None:
         notices: tuple[str, ...] = ()
         members: tuple[str, ...] = ()
+        self._p2p.expected = frozenset(request.candidates)
         try:
             started = time.monotonic()
             group, notices = await self._meet(request)
             members = group.peers
+            self._p2p.expected = frozenset((*request.candidates, *members))
             met = time.monotonic()
             with self._announced(group) as announced:
                 await self._reduce(group, announced, request.end_s)

@@ -1,0 +1,133 @@
+"""A P2P whose streams cost this peer a bounded amount of memory, whoever is at the other end.
+
+Hivemind reads a protobuf message of whatever length its first eight bytes state, and prefetches
+several, from anybody who opens a stream: three streams of 200 MiB are 600 MiB. Here a message has
+a greatest length, in what others send and in what they answer, and there are so many streams of a
+peer at once. Peers that nothing is expected of share a few, so that they cannot keep out others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from dipaco.dht.repetition import Complaints
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import StreamHandler
+
+from .codec import PartCodec
+
+logger = logging.getLogger(__name__)
+
+# Streams with parts or sums that one member has open at once: those of the attempt before may
+# still linger.
+GREATEST_STREAMS_OF_A_PEER = 4
+# Streams of all peers together that this one does not know as trainers of the module.
+GREATEST_STREAMS_OF_STRANGERS = 8
+# Messages of a stream that are read before they are used.
+PREFETCHED = 1
+# What else is in a message; and the limit where parts are small.
+OVERHEAD_BYTES = 2**16
+LEAST_LIMIT_BYTES = 2**20
+COMPLAINT_PERIOD_S = 60.0
+MAX_COMPLAINTS = 20
+
+
+def greatest_message_bytes(codec: PartCodec, part_bytes: int) -> int:
+    """Return what a message of an all-reduce can have at most."""
+    encoded_bytes = codec.codec.encoded_bytes(codec.codec.part_values(part_bytes))
+    return max(LEAST_LIMIT_BYTES, encoded_bytes) + OVERHEAD_BYTES
+
+
+class BoundedReader:
+    """A stream's reader that refuses to wait for more bytes than a message can have."""
+
+    def __init__(self, reader: asyncio.StreamReader, limit_bytes: int) -> None:
+        self._reader, self._limit_bytes = reader, limit_bytes
+
+    async def readexactly(self, count: int) -> bytes:
+        """Return `count` bytes. Raises ValueError for too many, before any is read."""
+        if count > self._limit_bytes:
+            raise ValueError(f"a message of {count} bytes, at most {self._limit_bytes} are allowed")
+        return await self._reader.readexactly(count)
+
+
+class BoundedP2P(P2P):
+    """A connection to a running p2pd; made by `replicate`, as its base class is.
+
+    `limit_bytes` is the greatest message. `expected` are the peers that take part in what goes on
+    here; both are replaced as a whole.
+    """
+
+    limit_bytes: int = LEAST_LIMIT_BYTES
+    expected: Collection[str] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._message_handlers: set[str] = set()
+        self._streams: Counter[str] = Counter()
+        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
+
+    async def _add_protobuf_stream_handler(
+        self, name: str, *arguments: Any, **options: Any
+    ) -> None:
+        """Serve a servicer's method; the one place where Hivemind reads messages of others."""
+        self._message_handlers.add(name)
+        options["max_prefetch"] = PREFETCHED
+        await super()._add_protobuf_stream_handler(name, *arguments, **options)
+
+    async def add_binary_stream_handler(
+        self, name: str, handler: StreamHandler, balanced: bool = False
+    ) -> None:
+        """Serve streams: those of messages, of a bounded number; others, as the handler likes."""
+
+        async def serve(stream: StreamInfo, reader: Any, writer: asyncio.StreamWriter) -> None:
+            peer = stream.peer_id.to_base58()
+            if not self.admits(peer):
+                self._complain(peer, "too many streams at once")
+                writer.close()
+                return
+            self._streams[peer] += 1
+            try:
+                await handler(stream, _Complaining(reader, self, peer), writer)
+            finally:
+                self._streams -= Counter([peer])
+
+        is_ours = name in self._message_handlers
+        await super().add_binary_stream_handler(name, serve if is_ours else handler, balanced)
+
+    async def call_binary_stream_handler(
+        self, peer_id: PeerID, handler_name: str
+    ) -> tuple[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a stream on which the other side can answer no more than `limit_bytes` at once."""
+        info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
+        return info, BoundedReader(reader, self.limit_bytes), writer  # type: ignore[return-value]
+
+    def admits(self, peer: str) -> bool:
+        """Tell whether a peer may open one more stream."""
+        if peer in self.expected:
+            return self._streams[peer] < GREATEST_STREAMS_OF_A_PEER
+        strangers = sum(n for other, n in self._streams.items() if other not in self.expected)
+        return not self._streams[peer] and strangers < GREATEST_STREAMS_OF_STRANGERS
+
+    def _complain(self, peer: str, what: str) -> None:
+        logger.log(self._complaints.level(peer), "refused a stream of %s: %s", peer, what)
+
+
+class _Complaining(BoundedReader):
+    """Says in the log who sent too much."""
+
+    def __init__(self, reader: asyncio.StreamReader, p2p: BoundedP2P, peer: str) -> None:
+        super().__init__(reader, p2p.limit_bytes)
+        self._p2p, self._peer = p2p, peer
+
+    async def readexactly(self, count: int) -> bytes:
+        try:
+            return await super().readexactly(count)
+        except ValueError as error:
+            self._p2p._complain(self._peer, str(error))
+            raise
