@@ -36,6 +36,9 @@ CALL_TIMEOUT_S = 5.0
 POLL_S = 0.2
 # Peers that are called or asked at the same time.
 AT_ONCE = 16
+# Copies for others that are fetched at the same time, on threads of their own: however slowly
+# they come, nothing else waits for them.
+COPIES_AT_ONCE = 4
 # Copies for others that were fetched and are not kept yet.
 MOST_COPIES = 12
 # What a peer has to send of a copy before it counts as one.
@@ -111,6 +114,9 @@ class Errands:
         self._genesis = genesis
         self._fail = fail
         self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
+        self._copiers = executor or ThreadPoolExecutor(COPIES_AT_ONCE, thread_name_prefix="copy")
+        # Who takes an offer may be long about it; the member waits for other errands meanwhile.
+        self._offerers = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="offer")
         self._lock = threading.Lock()
         # A member wants one state of a module at a time for one purpose: what comes in the end of
         # one that it wanted before is let go.
@@ -121,7 +127,8 @@ class Errands:
     def stop(self) -> None:
         """Begin nothing more and end waits; what is under way is reported to nobody."""
         self._stopping.set()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._executor, self._copiers, self._offerers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def carry_out(self, action: a.Action) -> bool:
         """Do an action, or begin to; returns whether it is one of these."""
@@ -193,7 +200,15 @@ class Errands:
                 if failure is not None:
                     self._report(failure)
 
-        self._executor.submit(run)
+        self._threads_of(action).submit(run)
+
+    def _threads_of(self, action: a.Action) -> Executor:
+        match action:
+            case a.FetchState(purpose="keep"):
+                return self._copiers
+            case a.Offer():
+                return self._offerers
+        return self._executor
 
     def _say(self, action: a.Say) -> None:
         self._status.claim = Activity(
@@ -263,7 +278,7 @@ class Errands:
                 return state
         if wanted.version == 0 and self._genesis is not None:
             return self._genesis(wanted.module)
-        return self._fetcher.state(wanted, action.holders)
+        return self._fetcher.state(wanted, action.holders, is_copy=action.purpose == "keep")
 
     def _fetch_chain(self, action: a.FetchChain) -> None:
         chain: tuple[Certificate, ...] = ()

@@ -47,8 +47,13 @@ class Swarm(Protocol):
 class StateFetcher(Protocol):
     """Gets states from other peers: the fetcher."""
 
-    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
-        """Fetch and check a state. Raises a `DipacoError` when no holder gives it."""
+    def state(
+        self, wanted: StateReference, holders: Sequence[str], *, is_copy: bool = False
+    ) -> ModuleState:
+        """Fetch and check a state, for own use or as a copy for others.
+
+        Raises a `DipacoError` when no holder gives it.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError
-from dipaco.peer.exchange import service
+from dipaco.peer.exchange import service, upload_slots
 from dipaco.peer.exchange.messages import FetchReply
 from hivemind.p2p import PeerID
 from support.exchange_nodes import CONTENT, NOBODY, SHA, Held, Nodes, fetch
@@ -201,3 +201,52 @@ def test_a_reader_that_stops_gives_its_slot_back(
     stream = client._thread.call(stall(), LIMIT_S)
     assert fetch(client, blobs, server.peer_id, sha=sha).read_bytes() == large
     client._thread.call(asyncio.sleep(0, stream.close()), LIMIT_S)
+
+
+def test_a_reader_that_drips_loses_its_slot_to_who_asks(
+    nodes: Nodes, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CHUNK_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(upload_slots, "GRACE_S", 0.0)
+    monkeypatch.setattr(upload_slots, "WANTED_RATE_BYTES_S", 2**50)
+    large = CONTENT * 10
+    sha = hashlib.sha256(large).hexdigest()
+    server, client = nodes.serving(Held(large), max_uploads=1), nodes.asking()
+
+    async def stall() -> Any:
+        return await client.open_stream(server.peer_id, sha, 0)
+
+    stream = client._thread.call(stall(), LIMIT_S)
+    assert fetch(client, blobs, server.peer_id, sha=sha).read_bytes() == large
+    client._thread.call(asyncio.sleep(0, stream.close()), LIMIT_S)
+
+
+def test_many_streams_of_one_peer_are_not_held_open(
+    nodes: Nodes, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REQUEST_TIMEOUT_S", 3600.0)
+    server, client = nodes.serving(Held(CONTENT)), nodes.asking()
+    most = service.MAX_STREAMS_PER_PEER
+
+    async def open_many() -> list[asyncio.StreamReader]:
+        readers = []
+        for _ in range(most + 4):
+            _, reader, _writer = await client._connection().call_binary_stream_handler(
+                PeerID.from_base58(server.peer_id), service.FETCH_HANDLE
+            )
+            readers.append(reader)
+        return readers
+
+    async def ended(readers: list[asyncio.StreamReader]) -> int:
+        """How many of the streams end; the others stay open."""
+        reads = {asyncio.ensure_future(reader.read()) for reader in readers}
+        done: set[Any] = set()
+        while len(done) < len(readers) - most:
+            more, reads = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        for read in reads:
+            read.cancel()
+        return len(done)
+
+    readers = client._thread.call(open_many(), LIMIT_S)
+    assert client._thread.call(ended(readers), LIMIT_S) == 4

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dipaco.modules.blobs import BlobStore
@@ -48,6 +49,8 @@ class FakeHolder:
     absent: bool = False
     claims_bytes: int | None = None
     hangs: bool = False
+    drips: bool = False
+    """Each stream sends one piece and then, for ever, nothing."""
     offsets: list[int] = field(default_factory=list)
     sent: int = 0
 
@@ -69,10 +72,12 @@ class FakeHolder:
 class FakeStream:
     def __init__(self, holder: FakeHolder, offset: int, total_bytes: int) -> None:
         self.holder, self.offset, self.total_bytes = holder, offset, total_bytes
+        self.has_sent = False
         self.left = holder.breaks_after if holder.breaks_after is not None else 2**60
 
     async def read(self, count: int) -> bytes:
-        await asyncio.sleep(0)
+        await asyncio.sleep(3600 if self.holder.drips and self.has_sent else 0)
+        self.has_sent = True
         piece = self.holder.content[self.offset : self.offset + min(count, self.left, 70_001)]
         self.offset += len(piece)
         self.left -= len(piece)
@@ -220,6 +225,112 @@ def test_a_slow_holder_is_left_for_another(
 ) -> None:
     monkeypatch.setattr(transfer, "OPEN_TIMEOUT_S", 0.5)
     assert fetch(blobs, FakeHolder(hangs=True), FakeHolder()).read_bytes() == CONTENT
+
+
+class CountedTime:
+    """A clock that goes on by a tenth of a second for every piece that arrives."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_fast_sender_does_not_pass_the_deadline(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = CountedTime()
+    monkeypatch.setattr(transfer, "time", clock)
+    holder = FakeHolder("peer Fast")
+
+    class Stream(FakeStream):
+        async def read(self, count: int) -> bytes:
+            clock.now_s += 0.1
+            return await super().read(count)
+
+    async def send(sha256: str, offset: int) -> ContentStream:
+        return Stream(holder, offset, len(CONTENT))
+
+    holder.open = send  # type: ignore[method-assign]
+    with pytest.raises(NetworkError, match="in time.*still sending"):
+        fetch(blobs, holder, timeout_s=1.0)
+    assert holder.sent == BLOCK_BYTES, "the block that had begun"
+    assert blobs.partial_path(SHA).stat().st_size == BLOCK_BYTES, "kept for the next attempt"
+
+
+def test_a_holder_that_drips_is_left_when_others_can_be_asked(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "BLOCK_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(transfer, "LEAST_RATE_BYTES_S", 2**23)
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.2)
+    drips, honest = FakeHolder("drips", drips=True), FakeHolder("honest")
+    assert fetch(blobs, drips, honest).read_bytes() == CONTENT
+    assert honest.sent > len(CONTENT) // 2
+
+
+def test_a_slow_holder_is_good_enough_when_there_is_no_other(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.0)
+    monkeypatch.setattr(transfer, "LEAST_RATE_BYTES_S", 2**60)
+    slow = FakeHolder("slow")
+    assert fetch(blobs, FakeHolder("gone", absent=True), slow).read_bytes() == CONTENT
+    assert slow.offsets == [0], "it was never left"
+
+
+def test_a_slow_copy_is_given_up_while_other_copies_wait(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "BLOCK_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(transfer, "LEAST_RATE_BYTES_S", 2**23)
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.1)
+    drips = FakeHolder("drips", drips=True)
+    with pytest.raises(NetworkError, match="too slowly"):
+        asyncio.run(
+            download(
+                SHA,
+                [drips],
+                blobs,
+                max_bytes=2**30,
+                timeout_s=3600.0,
+                others_wait=lambda: True,
+            )
+        )
+    assert len(drips.offsets) == 1
+
+
+def test_a_holder_that_is_busy_for_ever_is_given_up(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "BUSY_LIMIT_S", 0.5)
+    with pytest.raises(NetworkError, match="busy") as raised:
+        fetch(blobs, FakeHolder(busy_times=10**6), timeout_s=3600.0)
+    assert "in time" not in str(raised.value)
+
+
+def test_who_waits_for_busy_holders_takes_no_slot(blobs: BlobStore, tmp_path: Path) -> None:
+    async def both() -> Path:
+        slots = asyncio.Semaphore(1)
+        liar, told = FakeHolder(busy_times=10**6), asyncio.Event()
+
+        async def stay_busy(sha256: str, offset: int) -> ContentStream:
+            told.set()
+            raise SourceBusy(3600.0)
+
+        liar.open = stay_busy  # type: ignore[method-assign]
+        options: dict[str, Any] = {"max_bytes": 2**30, "timeout_s": 3600.0, "slots": slots}
+        other = BlobStore(tmp_path / "other")
+        waiting = asyncio.create_task(download(SHA, [liar], other, **options))
+        await asyncio.wait_for(told.wait(), 60.0)
+        try:
+            return await asyncio.wait_for(download(SHA, [FakeHolder()], blobs, **options), 60.0)
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    assert asyncio.run(both()).read_bytes() == CONTENT
 
 
 def test_a_holder_that_often_breaks_but_sends_is_not_given_up(blobs: BlobStore) -> None:

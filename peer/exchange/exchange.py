@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +64,8 @@ START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 0.4
 MAX_DOWNLOADS = 4
+# Of copies that others offer; these wait for each other, and nothing else waits for them.
+MAX_COPY_DOWNLOADS = 2
 # A call's own limit is inside; this much later the loop itself must be stuck.
 GRACE_S = 10.0
 # Checking the hash of a large download begins before its time is up and may end after it.
@@ -95,6 +96,8 @@ class Exchange:
         )
         self._p2p: P2P | None = None
         self._download_slots = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._copy_slots = asyncio.Semaphore(MAX_COPY_DOWNLOADS)
+        self._copies = 0
         self._bytes_down = 0
 
     def start(self) -> None:
@@ -299,11 +302,13 @@ class Exchange:
         max_bytes: int,
         timeout_s: float,
         mirrors: Sequence[str] = (),
+        is_copy: bool = False,
     ) -> Path:
         """Fetch content by hash from peers, then from mirrors; see `transfer.download`.
 
-        Blocks for `timeout_s` at most (and for checking the hash at the end). Raises
-        `NetworkError`, `IntegrityError` and `StorageError`.
+        What is only to be kept for others (`is_copy`) has download slots of its own, and is given
+        up when it comes slowly while other copies wait. Blocks for `timeout_s` at most (and for
+        checking the hash at the end). Raises `NetworkError`, `IntegrityError`, `StorageError`.
         """
         if destination.has(sha256):
             return destination.path(sha256)
@@ -311,24 +316,22 @@ class Exchange:
             _PeerSource(self, peer) for peer in spread(sha256, holders, self.peer_id)
         ]
         sources += [MirrorSource(address) for address in mirrors]
-        deadline = time.monotonic() + timeout_s
 
         async def run() -> Path:
-            try:
-                await asyncio.wait_for(self._download_slots.acquire(), timeout_s)
-            except asyncio.TimeoutError:
-                raise NetworkError(f"{sha256[:12]}: other downloads took all the time") from None
+            self._copies += is_copy
             try:
                 return await download(
                     sha256,
                     sources,
                     destination,
                     max_bytes=max_bytes,
-                    timeout_s=max(0.0, deadline - time.monotonic()),
+                    timeout_s=timeout_s,
                     on_bytes=self._count_down,
+                    slots=self._copy_slots if is_copy else self._download_slots,
+                    others_wait=lambda: is_copy and self._copies > MAX_COPY_DOWNLOADS,
                 )
             finally:
-                self._download_slots.release()
+                self._copies -= is_copy
 
         return self._thread.call(run(), timeout_s + COMMIT_GRACE_S)
 

@@ -142,8 +142,12 @@ class ContentFetcher:
         """Return the peers, other than this one, that serve a blob."""
         return self._directory.find_blob_holders(sha256)
 
-    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
+    def state(
+        self, wanted: StateReference, holders: Sequence[str], *, is_copy: bool = False
+    ) -> ModuleState:
         """Fetch one module state by its digest and check it against the module's shape.
+
+        A copy that is only to be kept for others waits for what this peer needs itself.
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
         """
@@ -156,6 +160,7 @@ class ContentFetcher:
             self._scratch,
             max_bytes=greatest_state_bytes(layout, len(paths)),
             timeout_s=FETCH_TIMEOUT_S,
+            is_copy=is_copy,
         )
         try:
             state = read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)

@@ -49,6 +49,7 @@ from .messages import (
     read_message,
     write_message,
 )
+from .upload_slots import Upload, UploadSlots
 
 logger = logging.getLogger("dipaco.peer.exchange.service")
 
@@ -63,6 +64,9 @@ REQUEST_TIMEOUT_S = 10.0
 CHUNK_TIMEOUT_S = 30.0
 MAX_UPLOADS = 8
 MAX_UPLOADS_PER_PEER = 2
+# Streams with a fetch, those that are told "busy" among them.
+MAX_STREAMS = 256
+MAX_STREAMS_PER_PEER = 16
 RETRY_AFTER_S = 1.0
 COMPLAINT_PERIOD_S = 60.0
 MAX_COMPLAINTS = 100
@@ -116,11 +120,10 @@ class ExchangeService(ServicerBase):
         self.chains: ChainSource | None = None
         self.offer_handler: OfferHandler = refuse_offer
         self.bytes_up = 0
-        self._max_uploads = max_uploads
-        self._max_uploads_per_peer = max_uploads_per_peer
+        self._slots = UploadSlots(max_uploads, max_uploads_per_peer)
         self._system_time = system_time
         self._shelf = ContentShelf()
-        self._uploads: Counter[str] = Counter()
+        self._streams: Counter[str] = Counter()
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
     def set_source(self, held: RunContent, run_id: str, chains: ChainSource | None = None) -> None:
@@ -213,6 +216,10 @@ class ExchangeService(ServicerBase):
     ) -> None:
         """Answer one fetch: a request, a reply, and the bytes."""
         peer = stream.peer_id.to_base58()
+        if self._streams[peer] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_STREAMS:
+            writer.transport.abort()
+            return
+        self._streams[peer] += 1
         try:
             request = await read_message(reader, FetchRequest, REQUEST_TIMEOUT_S)
             await self._answer_fetch(peer, request, writer)
@@ -226,17 +233,16 @@ class ExchangeService(ServicerBase):
         except asyncio.CancelledError:
             writer.transport.abort()
             raise
+        finally:
+            self._streams -= Counter([peer])
 
     async def _answer_fetch(
         self, peer: str, request: FetchRequest, writer: asyncio.StreamWriter
     ) -> None:
-        if (
-            self._uploads.total() >= self._max_uploads
-            or self._uploads[peer] >= self._max_uploads_per_peer
-        ):
+        upload = self._slots.take(peer, writer.transport.abort)
+        if upload is None:
             await _reply(writer, FetchReply(status="busy", retry_after_s=RETRY_AFTER_S))
             return
-        self._uploads[peer] += 1
         try:
             async with self._shelf.open(request.sha256) as content:
                 if content is None:
@@ -246,13 +252,13 @@ class ExchangeService(ServicerBase):
                     await _reply(writer, beyond)
                 else:
                     await _reply(writer, FetchReply(status="ok", total_bytes=content.size_bytes))
-                    await self._send(content, request.offset, writer)
+                    await self._send(content, request.offset, writer, upload)
         finally:
-            self._uploads[peer] -= 1
-            if not self._uploads[peer]:
-                del self._uploads[peer]
+            self._slots.give_back(upload)
 
-    async def _send(self, content: OpenContent, offset: int, writer: asyncio.StreamWriter) -> None:
+    async def _send(
+        self, content: OpenContent, offset: int, writer: asyncio.StreamWriter, upload: Upload
+    ) -> None:
         while offset < content.size_bytes:
             data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
             if not data:
@@ -263,6 +269,7 @@ class ExchangeService(ServicerBase):
                 writer.write(chunk)
                 await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
                 self.bytes_up += len(chunk)
+                self._slots.sent(upload, len(chunk))
             offset += len(view)
 
 

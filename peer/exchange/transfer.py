@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
 
@@ -34,6 +34,12 @@ logger = logging.getLogger("dipaco.peer.exchange.transfer")
 BLOCK_BYTES = 2**20
 BLOCK_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 15.0
+# A holder is left when others can be asked and a block is not here after this, and the time that it
+# takes at this rate: who sends half a block every 29 s would else hold the download to its end.
+SLOW_GRACE_S = 5.0
+LEAST_RATE_BYTES_S = 2**16
+# A holder that has said nothing but "busy" for so long is given up.
+BUSY_LIMIT_S = 300.0
 # Failures of one holder in a row without this much progress in between: then it is given up. A
 # slow one that does send is left for the others, and asked again.
 MAX_FAILURES = 3
@@ -113,19 +119,26 @@ async def download(
     max_bytes: int,
     timeout_s: float,
     on_bytes: Callable[[int], None] = lambda count: None,
+    slots: asyncio.Semaphore | None = None,
+    others_wait: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Fetch content into `destination` and return its file; at once when it is there.
 
     `sources` are asked in their order. Content larger than `max_bytes` is refused before it is
-    sent. `on_bytes` is told how much has arrived. Raises `NetworkError` when no source can give
-    the content within `timeout_s`, `IntegrityError` when those that could gave another, and
-    `StorageError` when it cannot be written. What has arrived is kept for the next attempt.
+    sent. `on_bytes` is told how much has arrived. One of the `slots` is taken while a source
+    sends, not while all are busy. While `others_wait` for a slot, a slow source is given up.
+    Raises `NetworkError` when no source can give the content within `timeout_s`, however fast it
+    sends, `IntegrityError` when those that could gave another, and `StorageError` when it cannot
+    be written. What has arrived is kept for the next attempt.
     """
+    slots = slots or asyncio.Semaphore()
     deadline = time.monotonic() + timeout_s
     with PartialFile(destination, sha256) as partial:
         while not destination.has(sha256):
             if await run_blocking(partial.try_open):
-                attempt = _Download(sha256, sources, partial, max_bytes, deadline, on_bytes)
+                attempt = _Download(
+                    sha256, sources, partial, max_bytes, deadline, on_bytes, slots, others_wait
+                )
                 return await attempt.run()
             if time.monotonic() > deadline:
                 raise NetworkError(f"{sha256[:12]} is being fetched by another process, slowly")
@@ -143,7 +156,11 @@ class _Holder:
     gone: bool = False
     refused: bool = False
     """It sent something that is not the content asked for."""
-    retry_at: float = field(default_factory=time.monotonic)
+    retry_at: float = 0.0
+    busy_since: float | None = None
+    """Since when it has said nothing else."""
+    slow_times: int = 0
+    """How often it was left for another because it sent too slowly."""
 
 
 class _Download:
@@ -157,7 +174,10 @@ class _Download:
         max_bytes: int,
         deadline: float,
         on_bytes: Callable[[int], None],
+        slots: asyncio.Semaphore,
+        others_wait: Callable[[], bool],
     ) -> None:
+        self._slots, self._others_wait = slots, others_wait
         self._sha256 = sha256
         self._holders = [_Holder(source) for source in sources]
         self._partial = partial
@@ -171,15 +191,27 @@ class _Download:
     async def run(self) -> Path:
         """Ask one holder after the other until the content is here."""
         while True:
-            for holder in self._holders:
+            for holder in sorted(self._holders, key=lambda holder: holder.slow_times):
                 if holder.gone or holder.retry_at > time.monotonic():
                     continue
-                path = await self._attempt(holder)
+                await self._take_slot()
+                try:
+                    path = await self._attempt(holder)
+                finally:
+                    self._slots.release()
                 if path is not None:
                     return path
                 if time.monotonic() > self._deadline:
                     raise self._failure("in time")
             await self._pause()
+
+    async def _take_slot(self) -> None:
+        try:
+            left_s = max(0.1, self._deadline - time.monotonic())
+            await asyncio.wait_for(self._slots.acquire(), left_s)
+        except asyncio.TimeoutError:
+            what = f"{self._sha256[:12]}: other downloads took all the time"
+            raise NetworkError(what) from None
 
     async def _pause(self) -> None:
         """Wait until a holder may be asked again; raise when none ever will be."""
@@ -218,12 +250,15 @@ class _Download:
         except ContentAbsent:
             holder.gone, holder.reason = True, "it does not hold it"
         except SourceBusy as busy:
-            holder.retry_at = time.monotonic() + busy.retry_after_s
-            holder.reason = "it is busy"
+            self._note_busy(holder, busy)
         except _StartedOver:
             holder.reason = "what it sent did not fit to what others had sent"
         except (StorageError, NetworkError):
             raise
+        except _TooSlow as error:
+            self._note_failure(holder, error, self._partial.size_bytes - before)
+            holder.slow_times += 1
+            holder.gone = holder.gone or self._others_wait()
         except _Refused as refusal:
             holder.gone = holder.refused = True
             holder.reason = str(refusal)
@@ -231,6 +266,13 @@ class _Download:
         except Exception as error:
             self._note_failure(holder, error, self._partial.size_bytes - before)
         return None
+
+    def _note_busy(self, holder: _Holder, busy: SourceBusy) -> None:
+        now = time.monotonic()
+        holder.busy_since = holder.busy_since if holder.busy_since is not None else now
+        holder.retry_at = now + busy.retry_after_s
+        holder.gone = now - holder.busy_since > BUSY_LIMIT_S
+        holder.reason = "it is busy"
 
     def _note_failure(self, holder: _Holder, error: Exception, received: int) -> None:
         holder.reason = short_reason(error)
@@ -263,18 +305,35 @@ class _Download:
         """Append what the stream sends, a block at a time, until it is complete."""
         while self._partial.size_bytes < stream.total_bytes:
             wanted = min(BLOCK_BYTES, stream.total_bytes - self._partial.size_bytes)
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                holder.reason = "it was still sending"
+                raise self._failure("in time")
+            is_hurried = self._others_wait() or self._can_ask_others(holder)
+            slow_s = SLOW_GRACE_S + wanted / LEAST_RATE_BYTES_S
+            limit_s = min(BLOCK_TIMEOUT_S, slow_s) if is_hurried else BLOCK_TIMEOUT_S
             block = bytearray()
             try:
-                remaining = max(0.1, self._deadline - time.monotonic())
-                await asyncio.wait_for(
-                    _fill(block, stream, wanted), min(BLOCK_TIMEOUT_S, remaining)
-                )
+                await asyncio.wait_for(_fill(block, stream, wanted), min(limit_s, left_s))
+            except asyncio.TimeoutError:
+                if is_hurried and limit_s < left_s:
+                    raise _TooSlow("it sent too slowly") from None
+                raise
             finally:
                 # Also what arrived before the stream broke: the next holder goes on from there.
                 if block:
                     self._senders.add(holder.source.name)
+                    holder.busy_since = None
                     self._on_bytes(len(block))
                     await run_blocking(self._partial.append, block)
+
+    def _can_ask_others(self, holder: _Holder) -> bool:
+        now = time.monotonic()
+        return any(
+            not other.gone and other.retry_at <= now
+            for other in self._holders
+            if other is not holder
+        )
 
     async def _commit(self, holder: _Holder) -> Path:
         """Check the hash of the complete file and make it a blob."""
@@ -309,6 +368,10 @@ class _Download:
 
 class _Refused(Exception):
     """The holder sent something that cannot be the content."""
+
+
+class _TooSlow(Exception):
+    """The holder sends less than others might."""
 
 
 class _StartedOver(Exception):

@@ -233,7 +233,9 @@ class FakeFetcher:
         """Digests and hashes, in order."""
         self.failure: Exception | None = None
 
-    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
+    def state(
+        self, wanted: StateReference, holders: Sequence[str], *, is_copy: bool = False
+    ) -> ModuleState:
         self.asked.append(wanted.digest)
         if self.failure is not None:
             raise self.failure
