@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from support.fake_swarm import (
 from support.family import Family, genesis
 
 MODULE = "L0.E0"
+LIMIT_S = 60.0
 
 
 class Held:
@@ -157,6 +159,40 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 def fetch(state: StateReference, purpose: a.Purpose = "adopt") -> a.FetchState:
     return a.FetchState(state, ("A", "B"), purpose)
+
+
+@pytest.mark.parametrize("kind", ["copies", "offers"])
+def test_others_that_are_slow_keep_nothing_else_waiting(kind: str) -> None:
+    """Hundreds of states that come for ever, or of peers that take offers and never fetch."""
+    rig, never, looked = Rig(), threading.Event(), threading.Event()
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        never.wait(LIMIT_S)
+        raise NetworkError("it came too slowly")
+
+    rig.fetcher.state = hang  # type: ignore[method-assign]
+    rig.others.offer = hang  # type: ignore[method-assign]
+    log: Any = rig.events
+    errands = Errands(
+        rig.swarm,
+        rig.fetcher,
+        rig.others,
+        rig.certifier,
+        rig.held,
+        rig.status,
+        log,
+        lambda event: looked.set() if isinstance(event, e.Viewed) else None,
+    )
+    try:
+        for n in range(256):
+            state = StateReference(f"L0.E{n}", 1, f"{n:064x}", 9, 1, 9)
+            slow = a.Offer(state, "A", 1.0) if kind == "offers" else fetch(state, "keep")
+            errands.carry_out(slow)
+        errands.carry_out(a.Look())
+        assert looked.wait(LIMIT_S / 2)
+    finally:
+        errands.stop()
+        never.set()
 
 
 # -- the swarm

@@ -14,9 +14,11 @@ from dipaco.dht.view import SwarmView, plausible_state
 from dipaco.modules.best_parameters import (
     BestParameters,
     greatest_best_path_bytes,
+    path_layout,
     read_best_parameters,
 )
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
@@ -27,13 +29,15 @@ from dipaco.modules.state import (
     read_state,
 )
 from dipaco.peer.member.descent import Descent
+from dipaco.routing.token_files import token_dtype
 
 from .certifier import CHAIN_LIMIT_S, Certifier
 from .exchange import Exchange
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
-MAX_BLOB_BYTES = 2**40
+# Of blobs whose kind this file does not know: what this peer itself has added.
+MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
 # What a reader looks into: states of a module, at once, and for how long altogether.
 MAX_READ_STATES = 64
@@ -57,6 +61,7 @@ class ContentFetcher:
         self._certifier: Certifier | None = None
         self._now: Callable[[], float] = time.time
         self._all_blobs: tuple[str, ...] = ()
+        self._greatest: dict[str, int] = {}
 
     def use_plan(self, plan: RunPlan, grid: Grid, now: Callable[[], float]) -> None:
         """Learn the run's mirrors, shapes and clock once its manifest is verified."""
@@ -65,6 +70,7 @@ class ContentFetcher:
         self._mirrors = plan.mirrors
         self._grid = grid
         self._all_blobs = core_blobs(plan)
+        self._greatest = greatest_core_bytes(plan, grid)
 
     def use_certifier(self, certifier: Certifier) -> None:
         """Fetch with every state the certificates that say where it comes from."""
@@ -72,11 +78,16 @@ class ContentFetcher:
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
-        shards = [s for shard in index.paths for s in (shard.train_sha256, shard.validation_sha256)]
-        self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *shards)))
+        assert self._plan is not None
+        shards = shard_bytes(index, self._plan.model)
+        self._greatest |= shards
+        self.use_blobs(shards)
 
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
+        assert self._grid is not None
+        for module, digest in digests.items():
+            self._greatest[digest] = greatest_state_bytes(self._grid.layout(module), 0)
         self.use_blobs(digests.values())
 
     def use_blobs(self, hashes: Iterable[str]) -> None:
@@ -96,10 +107,11 @@ class ContentFetcher:
         sha256: str,
         what: str = "a blob",
         timeout_s: float = FETCH_TIMEOUT_S,
-        max_bytes: int = MAX_BLOB_BYTES,
+        max_bytes: int | None = None,
     ) -> Path:
         """Return the file of a blob, fetched if needed.
 
+        Its size is bounded by what the run says of it, or else by `max_bytes`.
         Raises `NetworkError` when nobody can give it in time, naming `what`, and
         `IntegrityError` when all that was given had another hash.
         """
@@ -111,7 +123,7 @@ class ContentFetcher:
                 sha256,
                 holders,
                 self.blobs,
-                max_bytes=max_bytes,
+                max_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
                 timeout_s=timeout_s,
                 mirrors=self._mirrors,
             )
@@ -230,3 +242,32 @@ def core_blobs(plan: RunPlan) -> tuple[str, ...]:
     blobs = plan.blobs
     names = (blobs.shards, blobs.base, blobs.tokenizer, blobs.router, blobs.genesis)
     return tuple(name for name in names if name is not None)
+
+
+def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
+    """Return what each of the core blobs can have at most, by hash.
+
+    The manifest names them by their hashes alone. What they can be follows from the run's shape,
+    with room for what JSON and file headers add.
+    """
+    blobs, model = plan.blobs, plan.model
+    greatest = {
+        blobs.shards: 2**16 + 1024 * grid.path_count,
+        blobs.base: 2**22 + 4 * path_layout(grid).size,
+        blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
+        # At most two numbers for each feature and path, in eight bytes.
+        blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,
+    }
+    if blobs.genesis is not None:
+        greatest[blobs.genesis] = 2**16 + 128 * len(grid.modules())
+    return greatest
+
+
+def shard_bytes(index: ShardIndex, model: ModelConfig) -> dict[str, int]:
+    """Return the sizes of all token files, by hash."""
+    row_bytes = model.sequence_length * token_dtype(model.vocabulary_size).itemsize
+    sizes: dict[str, int] = {}
+    for shard in index.paths:
+        sizes[shard.train_sha256] = shard.train_sequences * row_bytes
+        sizes[shard.validation_sha256] = shard.validation_sequences * row_bytes
+    return sizes
