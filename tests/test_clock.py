@@ -9,6 +9,9 @@ import pytest
 from dipaco.modules.errors import ClockError
 from dipaco.peer.exchange.clock import (
     MAX_CLOCK_OFFSET_S,
+    MAX_DOUBTFUL_S,
+    MAX_GIVEN,
+    MAX_NEIGHBOURS,
     Clock,
     ClockSample,
     agreed_offset_s,
@@ -107,3 +110,62 @@ def test_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
     assert clock.offset_s == 0.0
     assert neighbours.asked == ("QmSomebody",)
     assert "no neighbour told its time" in caplog.text
+
+
+def crowd(honest: int, liars: Mapping[str, float]) -> FakeNeighbours:
+    """Honest peers, and liars whose ids were ground to be the first in any order."""
+    peers = {f"QmHonest{n:02}": 0.01 * (n % 3) for n in range(honest)}
+    return FakeNeighbours({**peers, **{f"Qm0000{name}": ahead for name, ahead in liars.items()}})
+
+
+LIARS = [f"Liar{n}" for n in range(8)]
+
+
+@pytest.mark.parametrize("lie_s", [4.9, -4.9, 60.0])
+def test_liars_with_the_smallest_ids_are_drawn_like_others(lie_s: float) -> None:
+    """Of 92 peers 8 lie; even if all were drawn, they are no two thirds of 15."""
+    neighbours = crowd(84, dict.fromkeys(LIARS, lie_s))
+    drawn = set()
+    for _ in range(40):
+        clock = Clock(system_time=lambda: 100.0)
+        clock.measure(neighbours)
+        assert abs(clock.offset_s) < MAX_DOUBTFUL_S + 0.1
+        drawn.add(neighbours.asked)
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize("lie_s", [4.9, -4.9, 60.0, -1e6])
+@pytest.mark.parametrize("honest", [5, 6, 7])
+def test_a_small_majority_of_liars_moves_a_newcomer_little_and_keeps_nobody_out(
+    lie_s: float, honest: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(system_time=lambda: 100.0)
+    clock.measure(crowd(honest, dict.fromkeys(LIARS, lie_s)))
+    assert abs(clock.offset_s) <= MAX_DOUBTFUL_S
+    assert "timedatectl set-ntp true" in caplog.text
+
+
+def test_most_in_one_voice_correct_a_wrong_clock() -> None:
+    clock = Clock(system_time=lambda: 100.0)
+    ahead = {f"Qm{n}": 3.0 for n in range(10)}
+    clock.measure(FakeNeighbours({**ahead, "QmLiar1": -4.9, "QmLiar2": 900.0}))
+    assert clock.offset_s == pytest.approx(3.0)
+
+
+def test_a_clock_that_was_set_moves_step_by_step() -> None:
+    clock = Clock(system_time=lambda: 100.0)
+    clock.measure(FakeNeighbours({"a": 0.0, "b": 0.0}))
+    neighbours = FakeNeighbours(dict.fromkeys("abcd", 2.0))
+    moved = []
+    for _ in range(5):
+        clock.measure(neighbours)
+        moved.append(clock.offset_s)
+    assert moved == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_given_peers_are_asked_but_do_not_fill_the_sample() -> None:
+    neighbours = crowd(40, {})
+    given = [f"QmGiven{n}" for n in range(9)]
+    Clock().measure(neighbours, given)
+    assert len(neighbours.asked) == MAX_NEIGHBOURS
+    assert len(set(given) & set(neighbours.asked)) == MAX_GIVEN

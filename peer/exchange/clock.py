@@ -4,12 +4,14 @@ Rounds follow the clock (design 4.1), so peers have to agree on the time, not to
 one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps, of
 which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the own,
 all uncorrected: peers that see the same clocks come to the same time, nobody runs after anybody,
-and one wrong clock moves nothing.
+and one wrong clock moves nothing. Neighbours are drawn at random, so that nobody gets itself asked
+by the choice of its id, and a clock moves by seconds only if most of them say so in one voice.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +24,15 @@ logger = logging.getLogger("dipaco.peer.exchange.clock")
 
 MAX_CLOCK_OFFSET_S = 5.0
 REMEDY = "set this machine's clock: sudo timedatectl set-ntp true"
-MAX_NEIGHBOURS = 8
+MAX_NEIGHBOURS = 15
+# How many of them may be those whose addresses were given.
+MAX_GIVEN = 3
+# Neighbours tell one time when this share of them is so close to their median.
+AGREEING_SHARE = 2 / 3
+AGREEING_S = 0.5
+# Without that, and in one measurement of a clock that was set before, it moves no farther.
+MAX_DOUBTFUL_S = 1.0
+MAX_STEP_S = 0.5
 SAMPLES = 4
 MEASURE_TIMEOUT_S = 8.0
 # Smaller corrections than this are noise of the measurement.
@@ -59,6 +69,19 @@ def agreed_offset_s(neighbours_s: Sequence[float]) -> float:
     return statistics.median([0.0, *neighbours_s])
 
 
+def tell_one_time(neighbours_s: Sequence[float]) -> bool:
+    """Tell whether nearly all of these offsets are the same."""
+    middle_s = statistics.median(neighbours_s)
+    close = sum(abs(offset_s - middle_s) <= AGREEING_S for offset_s in neighbours_s)
+    return close >= AGREEING_SHARE * len(neighbours_s)
+
+
+def draw(peers: Iterable[str], count: int) -> list[str]:
+    """Return so many of the peers, at random as nobody can foresee."""
+    known = sorted(set(peers))
+    return random.SystemRandom().sample(known, min(count, len(known)))
+
+
 def check_offset(offset_s: float, limit_s: float = MAX_CLOCK_OFFSET_S, peers: str = "") -> None:
     """Raise `ClockError` when the others' clocks are `offset_s` ahead, more than `limit_s`."""
     if abs(offset_s) > limit_s:
@@ -89,6 +112,7 @@ class Clock:
     def __init__(self, offset_s: float = 0.0, system_time: Callable[[], float] = time.time) -> None:
         self._offset_s = offset_s
         self._system_time = system_time
+        self._is_set = False
 
     @property
     def offset_s(self) -> float:
@@ -104,24 +128,41 @@ class Clock:
         return swarm_s - self._offset_s
 
     def measure(self, neighbours: Neighbours, peers: Sequence[str] = ()) -> int:
-        """Correct the clock by `peers`, or by whoever this node is connected to.
+        """Correct the clock by `peers`, whose addresses were given, and by some at random of those
+        that this node is connected to.
 
         Returns how many answered; without an answer nothing changes. Raises `ClockError`, and
         changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
         on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
         """
-        asked = tuple(dict.fromkeys((*peers, *neighbours.connected_peers())))[:MAX_NEIGHBOURS]
+        given = draw(peers, MAX_GIVEN)
+        others = set(neighbours.connected_peers()) - set(given)
+        asked = (*given, *draw(others, MAX_NEIGHBOURS - len(given)))
         samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
         best = {peer: best_sample(taken) for peer, taken in samples.items()}
         offsets = [sample.offset_s for sample in best.values() if sample is not None]
-        if not offsets:
-            return 0
-        check_offset(statistics.median(offsets))
-        offset_s = agreed_offset_s(offsets)
-        if abs(offset_s - self._offset_s) >= LEAST_STEP_S:
-            logger.debug("clock offset %+.3f s by %d neighbours", offset_s, len(offsets))
-            self._offset_s = offset_s
+        if offsets:
+            self._correct(offsets)
         return len(offsets)
+
+    def _correct(self, offsets: Sequence[float]) -> None:
+        target_s = agreed_offset_s(offsets)
+        if tell_one_time(offsets):
+            check_offset(statistics.median(offsets))
+        else:
+            logger.warning(
+                "the clocks of %d neighbours differ by up to %.1f s: this machine's is moved by "
+                "%.0f s at most; if it is wrong, %s",
+                *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, REMEDY),
+            )
+            target_s = min(max(target_s, -MAX_DOUBTFUL_S), MAX_DOUBTFUL_S)
+        if self._is_set:
+            least_s, most_s = self._offset_s - MAX_STEP_S, self._offset_s + MAX_STEP_S
+            target_s = min(max(target_s, least_s), most_s)
+        self._is_set = True
+        if abs(target_s - self._offset_s) >= LEAST_STEP_S:
+            logger.debug("clock offset %+.3f s by %d neighbours", target_s, len(offsets))
+            self._offset_s = target_s
 
 
 def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock:
