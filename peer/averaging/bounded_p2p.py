@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 # Streams with parts or sums that one member has open at once: those of the attempt before may
 # still linger.
 GREATEST_STREAMS_OF_A_PEER = 4
-# Streams of all peers together that this one does not know as trainers of the module.
+# Of a peer that this one does not know as a trainer of the module, and of all such together.
+GREATEST_STREAMS_OF_A_STRANGER = 2
 GREATEST_STREAMS_OF_STRANGERS = 8
 # Messages of a stream that are read before they are used.
 PREFETCHED = 1
@@ -112,7 +113,10 @@ class BoundedP2P(P2P):
         if peer in self.expected:
             return self._streams[peer] < GREATEST_STREAMS_OF_A_PEER
         strangers = sum(n for other, n in self._streams.items() if other not in self.expected)
-        return not self._streams[peer] and strangers < GREATEST_STREAMS_OF_STRANGERS
+        return (
+            self._streams[peer] < GREATEST_STREAMS_OF_A_STRANGER
+            and strangers < GREATEST_STREAMS_OF_STRANGERS
+        )
 
     def _complain(self, peer: str, what: str) -> None:
         logger.log(self._complaints.level(peer), "refused a stream of %s: %s", peer, what)
