@@ -18,7 +18,7 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import PROTOCOL_VERSION, RoutingPlan, RunBlobs, RunPlan
+from dipaco.modules.plan import PROTOCOL_VERSION, Mirror, RoutingPlan, RunBlobs, RunPlan
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
 from dipaco.routing.token_files import window_stride
@@ -93,8 +93,8 @@ class RunConfig(Config):
     outer: OuterConfig = OuterConfig()
     rounds: RoundsConfig = RoundsConfig()
     averaging: AveragingConfig = AveragingConfig.model_validate({})
-    mirrors: tuple[str, ...] = Field(
-        (), description="fsspec addresses of folders that hold blobs by their SHA-256."
+    mirrors: tuple[Mirror, ...] = Field(
+        (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
 
     def plan(self, blobs: RunBlobs, start_s: float, successor_of: str | None = None) -> RunPlan:

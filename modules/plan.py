@@ -36,6 +36,26 @@ def _check_sha256(value: str) -> str:
 
 Sha256 = Annotated[str, AfterValidator(_check_sha256)]
 
+# Most schemes of fsspec read the disk of whoever opens them, run programs or unpack archives.
+MIRROR_SCHEMES = ("https", "s3", "gs", "hf")
+
+
+def check_mirror(address: str) -> str:
+    """Return the address of a mirror. Raises ValueError unless it names a plain folder afar.
+
+    Checked when a plan is read, and again before a mirror is opened.
+    """
+    scheme, found, place = address.partition("://")
+    if scheme not in MIRROR_SCHEMES or not found or not place:
+        allowed = ", ".join(f"{scheme}://" for scheme in MIRROR_SCHEMES)
+        raise ValueError(f"{address[:80]!r} is no mirror; the address begins with one of {allowed}")
+    if not re.fullmatch(r"[!-~]{1,500}", place) or "://" in place or "::" in place:
+        raise ValueError(f"{address[:80]!r} is no mirror; it is not one plain address")
+    return address
+
+
+Mirror = Annotated[str, AfterValidator(check_mirror)]
+
 
 class PathShard(Config):
     """The sequences routed to one path. Token files are blobs, see `dipaco.routing.shards`."""
@@ -99,8 +119,8 @@ class RunPlan(Config):
     averaging: AveragingConfig
     routing: RoutingPlan
     blobs: RunBlobs
-    mirrors: tuple[str, ...] = Field(
-        (), description="fsspec addresses of folders that hold blobs by their SHA-256."
+    mirrors: tuple[Mirror, ...] = Field(
+        (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
     successor_of: str | None = None
 

@@ -21,6 +21,7 @@ from dipaco.dht.manifest import (
 from dipaco.modules.errors import ManifestError, ProtocolVersionError, StorageError
 from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import PROTOCOL_VERSION
+from support.hostile_mirrors import HOSTILE_MIRRORS
 from support.make_plan import make_plan
 
 
@@ -135,6 +136,29 @@ def test_a_well_signed_impossible_plan_names_the_field(key_path: Path) -> None:
     values = make_plan().model_dump(mode="json")
     values["model"]["head_count"] = 3
     with pytest.raises(ManifestError, match="head_count 3"):
+        verify_manifest(resigned(key_path, values))
+
+
+@pytest.mark.parametrize("scheme", ["https", "s3", "gs", "hf"])
+def test_mirrors_are_folders_afar(key_path: Path, scheme: str) -> None:
+    mirrors = [f"{scheme}://example.org/a/b-c@main", f"{scheme}://b/"]
+    values = {**make_plan().model_dump(mode="json"), "mirrors": mirrors}
+    assert verify_manifest(resigned(key_path, values)).plan.mirrors == tuple(mirrors)
+
+
+@pytest.mark.parametrize("address", HOSTILE_MIRRORS)
+def test_a_well_signed_mirror_that_is_no_plain_address_is_refused(
+    key_path: Path, address: str
+) -> None:
+    values = {**make_plan().model_dump(mode="json"), "mirrors": ["https://a.org/", address]}
+    with pytest.raises(ManifestError, match="mirrors") as raised:
+        verify_manifest(resigned(key_path, values))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_manifest_has_so_many_mirrors(key_path: Path) -> None:
+    values = {**make_plan().model_dump(mode="json"), "mirrors": ["https://a.org/"] * 17}
+    with pytest.raises(ManifestError, match="mirrors"):
         verify_manifest(resigned(key_path, values))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
@@ -32,6 +33,7 @@ from dipaco.peer.exchange.transfer import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from support.hostile_mirrors import HOSTILE_MIRRORS
 
 CONTENT = bytes(range(256)) * (5 * BLOCK_BYTES // 512) + b"an odd end"
 SHA = hashlib.sha256(CONTENT).hexdigest()
@@ -389,17 +391,38 @@ def test_a_full_disk_is_a_storage_error(blobs: BlobStore, monkeypatch: pytest.Mo
         fetch(blobs, FakeHolder(), FakeHolder())
 
 
-def test_a_mirror_resumes_and_is_checked(blobs: BlobStore, tmp_path: Path) -> None:
+@pytest.fixture
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for whatever an https address names."""
     folder = tmp_path / "mirror"
     folder.mkdir()
-    (folder / SHA).write_bytes(CONTENT)
+
+    def find(address: str) -> tuple[Any, str]:
+        return fsspec.filesystem("file"), str(folder / address.rpartition("/")[2])
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", find)
+    return folder
+
+
+def test_a_mirror_resumes_and_is_checked(blobs: BlobStore, mirror: Path) -> None:
+    source = MirrorSource("https://example.org/blobs/")
+    (mirror / SHA).write_bytes(CONTENT)
     blobs.partial_path(SHA).write_bytes(CONTENT[:99])
-    assert fetch(blobs, MirrorSource(f"file://{folder}/")).read_bytes() == CONTENT
+    assert fetch(blobs, source).read_bytes() == CONTENT
     with pytest.raises(NetworkError, match="does not hold it"):
-        fetch(blobs, MirrorSource(f"file://{folder}"), sha="1" * 64)
-    (folder / ("2" * 64)).write_bytes(b"other")
-    with pytest.raises(IntegrityError, match="mirror file"):
-        fetch(blobs, MirrorSource(f"file://{folder}"), sha="2" * 64)
+        fetch(blobs, source, sha="1" * 64)
+    (mirror / ("2" * 64)).write_bytes(b"other")
+    with pytest.raises(IntegrityError, match="mirror https"):
+        fetch(blobs, source, sha="2" * 64)
+
+
+@pytest.mark.parametrize("address", HOSTILE_MIRRORS)
+def test_a_mirror_that_is_no_plain_address_is_never_opened(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address: pytest.fail("it was opened"))
+    with pytest.raises(NetworkError, match="is no mirror"):
+        fetch(blobs, MirrorSource(address))
 
 
 def test_partial_files_have_one_owner(blobs: BlobStore) -> None:

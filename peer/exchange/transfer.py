@@ -23,6 +23,7 @@ from typing import BinaryIO, NoReturn, Protocol
 import fsspec
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
+from dipaco.modules.plan import check_mirror
 
 from .loop_thread import run_blocking
 from .partial_file import PartialFile
@@ -399,7 +400,7 @@ class MirrorSource:
         return await run_blocking(self._open, sha256, offset)
 
     def _open(self, sha256: str, offset: int) -> ContentStream:
-        system, path = fsspec.core.url_to_fs(f"{self._address}/{sha256}")
+        system, path = fsspec.core.url_to_fs(f"{check_mirror(self._address)}/{sha256}")
         try:
             total_bytes = system.size(path)
             if total_bytes is None:
