@@ -228,13 +228,17 @@ def test_many_streams_of_one_peer_are_not_held_open(
     server, client = nodes.serving(Held(CONTENT)), nodes.asking()
     most = service.MAX_STREAMS_PER_PEER
 
+    writers = []
+
     async def open_many() -> list[asyncio.StreamReader]:
         readers = []
         for _ in range(most + 4):
-            _, reader, _writer = await client._connection().call_binary_stream_handler(
+            _, reader, writer = await client._connection().call_binary_stream_handler(
                 PeerID.from_base58(server.peer_id), service.FETCH_HANDLE
             )
+            writer.write(b"\0")
             readers.append(reader)
+            writers.append(writer)
         return readers
 
     async def ended(readers: list[asyncio.StreamReader]) -> int:
@@ -250,3 +254,9 @@ def test_many_streams_of_one_peer_are_not_held_open(
 
     readers = client._thread.call(open_many(), LIMIT_S)
     assert client._thread.call(ended(readers), LIMIT_S) == 4
+
+    async def close_all() -> None:
+        for writer in writers:
+            writer.close()
+
+    client._thread.call(close_all(), LIMIT_S)
