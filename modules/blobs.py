@@ -124,6 +124,11 @@ class BlobStore:
         self.path(sha)
         return self._partials / sha
 
+    def partial_paths(self) -> list[Path]:
+        """Return the files of all downloads that have begun."""
+        with storage_errors(self.folder):
+            return sorted(self._partials.iterdir())
+
     def commit_partial(self, sha: str) -> Path:
         """Make a finished download the blob, or remove it and raise `IntegrityError`.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from dipaco.peer.averaging import meeting_room
 from dipaco.peer.averaging.call_codec import (
     GREATEST_FRAME_BYTES,
     LENGTH_BYTES,
@@ -288,5 +289,26 @@ def test_a_peer_has_only_so_many_calls_and_a_bad_row_is_refused() -> None:
         room.expect(None)
         with pytest.raises(AveragingFailed, match="nobody is waited for"):
             await meeting
+
+    run(test)
+
+
+def test_strangers_do_not_fill_the_room_for_those_who_are_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting_room, "GREATEST_CALLS_OF_STRANGERS", 2)
+
+    async def test() -> None:
+        (_, _), (_, room), (stranger, _), (member, _) = await rooms(4)
+        room.expected = {NAMES[3]}
+        handle, streams = "test::meet/1", []
+        for _ in range(2):
+            streams.append(await stranger.call_binary_stream_handler(PEERS[1], handle))
+        _, refused, _ = await stranger.call_binary_stream_handler(PEERS[1], handle)
+        assert await refused.read() == b""
+        assert room._callers == {NAMES[2]: 2}
+        streams.append(await member.call_binary_stream_handler(PEERS[1], handle))
+        while room._callers[NAMES[3]] == 0:
+            await asyncio.sleep(0)
 
     run(test)

@@ -19,7 +19,7 @@ import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
 from dipaco.peer.exchange import transfer
-from dipaco.peer.exchange.partial_file import PartialFile
+from dipaco.peer.exchange.partial_file import PartialFile, prune_partial_files
 from dipaco.peer.exchange.transfer import (
     BLOCK_BYTES,
     ContentAbsent,
@@ -435,6 +435,20 @@ def test_partial_files_have_one_owner(blobs: BlobStore) -> None:
         assert second.size_bytes == 3
         second.clear()
     assert not blobs.partial_path(SHA).exists(), "an empty one is not left behind"
+
+
+def test_unfinished_downloads_do_not_pile_up(blobs: BlobStore) -> None:
+    """Who announces a thousand states that it never sends whole does not fill a disk."""
+    shas = [f"{n:064x}" for n in range(20)]
+    for age, sha in enumerate(shas):
+        with pytest.raises(NetworkError):
+            fetch(blobs, FakeHolder(breaks_after=10), sha=sha)
+        os.utime(blobs.partial_path(sha), (10**9 + age, 10**9 + age))
+    with PartialFile(blobs, shas[0]) as in_use:
+        assert in_use.try_open()
+        prune_partial_files(blobs, 3)
+        kept = [path.name for path in blobs.partial_paths()]
+    assert kept == [shas[0], *shas[-3:]]
 
 
 @given(st.sets(st.text("abcdef", min_size=1), max_size=8), st.text("xyz", max_size=4))

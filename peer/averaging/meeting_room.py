@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from dipaco.peer.member.calls import (
@@ -46,6 +46,8 @@ DIAL_LIMIT_S = 10.0
 # A caller has this long to say which meeting it comes to.
 GREETING_LIMIT_S = 10.0
 GREATEST_CALLS_OF_A_PEER = 8
+# Of all peers together that are no candidates of the latest meeting.
+GREATEST_CALLS_OF_STRANGERS = GREATEST_HELD // 2
 # Who was called keeps the stream open for so long after its last word.
 LINGER_S = 3.0
 # What a peer that reads nothing may leave unsent.
@@ -85,6 +87,8 @@ class MeetingRoom:
         self._p2p, self._handle = p2p, handle
         self._reception = Reception()
         self._lines: dict[tuple[str, int, bool], _Line] = {}
+        self.expected: Collection[str] = ()
+        """Candidates of the latest meeting; replaced as a whole."""
         self._callers: Counter[str] = Counter()
         self._number = 0
         self._key = ""
@@ -239,9 +243,7 @@ class MeetingRoom:
         """Listen to a call to its end."""
         peer = stream.peer_id.to_base58()
         line = _Line(asyncio.current_task(), writer)
-        if self._callers[peer] >= GREATEST_CALLS_OF_A_PEER or (
-            self._callers.total() >= 2 * GREATEST_HELD
-        ):
+        if not self._admits(peer):
             self._close(line)
             return
         self._number += 1
@@ -267,6 +269,15 @@ class MeetingRoom:
                 self._reception.lost(line.key, peer, place[1])
                 if line.key == self._key:
                     self._happen(Lost(peer, place[1], False))
+
+    def _admits(self, peer: str) -> bool:
+        """Tell whether a peer may call; those that nobody expects leave room for the others."""
+        strangers = sum(n for other, n in self._callers.items() if other not in self.expected)
+        return (
+            self._callers[peer] < GREATEST_CALLS_OF_A_PEER
+            and self._callers.total() < 2 * GREATEST_HELD
+            and (peer in self.expected or strangers < GREATEST_CALLS_OF_STRANGERS)
+        )
 
     def _hear(self, place: tuple[str, int, bool], key: str, message: Message) -> None:
         """Hand on what a caller said: to the meeting under way, or it is held for a later one."""

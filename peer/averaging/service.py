@@ -93,7 +93,7 @@ class AveragingService(ServicerBase):
     async def _average(self, request: AveragingRequest, future: MPFuture) -> None:
         notices: tuple[str, ...] = ()
         members: tuple[str, ...] = ()
-        self._p2p.expected = frozenset(request.candidates)
+        self._p2p.expected = self._room.expected = frozenset(request.candidates)
         try:
             started = time.monotonic()
             group, notices = await self._meet(request)

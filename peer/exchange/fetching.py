@@ -33,12 +33,15 @@ from dipaco.routing.token_files import token_dtype
 
 from .certifier import CHAIN_LIMIT_S, Certifier
 from .exchange import Exchange
+from .partial_file import prune_partial_files
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
 # Of blobs whose kind this file does not know: what this peer itself has added.
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
+# Unfinished downloads of states that are kept for another attempt.
+MAX_SCRATCH_PARTIALS = 8
 # What a reader looks into: states of a module, at once, and for how long altogether.
 MAX_READ_STATES = 64
 CHAINS_AT_ONCE = 8
@@ -138,6 +141,7 @@ class ContentFetcher:
         Raises `IntegrityError` or `NetworkError`; nothing is kept of what is bad.
         """
         assert self._grid is not None
+        prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
         file = self._exchange.fetch(
             sha256,
             self._directory.find_blob_holders(sha256),
@@ -166,6 +170,7 @@ class ContentFetcher:
         assert self._grid is not None
         layout = self._grid.layout(wanted.module)
         paths = self._grid.paths_of_module(wanted.module)
+        prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
         path = self._exchange.fetch(
             wanted.digest,
             tuple(holders),

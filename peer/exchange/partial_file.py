@@ -90,6 +90,26 @@ class PartialFile:
         self.close()
 
 
+def prune_partial_files(blobs: BlobStore, keep: int) -> None:
+    """Remove the oldest unfinished downloads but `keep`, unless somebody works on them.
+
+    What others announce can be invented, and what has come of it would stay for ever.
+    """
+    files: list[tuple[float, Path]] = []
+    for path in blobs.partial_paths():
+        with contextlib.suppress(OSError):
+            files.append((path.stat().st_mtime, path))
+    for _, path in sorted(files)[: max(0, len(files) - keep)]:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file_at(descriptor, path):
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
 def _is_file_at(descriptor: int, path: Path) -> bool:
     """Tell whether the open file is still the one under this name."""
     try:
