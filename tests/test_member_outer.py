@@ -396,7 +396,7 @@ def test_another_that_goes_on_from_a_refused_state_holds_nobody_up_for_ever() ->
             peer.happen(e.Checked(MODULE, state.digest, 1.0, 99.0))
     assert len(peer.of(a.CheckState)) == 1
     assert peer.member.anchors[MODULE] == anchor
-    assert [step.round_index for step in peer.of(a.TakeOuterStep)] == [7]
+    assert [step.round_index for step in peer.of(a.TakeOuterStep)] == [6]
 
 
 # -- isolation

@@ -21,7 +21,7 @@ from .chains import Chains
 from .events import Checked, FetchFailed, StateFetched
 from .knowledge import Knowledge
 from .ledger import Ledger
-from .quorum import RECENT_ROUNDS
+from .quorum import RECENT_ROUNDS, is_majority
 
 # A foreign state that makes the held-out loss worse by more nats than this is not believed.
 MAX_LOSS_INCREASE = 1.0
@@ -91,10 +91,10 @@ class Adoption:
         known = self._known
         candidates, anchor = self._candidates(module), known.anchors[module]
         words = [who for until_s, who in self._unserved if until_s > known.now_s]
-        served = [s for s in candidates if not any(self._word(s) <= who for who in words)]
+        served = [s for s in candidates if not any(self.word(s) <= who for who in words)]
         return known.descent.best(served, anchor) or known.descent.best(candidates, anchor)
 
-    def _word(self, state: StateReference) -> frozenset[str]:
+    def word(self, state: StateReference) -> frozenset[str]:
         """Return whose word it is that a state should replace the anchor: those who have shown
         themselves of its contributors since it and the anchor parted."""
         known = self._known
@@ -138,11 +138,19 @@ class Adoption:
         if not self._chains.is_wanted(module):
             self.start(module)
 
-    def start(self, module: str) -> bool:
-        """Fetch the state that wins, if one does. Returns whether one is on its way."""
-        if module in self._fetching:
+    def start(self, module: str, counting: Collection[str] | None = None) -> bool:
+        """Fetch the state that wins, if one does. Returns whether one is on its way.
+
+        With `counting`, those who count, only one that they can have committed without this peer:
+        what a few have made is looked into beside the rounds.
+        """
+        if module in self._fetching and counting is None:
             return not self._fetching[module].is_rival
         best = self.winner(module)
+        if best is not None and counting is not None:
+            is_theirs = is_majority(self.word(best), counting)
+            if not is_theirs or module in self._fetching:
+                return is_theirs and self._fetching[module].reference.digest == best.digest
         if best is None:
             self._compare(module)
             return False
@@ -192,7 +200,7 @@ class Adoption:
         period_s = refresh_period_s(known.plan.rounds.duration_s)
         until_s = known.now_s + RETRY_PERIODS * period_s
         self._unavailable[digest] = until_s
-        self._unserved = [*self._unserved[-15:], (until_s, self._word(fetch.reference))]
+        self._unserved = [*self._unserved[-15:], (until_s, self.word(fetch.reference))]
         while len(self._unavailable) > 256:
             del self._unavailable[next(iter(self._unavailable))]
 
@@ -297,7 +305,7 @@ class Adoption:
             return state.digest in self._refused
         words = [who for until_s, who in self._disbelieved if until_s > known.now_s]
         if words and known.descent.is_certified(state):
-            word = self._word(state)
+            word = self.word(state)
             if word and any(word <= who for who in words):
                 return True
         for certificate in book.chain(state.module, state.digest):

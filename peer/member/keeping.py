@@ -31,7 +31,7 @@ PASSED_OVER_PERIODS = 8
 # States that others offered and that are looked into at the same time.
 GREATEST_OFFERS = 64
 # A state on its way here for so long makes room for another one that is offered.
-SLOW_FETCH_S = 15.0
+SLOW_FETCH_S = 45.0
 # Between two looks whether others hold enough copies of what this peer need not keep.
 DROP_EVERY_S = 60.0
 # Peers that a leaving peer offers each state to.
@@ -255,10 +255,7 @@ class Keeping:
         if state.module not in self._fetching:
             return True
         other, since_s = self._fetching[state.module]
-        if other.digest == state.digest:
-            return False
-        is_slow = self._known.now_s - since_s > SLOW_FETCH_S
-        return is_slow or self._known.descent.wins(state, other)
+        return other.digest != state.digest and self._known.now_s - since_s > SLOW_FETCH_S
 
     def on_chain(self) -> None:
         """Certificates came: an offer may be waiting for them."""
