@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import Contribution, canonical_table
 
-from .certificates import Certificate, CommitStatement
+from .certificates import STEPS_PER_ROUND, Certificate, CommitStatement
 from .identity import (
     SIGNATURE_BYTES,
     is_signed,
@@ -56,7 +56,8 @@ def verify_certificate(
     what = f"version {statement.version} of {statement.module}"
     if not (_is_count(statement.version) and statement.version > 0):
         raise RecordError(f"{statement.module} cannot have the version {statement.version!r}")
-    if not (_is_count(statement.round_index) and statement.version <= statement.round_index + 1):
+    is_round = _is_count(statement.round_index)
+    if not (is_round and statement.version <= STEPS_PER_ROUND * (statement.round_index + 1)):
         raise RecordError(f"{what} cannot be of the round {statement.round_index!r}")
     if not (_DIGEST.fullmatch(statement.digest) and _DIGEST.fullmatch(statement.parent)):
         raise RecordError(f"{what} names no digests")

@@ -24,6 +24,8 @@ KEPT_PER_MODULE = 128
 KEPT_ROWS_PER_MODULE = 2**14
 # The longest chain that is followed and sent.
 LONGEST_CHAIN = 64
+# Steps of one module: that at the boundary, and one that whoever leaves takes alone before it.
+STEPS_PER_ROUND = 2
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
 from .announced_bests import announced_bests
+from .certificates import STEPS_PER_ROUND
 from .coverage import Scope
 from .records import (
     Claim,
@@ -317,7 +318,7 @@ def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: flo
 def _is_plausible(state: StateReference, plan: RunPlan, grid: Grid, rounds: int) -> bool:
     if state.version == 0:
         return state.tokens == 0
-    if state.version > rounds or state.last_round >= rounds:
+    if state.version > STEPS_PER_ROUND * rounds or state.last_round >= rounds:
         return False
     paths = len(grid.paths_of_module(state.module))
     if plan.rounds.inner_steps:

@@ -80,7 +80,7 @@ def test_forged_and_swapped_signatures_are_refused() -> None:
         ({"version": 0}, "the version 0"),
         ({"version": True}, "the version True"),
         ({"version": 2**60}, "the version"),
-        ({"version": 5}, "of the round 3"),
+        ({"version": 9}, "of the round 3"),
         ({"round_index": -1}, "of the round -1"),
         ({"round_index": 2.0}, "of the round 2.0"),
         ({"parent": "genesis"}, "no digests"),

@@ -22,6 +22,7 @@ from support.certificates import (
     key,
     peer,
     reference,
+    statement,
     table,
 )
 
@@ -152,6 +153,19 @@ def test_the_chain_of_a_foreign_state_comes_in_few_answers(tmp_path: Path, lengt
     assert len(line.asked) == (1 if length <= 4 else 2)
     assert list(asking.fetch_chain(reference(chain[-1]), (peer(1),))) == newest
     assert len(line.asked) == (1 if length <= 4 else 2), "what is known is not asked for"
+
+
+def test_a_round_can_have_a_step_of_who_left_before_its_end_and_another_one(
+    tmp_path: Path,
+) -> None:
+    line = Line()
+    early = certificate(1, (1,))
+    said = dataclasses.replace(statement(2, (1, 2)), round_index=early.statement.round_index)
+    both = {peer(n): sign_statement(said, key(n)).signatures[peer(n)] for n in (1, 2)}
+    chain = [early, Certificate(said, both)]
+    knowing(line, 1, tmp_path, chain)
+    asking = line.certifier(5, tmp_path)
+    assert list(asking.fetch_chain(reference(chain[-1]), (peer(1),))) == chain[::-1]
 
 
 def test_only_what_is_missing_of_a_chain_is_asked_for(tmp_path: Path) -> None:

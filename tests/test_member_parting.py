@@ -133,6 +133,19 @@ def test_who_comes_back_in_the_same_round_does_not_take_the_step_twice() -> None
     assert len(of(a.TakeSnapshot, back.at(boundary_s(5)))) == 1
 
 
+def test_one_step_a_round_is_taken_before_its_time() -> None:
+    """A state of more versions than two a round is not believed by anybody."""
+    first = trainer()
+    wants_to_leave(first, boundary_s(4) - 0.4 * ROUND_S)
+    states = [first.stepped(module, [ME], r) for module, r in ((MODULE, 4), (LAST, 3))]
+    second = LoneMember(family=first.family)
+    second.now_s = first.now_s
+    second.begin(*states)
+    second.look()
+    actions = wants_to_leave(second, boundary_s(4) - 0.2 * ROUND_S)
+    assert [copied.module for copied in of(a.TakeSnapshot, actions)] == [LAST]
+
+
 def test_who_takes_the_path_over_in_the_same_round_takes_the_step() -> None:
     peer = trainer()
     wants_to_leave(peer, boundary_s(4) - 0.4 * ROUND_S)

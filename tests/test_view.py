@@ -167,6 +167,7 @@ def test_claimants_are_ordered_by_age_and_leaving_ones_are_none(plan: RunPlan, g
         ({}, True),
         ({"version": 0, "tokens": 0, "round": 0}, True),
         ({"version": 0, "tokens": 1}, False),
+        ({"version": 10}, True),
         ({"version": 50}, False),
         ({"round": 50}, False),
         ({"tokens": 2**52}, False),

@@ -53,7 +53,7 @@ class Parting:
             level = known.grid.level_of(module)
             if level not in outer.running and level not in self._done and self._is_alone(module):
                 self._done.add(level)
-                if self._is_worth_a_step(level):
+                if self._is_worth_a_step(module, level):
                     outer.start(position.take_early(level, known.now_s))
         for boundary in position.due(known.now_s, step_s):
             if self._is_in_time(boundary.level, boundary.time_s):
@@ -68,11 +68,14 @@ class Parting:
     def _is_alone(self, module: str) -> bool:
         return not possible_peers(self._known, module) - {self._known.me}
 
-    def _is_worth_a_step(self, level: str) -> bool:
-        assert isinstance(self._position, ClockPosition)
+    def _is_worth_a_step(self, module: str, level: str) -> bool:
+        """Tell whether there is enough to commit, and nobody has done so in this round before."""
+        position, now_s = self._position, self._known.now_s
+        assert isinstance(position, ClockPosition)
         duration_s = self._known.plan.rounds.duration_s
-        before_s = self._position.next_s(level) - duration_s
-        return self._known.now_s - before_s >= LEAST_SHARE * duration_s
+        passed_s = now_s - (position.next_s(level) - duration_s)
+        is_first = self._known.anchors[module].last_round < position.next_round_index(level)
+        return is_first and passed_s >= LEAST_SHARE * duration_s
 
     def _is_in_time(self, level: str, boundary_s: float) -> bool:
         """Tell whether a round that begins at a boundary will have ended when time is over."""

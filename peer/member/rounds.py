@@ -213,6 +213,10 @@ class ClockPosition(RoundPosition):
         """Return when the next boundary of a level comes."""
         return self._next[level].time_s
 
+    def next_round_index(self, level: str) -> int:
+        """Return the round that the next boundary of a level ends."""
+        return self._next[level].round_index
+
     def take_early(self, level: str, now_s: float) -> Boundary:
         """Return the next boundary of a level as if it came now; it does not come again."""
         boundary = self._next[level]
