@@ -2,8 +2,8 @@
 # make test    everything that CI runs: lint, types, tests
 # make setup   a virtual environment with everything; the other targets call it
 
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null \
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ QUICK ?=
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "error: Python 3.10, 3.11 or 3.12 is needed; install one or give PYTHON=..."; exit 3; }
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install one or give PYTHON=..."; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import Any
 
-from common import Report, build_parser, ratio, shown
+from parts.common import Report, build_parser, ratio, shown
 
 
 def parser() -> argparse.ArgumentParser:

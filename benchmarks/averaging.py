@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from common import HERE, Report, build_parser, ratio
+from parts.common import HERE, Report, build_parser, ratio
 from support.host_process import HostProcess
 
 KINDS = {"exact": "exact averager", "stock": "Hivemind's averager"}

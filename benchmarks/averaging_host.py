@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-import common  # noqa: F401  It makes the helpers of the tests importable.
 import torch
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import AveragingRule, Contribution
@@ -20,6 +19,7 @@ from dipaco.peer.averaging.group import averager_prefix
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Float16Compression, NoCompression
+from parts import common  # noqa: F401  It makes the helpers of the tests importable.
 from support.host_process import ANCHOR, digest, loopback_dht, outer_gradient
 
 PART_BYTES = 2**19

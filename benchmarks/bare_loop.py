@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import build_parser
 from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
+from parts.common import build_parser
 
 
 def options() -> argparse.Namespace:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common import Report, build_parser, scratch_folder
+from parts.common import Report, build_parser, scratch_folder
 from support.swarm import Member, Swarm
 from support.tiny_run import make_tiny_run
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, build_parser, ratio, scratch_folder
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import ModelConfig, OuterConfig
 from dipaco.modules.grid import Grid
@@ -33,8 +32,9 @@ from dipaco.modules.outer import (
     outer_step,
 )
 from dipaco.modules.state import ModuleState
+from parts.common import Report, build_parser, ratio, scratch_folder
+from parts.synthetic_run import make_synthetic_run
 from support.swarm import Event, Member, Swarm
-from synthetic_run import make_synthetic_run
 
 # Four blocks of 5.0 M parameters in a module, and an embedding of 0.2 M in the first.
 MODEL = {

@@ -45,7 +45,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from churn_counts import (
+from dipaco.modules.compose import load_path
+from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.state import read_state
+from dipaco.modules.transformer import PathModel
+from parts.churn_counts import (
     QUIET_ROUNDS,
     Counts,
     Ending,
@@ -55,11 +59,7 @@ from churn_counts import (
     last_states,
     schedule,
 )
-from common import Report, build_parser, process_tree, ratio, scratch_folder
-from dipaco.modules.compose import load_path
-from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.state import read_state
-from dipaco.modules.transformer import PathModel
+from parts.common import Report, build_parser, process_tree, ratio, scratch_folder
 from support.swarm import Event, Member, Swarm
 from support.tiny_run import make_tiny_run
 

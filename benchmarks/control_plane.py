@@ -25,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common import Report, build_parser, ratio, scratch_folder
 from dipaco.dht import directory
 from dipaco.dht.coverage import scope_of, whole_scope
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
@@ -40,6 +39,7 @@ from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from hivemind.dht.protocol import DHTProtocol
+from parts.common import Report, build_parser, ratio, scratch_folder
 from support.dht_pair import TestNode, start_node
 from support.fake_swarm import FakeExchange
 from support.make_plan import make_plan

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import HERE, Report, build_parser, scratch_folder
 from dipaco.inference.sources import DiskSource, StateSource, assemble_path
 from dipaco.modules.transformer import PathModel, target_mask, token_losses
 from dipaco.routing.corpus import CorpusConfig, iterate_documents
 from dipaco.routing.token_files import scoring_windows
+from parts.common import HERE, Report, build_parser, scratch_folder
 
 BIN = Path(sys.executable).parent
 EXAMPLE = HERE.parent / "examples" / "tiny"

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
+from parts.common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
+from parts.synthetic_run import make_synthetic_run
 from support.swarm import Member, Swarm
-from synthetic_run import make_synthetic_run
 
 PATH_150M = ModelConfig(
     vocabulary_size=32_000, block_count=12, hidden_size=896, head_count=16, sequence_length=1024

@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import (
+from dipaco.modules.grid import Grid
+from parts.common import (
     HERE,
     ProcessMemory,
     Report,
@@ -28,7 +29,6 @@ from common import (
     ratio,
     scratch_folder,
 )
-from dipaco.modules.grid import Grid
 from support.swarm import Swarm
 from support.tiny_run import make_tiny_run
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HERE, Report, build_parser, process_tree, scratch_folder
 from dipaco.modules.blobs import BlobStore
 from dipaco.routing.run_folder import RunFolder
-from varied_corpus import VariedCorpus, write_varied_corpus
+from parts.common import HERE, Report, build_parser, process_tree, scratch_folder
+from parts.varied_corpus import VariedCorpus, write_varied_corpus
 
 TINY_CORPUS = HERE.parent / "examples" / "tiny" / "data" / "train-00000.jsonl.gz"
 SAMPLE_PERIOD_S = 0.5

@@ -19,7 +19,6 @@ import sys
 from typing import Any
 from unittest import mock
 
-from common import Report, build_parser
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate, CommitStatement
@@ -33,6 +32,7 @@ from dipaco.peer.averaging.topology import Topology
 from dipaco.peer.member import reception
 from dipaco.peer.member.calls import Group, Message
 from dipaco.peer.member.meeting import Meeting
+from parts.common import Report, build_parser
 from support.meeting_net import Faults, MeetingNet
 from support.reduce_traffic import reduce_traffic
 

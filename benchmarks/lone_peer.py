@@ -27,7 +27,10 @@ import sys
 import time
 from typing import Any
 
-from common import (
+from dipaco.modules.config import ModelConfig, RoundsConfig
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+from parts.common import (
     Report,
     alternate,
     build_parser,
@@ -37,11 +40,8 @@ from common import (
     thread_cpu_s,
     tree_cpu_s,
 )
-from dipaco.modules.config import ModelConfig, RoundsConfig
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
+from parts.synthetic_run import make_synthetic_run
 from support.swarm import Event, Member, Swarm
-from synthetic_run import make_synthetic_run
 
 MODEL = ModelConfig(
     vocabulary_size=2048,

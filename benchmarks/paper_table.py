@@ -28,8 +28,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from paper_table_cells import CELLS, CELLS_BY_NAME, SHAPES, Cell, Size, training_flops
-from paper_table_report import write_report
+from parts.paper_table_cells import CELLS, CELLS_BY_NAME, SHAPES, Cell, Size, training_flops
+from parts.paper_table_report import write_report
 
 HERE = Path(__file__).resolve().parent
 _IMPORTS = ("paper_table_runs", "paper_table_training", "paper_table_scores", "torch._dynamo")

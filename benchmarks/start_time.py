@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
+from parts.common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
 from support.swarm import Member, Swarm
 from support.tiny_run import make_tiny_run
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import CORPUS_TOML
+from parts.common import CORPUS_TOML
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -18,11 +18,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import Report, build_parser
 from dipaco.simulator.swarm.history import Result, run_history
 from dipaco.simulator.swarm.invariants import INVARIANTS
 from dipaco.simulator.swarm.scenario import PROFILES
 from dipaco.simulator.swarm.trace import Trace
+from parts.common import Report, build_parser
 
 # Seeds that a process lives through before it reports.
 CHUNK = 25

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import Report, build_parser
 from dipaco.peer.member.actions import Commit
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import real_member
@@ -33,6 +32,7 @@ from dipaco.simulator.swarm.scenario import small_plan
 from dipaco.simulator.swarm.trace import Trace
 from dipaco.simulator.swarm.work import SimulatedState, contents_by_peer, counts_of
 from dipaco.simulator.swarm.world import START_S, Body, World
+from parts.common import Report, build_parser
 
 VIEWS = "views"
 # Newcomers for each bootstrap node; these keep copies, serve shards and stay.

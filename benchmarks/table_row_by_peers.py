@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, build_parser
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
 from dipaco.peer.client import ReadOnlyClient
 from dipaco.routing.run_folder import RunFolder
-from paper_table_cells import CELLS_BY_NAME, Cell, Size
-from paper_table_runs import Runs
-from paper_table_scores import HeldOut, load_states, score_routed
+from parts.common import Report, build_parser
+from parts.paper_table_cells import CELLS_BY_NAME, Cell, Size
+from parts.paper_table_runs import Runs
+from parts.paper_table_scores import HeldOut, load_states, score_routed
 from support.swarm import Swarm
 
 

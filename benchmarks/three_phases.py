@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import CORPUS_TOML, HERE, scratch_folder
 from dipaco.routing.run_folder import RunFolder
+from parts.common import CORPUS_TOML, HERE, scratch_folder
+from parts.three_phases_report import Outcome, Phase, report_of
 from support.faults import processes_of
 from support.swarm import Event, Member, Swarm, command
-from three_phases_report import Outcome, Phase, report_of
 
 PEERS = 4
 START_S = 240.0

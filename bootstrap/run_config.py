@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +25,6 @@ from dipaco.routing.token_files import window_stride
 from pydantic import Field, model_validator
 
 from .import_base import ImportedBase
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class TokenizerConfig(Config):

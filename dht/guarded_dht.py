@@ -472,7 +472,7 @@ class GuardedDHT(DHT):
             try:
                 await asyncio.wait_for(self._node.p2p._client.identify(), PING_LIMIT_S)
                 silent = 0
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 silent += 1
             except Exception as error:
                 logger.debug("p2pd did not say who it is: %r", error)

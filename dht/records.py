@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.errors import DipacoError
@@ -27,7 +27,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from typing_extensions import Self
 
 from .identity import PUBLIC_KEY_BYTES, peer_id_of_public_key
 from .manifest import MAX_MANIFEST_BYTES

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
-from typing_extensions import Self
 
 from .best_parameters import CheckedBestParameters
 from .document_windows import TokenDocument, shard_documents

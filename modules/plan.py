@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from typing_extensions import Self
 
 from .config import (
     AveragingConfig,

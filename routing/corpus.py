@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dipaco.modules.config import Config
 from dipaco.modules.errors import CorpusError, nearest_name
 from dipaco.modules.files import atomic_write, canonical_json
 from pydantic import Field, field_validator, model_validator
-from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 

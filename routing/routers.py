@@ -4,13 +4,13 @@ added to `ROUTER_KINDS`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from dipaco.modules.canonical_file import read_arrays
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.transformer import PathModel
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from .discriminative import DiscriminativeRouter
 from .document_routing import prefix_features

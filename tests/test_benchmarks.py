@@ -19,12 +19,12 @@ NAMES = sorted(
 )
 
 sys.path.insert(0, str(FOLDER))
-import common  # noqa: E402
 import gpu_path  # noqa: E402
 import idle_memory  # noqa: E402
 import lone_peer  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
-from synthetic_run import make_synthetic_run  # noqa: E402
+from parts import common  # noqa: E402
+from parts.synthetic_run import make_synthetic_run  # noqa: E402
 
 # Prints what each of the scripts named in the arguments says to --help: one process, because
 # importing PyTorch and Hivemind takes seconds.

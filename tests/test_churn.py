@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from churn_counts import (
+from dipaco.routing.run_folder import RunFolder
+from parts.churn_counts import (
     QUIET_ROUNDS,
     Counts,
     Ending,
@@ -16,7 +17,6 @@ from churn_counts import (
     count,
     schedule,
 )
-from dipaco.routing.run_folder import RunFolder
 from support.swarm import LIMIT_S, Swarm
 
 STEP = 10

@@ -104,10 +104,10 @@ def test_the_check_finds_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def _module(file: Path) -> str:
-    """Return the name by which a file is imported; those of benchmarks/ have no package."""
+    """Return the name by which a file is imported; benchmarks/ itself is no package."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     if parts[0] == "benchmarks":
-        return parts[-1]
+        return ".".join(parts[1:]).removesuffix(".__init__")
     return ".".join(("dipaco", *parts)).removesuffix(".__init__")
 
 

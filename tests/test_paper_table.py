@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import paper_table_cells as cells  # noqa: E402
-import paper_table_report as report  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
 from dipaco.modules.grid import parameter_shapes  # noqa: E402
+from parts import paper_table_cells as cells  # noqa: E402
+from parts import paper_table_report as report  # noqa: E402
 
 SIZE = cells.Size(steps=80, round_steps=8, base_steps=160)
 

@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import large_corpus
-import varied_corpus
-from varied_corpus import varied_text, write_varied_corpus
+from parts import varied_corpus
+from parts.varied_corpus import varied_text, write_varied_corpus
 
 TEXTS = [
     f"Das ist Text {number}. Er hat drei Sätze, und Wort{number} ist sein eigenes! Ende?\n"

@@ -182,7 +182,7 @@ class AveragingService(ServicerBase):
         announced.set_result(runner)
         try:
             await asyncio.wait_for(runner.run(), max(0.0, end_s - time.time()))
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
 
     async def rpc_aggregate_part(

@@ -86,7 +86,7 @@ class LoopThread:
             return future.result(0)
         except concurrent.futures.CancelledError:
             raise NetworkError(f"the {self._name} was stopped") from None
-        except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+        except (TimeoutError, concurrent.futures.TimeoutError):
             raise NetworkError(
                 f"the {self._name} did not answer within {timeout_s:.0f} s"
             ) from None

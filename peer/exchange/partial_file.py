@@ -7,10 +7,10 @@ import fcntl
 import os
 import threading
 from pathlib import Path
+from typing import Self
 
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.files import storage_errors
-from typing_extensions import Self
 
 
 class PartialFile:

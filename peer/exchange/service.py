@@ -227,7 +227,7 @@ class ExchangeService(ServicerBase):
         except MessageError as error:
             self._complain(peer, "a FetchRequest", error)
             writer.close()
-        except (OSError, EOFError, RuntimeError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, EOFError, RuntimeError) as error:
             logger.debug("upload to %s ended: %r", peer, error)
             writer.transport.abort()
         except asyncio.CancelledError:

@@ -210,7 +210,7 @@ class _Download:
         try:
             left_s = max(0.1, self._deadline - time.monotonic())
             await asyncio.wait_for(self._slots.acquire(), left_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             what = f"{self._sha256[:12]}: other downloads took all the time"
             raise NetworkError(what) from None
 
@@ -316,7 +316,7 @@ class _Download:
             block = bytearray()
             try:
                 await asyncio.wait_for(_fill(block, stream, wanted), min(limit_s, left_s))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 if is_hurried and limit_s < left_s:
                     raise _TooSlow("it sent too slowly") from None
                 raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  It makes the helpers of the tests importable.
 import numpy as np
 import safetensors.torch
 from dipaco.modules.config import (
@@ -32,6 +31,8 @@ from support.tiny_run import (
     tiny_shard,
     tiny_tokenizer_bytes,
 )
+
+from parts import common  # noqa: F401  It makes the helpers of the tests importable.
 
 FIRST_ORDINARY_TOKEN = 4
 

@@ -18,7 +18,8 @@ from dipaco.simulator.checkpoint import CheckpointFolder, link_run
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
-from paper_table_cells import Cell, Size
+
+from parts.paper_table_cells import Cell, Size
 
 Say = Callable[[str], None]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CORPUS_TOML
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
@@ -21,7 +20,9 @@ from dipaco.modules.config import GridConfig
 from dipaco.modules.files import atomic_write
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
-from paper_table_cells import LEARNING_RATES, PRIVATE_BLOCKS, SHAPES, Cell, Size
+
+from parts.common import CORPUS_TOML
+from parts.paper_table_cells import LEARNING_RATES, PRIVATE_BLOCKS, SHAPES, Cell, Size
 
 RUN_TOML = (
     'name = "paper-table"\n'

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import Report
+from parts.common import Report
 
 COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end", "best")
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 # The processes of a swarm are started as the tests start them.
 sys.path.insert(0, str(HERE.parent / "tests"))
 # What every RUN.toml on the corpus says of it, for `str.format` with its folder.

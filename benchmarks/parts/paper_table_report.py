@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paper_table_cells import CELLS, Size
+
+from parts.paper_table_cells import CELLS, Size
 
 Figures = Mapping[str, Any]
 

@@ -25,8 +25,9 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.token_files import even_sample, scoring_windows, token_dtype
-from paper_table_cells import REROUTE_WINDOWS, Size
-from paper_table_training import DENSE_FILE
+
+from parts.paper_table_cells import REROUTE_WINDOWS, Size
+from parts.paper_table_training import DENSE_FILE
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,1 @@
+"""What several benchmarks share, or one is too long without."""
