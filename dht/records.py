@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from dipaco.modules.best_parameters import BestReference
+from dipaco.modules.config import RoundsConfig
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import PROTOCOL_VERSION
@@ -44,9 +45,14 @@ DAY_S = 86_400.0
 LIFE_PERIODS = 3.5
 
 
-def refresh_period_s(duration_s: float) -> float:
-    """Return how often records are renewed and read: four times a round, 1 to 600 seconds."""
-    return min(600.0, max(1.0, duration_s / 4))
+def refresh_period_s(rounds: RoundsConfig) -> float:
+    """Return how often records are renewed and read: four times a round, 1 to 600 seconds.
+
+    Rounds of fixed steps end when everybody is done, and their duration is only a limit: there a
+    peer that has gone must be missed sooner.
+    """
+    longest_s = 20.0 if rounds.inner_steps else 600.0
+    return min(longest_s, max(1.0, rounds.duration_s / 4))
 
 
 def record_life_s(period_s: float) -> float:

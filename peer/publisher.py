@@ -151,7 +151,7 @@ class Publisher:
         self._listeners: list[Callable[[SwarmView], None]] = []
         self._exchange = exchange
         self._background = background
-        self.period_s = refresh_period_s(plan.rounds.duration_s)
+        self.period_s = refresh_period_s(plan.rounds)
         self._buckets = bucket_count(grid.path_count)
         self._scope = scope_of((), (home_bucket(me, None, self._buckets),), grid)
         self._further: set[int] = set()

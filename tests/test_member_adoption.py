@@ -109,7 +109,7 @@ def test_counts_that_nobody_signed_move_nothing() -> None:
     assert peer.of(a.FetchState) == []
     # It is asked for again, but not at every look.
     assert len(peer.of(a.FetchChain)) == 1
-    peer.now_s += CHAIN_RETRY_PERIODS * refresh_period_s(ROUND_S) + 0.1
+    peer.now_s += CHAIN_RETRY_PERIODS * refresh_period_s(peer.plan.rounds) + 0.1
     peer.look()
     assert len(peer.of(a.FetchChain)) == 2
 
@@ -304,7 +304,7 @@ def test_a_state_that_nobody_serves_is_left_alone_for_a_while() -> None:
     peer.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers"))
     peer.look()
     assert len(peer.of(a.FetchState)) == 1
-    peer.now_s += RETRY_PERIODS * refresh_period_s(ROUND_S)
+    peer.now_s += RETRY_PERIODS * refresh_period_s(peer.plan.rounds)
     peer.look()
     assert len(peer.of(a.FetchState)) == 2
 

@@ -26,7 +26,7 @@ from support.lone_member import ME, LoneMember, claim, grid_of, of, record, smal
 
 MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
 COPIES = 3
-PERIOD_S = refresh_period_s(ROUND_S)
+PERIOD_S = refresh_period_s(small_plan().rounds)
 
 
 class Trainer(LoneMember):

@@ -220,7 +220,7 @@ def test_who_is_missing_from_one_view_and_does_not_answer_holds_nobody_up() -> N
 
 def test_who_was_in_no_view_for_a_while_is_not_called() -> None:
     peer = group("Pa")
-    peer.now_s += SIGHT_PERIODS * refresh_period_s(ROUND_S)
+    peer.now_s += SIGHT_PERIODS * refresh_period_s(peer.plan.rounds)
     unseen(peer)
     peer.at(boundary_s(4) - 1.0)
     peer.done.clear()

@@ -38,8 +38,10 @@ from dipaco.dht.records import (
     parse_subkey,
     record_key,
     record_subkey,
+    refresh_period_s,
 )
 from dipaco.dht.repetition import Complaints
+from dipaco.modules.config import RoundsConfig
 from dipaco.modules.plan import PROTOCOL_VERSION
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
@@ -482,3 +484,14 @@ def test_hivemind_takes_the_validators(me: Identity, other: Identity) -> None:
     made = dataclasses.replace(record, value=ours.sign_value(record))
     assert theirs.validate(made)
     assert theirs.strip_value(made) == record.value
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "inner_steps", "period_s"),
+    [(2.0, 0, 1.0), (60.0, 0, 15.0), (300.0, 0, 75.0), (1e5, 0, 600.0), (1e5, 88, 20.0)],
+)
+def test_records_are_renewed_by_the_round(
+    duration_s: float, inner_steps: int, period_s: float
+) -> None:
+    rounds = RoundsConfig(duration_s=duration_s, inner_steps=inner_steps)
+    assert refresh_period_s(rounds) == period_s

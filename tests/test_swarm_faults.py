@@ -176,7 +176,7 @@ def _only_trainer_killed(world: Accidents) -> None:
         time.sleep(0.1)
     # The claim has to expire first, and to be missed in the next view; then within two rounds.
     taker, begins = taken[0]
-    period_s = refresh_period_s(DURATION_S)
+    period_s = refresh_period_s(world.swarm.run.plan().rounds)
     missed_s = killed_s + LIFE_PERIODS * period_s + 2 + period_s
     ended = [e for e in taker.of("round") if missed_s < e["time_s"] < begins["time_s"]]
     assert len(ended) <= 2, (ended, world.swarm.outputs())

@@ -197,7 +197,7 @@ class Adoption:
         del self._fetching[module]
         if fetch.is_rival:
             return
-        period_s = refresh_period_s(known.plan.rounds.duration_s)
+        period_s = refresh_period_s(known.plan.rounds)
         until_s = known.now_s + RETRY_PERIODS * period_s
         self._unavailable[digest] = until_s
         self._unserved = [*self._unserved[-15:], (until_s, self.word(fetch.reference))]

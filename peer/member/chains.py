@@ -81,7 +81,7 @@ class Chains:
         if state.digest not in self._asked_s:
             return float("-inf")
         periods = RETRY_PERIODS * 2 ** min(10, max(0, self._in_vain[state.digest] - 1))
-        period_s = refresh_period_s(self._known.plan.rounds.duration_s)
+        period_s = refresh_period_s(self._known.plan.rounds)
         return self._asked_s[state.digest] + min(periods, GREATEST_RETRY_PERIODS) * period_s
 
     def _is_unknown(self, state: StateReference, own: StateReference | None) -> bool:
@@ -95,7 +95,7 @@ class Chains:
     def _see(self, state: StateReference, own: StateReference | None) -> bool:
         """Call those who made a state without this peer; returns whether that is waited for."""
         known = self._known
-        again_s = CALL_AGAIN_PERIODS * refresh_period_s(known.plan.rounds.duration_s)
+        again_s = CALL_AGAIN_PERIODS * refresh_period_s(known.plan.rounds)
         unseen = self._unseen(state, own)
         called = [
             peer

@@ -104,7 +104,7 @@ def out_of_sight(known: Knowledge, module: str) -> frozenset[str]:
     if known.schedule.fixed_steps:
         return frozenset()
     anchor = known.anchors[module]
-    since_s = known.now_s - SIGHT_PERIODS * refresh_period_s(known.plan.rounds.duration_s)
+    since_s = known.now_s - SIGHT_PERIODS * refresh_period_s(known.plan.rounds)
     recent = known.book.recent_contributors(
         module, anchor.digest, anchor.last_round + 1 - RECENT_ROUNDS
     )

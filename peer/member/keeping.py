@@ -25,8 +25,9 @@ from .knowledge import Knowledge
 # copies: views differ a little, and some of those before may be gone.
 GREATEST_PLACE = 4
 OFFER_LIMIT_S = 60.0
-# Who did not take an offer is passed over for so many refresh periods at most: for one at first,
-# since it may have been busy, then for twice as long each time.
+# Who did not take an offer is passed over for a refresh period, since it may have been busy, but
+# not for longer than this at first; then for twice as long each time, up to so many periods.
+FIRST_PASSED_OVER_S = 20.0
 PASSED_OVER_PERIODS = 8
 # States that others offered and that are looked into at the same time.
 GREATEST_OFFERS = 64
@@ -187,8 +188,9 @@ class Keeping:
             care.refusals.pop(event.peer, None)
         elif not event.is_kept:
             refusals = care.refusals[event.peer] = care.refusals.get(event.peer, 0) + 1
-            periods = min(PASSED_OVER_PERIODS, 2 ** (min(refusals, 16) - 1))
-            wait_s = periods * refresh_period_s(known.plan.rounds.duration_s)
+            period_s = refresh_period_s(known.plan.rounds)
+            wait_s = min(FIRST_PASSED_OVER_S, period_s) * 2 ** (min(refusals, 16) - 1)
+            wait_s = min(wait_s, PASSED_OVER_PERIODS * period_s)
             care.passed_over[event.peer] = known.now_s + wait_s
         if self._handing_over is not None:
             waiting = self._handing_over.get(event.module)

@@ -242,7 +242,7 @@ class Knowledge:
         }
         for module in self.anchors:
             stale |= possible_group(view, self.grid, module)
-        since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds.duration_s)
+        since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds)
         peers = self.doubts.to_call(view, stale, since_s)
         if peers:
             self.do(Call(peers))

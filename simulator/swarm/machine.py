@@ -234,7 +234,7 @@ class Machine(Body):
     @property
     def refresh_period_s(self) -> float:
         """How often records are renewed: as `peer.publisher` does."""
-        return refresh_period_s(self.world.plan.rounds.duration_s)
+        return refresh_period_s(self.world.plan.rounds)
 
     def _refresh(self) -> None:
         """Publish and read, once a refresh period."""

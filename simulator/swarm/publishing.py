@@ -103,7 +103,7 @@ class Publishing:
     def publish(self) -> None:
         """Write all records that say something new or have grown old."""
         machine, world = self._machine, self._world
-        life_s = record_life_s(refresh_period_s(world.plan.rounds.duration_s))
+        life_s = record_life_s(refresh_period_s(world.plan.rounds))
         standing = self._standing
         state, path = standing[:2]
         keys = {f"peers/{home_bucket(machine.peer, path, self._buckets)}": standing}
