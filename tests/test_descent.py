@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from dipaco.dht.certificates import LONGEST_CHAIN
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.descent import Descent
 from hypothesis import given
@@ -190,3 +191,22 @@ def test_no_chain_gives_way_to_one_with_fewer_contributors_since_the_fork(seed: 
     counts = [len(family.book.contributors_since(s.module, s.digest, base.digest)) for s in sides]
     if counts[0] < counts[1]:
         assert not Descent(family.book).wins(sides[0], sides[1])
+
+
+@pytest.mark.parametrize("more", [LONGEST_CHAIN - 4, LONGEST_CHAIN, LONGEST_CHAIN + 40])
+def test_an_old_copy_never_wins_over_what_descends_from_it(family: Family, more: int) -> None:
+    """Of a long chain the beginning is forgotten, and with it that one descends from the other."""
+    old = family.commits(genesis(), range(4), "AB")
+    new = family.commits(old, range(4, 4 + more), "A")
+    descent = Descent(family.book)
+    assert descent.wins(new, old)
+    assert not descent.wins(old, new)
+
+
+def test_an_old_copy_is_left_behind_by_the_honest_alone(family: Family) -> None:
+    honest = {"A", "B"}
+    descent = Descent(family.book, lambda contributors: len(honest.intersection(contributors)))
+    old = family.commits(genesis(), range(4), "AB")
+    distant = StateReference(old.module, 99, "e" * 64, 1, 98, 1)
+    invented = family.commits(distant, range(99, 104), "XYZ")
+    assert not descent.wins(invented, old)

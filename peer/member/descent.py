@@ -101,8 +101,35 @@ class Descent:
             side += self._side(digest, children.get(digest, ()), known, children)
             sides.append(side)
         if len(sides) > 1:
-            sides.sort(key=lambda side: self._merit(side[-1], fork))
+            merits = {side[-1].digest: self._merit(side[-1], fork) for side in sides}
+            left = set() if fork is not None else self._left_behind(sides, merits)
+            sides.sort(key=lambda s: (s[-1].digest not in left, merits[s[-1].digest]))
         return list(itertools.chain.from_iterable(sides))
+
+    def _left_behind(
+        self,
+        sides: Collection[list[StateReference]],
+        merits: Mapping[str, tuple[int, int, int]],
+    ) -> set[str]:
+        """Return the best state of each side that ends before what is known of another begins.
+
+        Of a long chain only the newest certificates are known, so an old copy seems to stand
+        beside its own descendants, with as many contributors. A side that weighs something is
+        left behind by one that does too, whatever invented identities have signed.
+        """
+        begins = {}
+        for side in sides:
+            chains = [self.book.chain(state.module, state.digest) for state in side]
+            begins[side[-1].digest] = min(chain[-1].statement.version - 1 for chain in chains)
+        left = set()
+        for side in sides:
+            newest, best = max(state.version for state in side), side[-1].digest
+            if any(
+                begin > newest and (merits[other][0] > 0 or merits[best][0] == 0)
+                for other, begin in begins.items()
+            ):
+                left.add(best)
+        return left
 
     def _merit(self, state: StateReference, ancestor: str | None) -> tuple[int, int, int]:
         """Return what orders chains that part at `ancestor`."""
