@@ -201,7 +201,14 @@ class Publisher:
         self._scope = scope
 
     def announce(self) -> None:
-        """Publish soon: something changed."""
+        """Publish soon: something changed.
+
+        With fixed steps a round may take a fraction of a second, and who is in which round is read
+        again with every change: a view that is rounds old tells nobody whom to wait for.
+        """
+        if self._schedule.fixed_steps:
+            with self._refreshed:
+                self._wants_to_read = True
         self._changed.set()
 
     def look_often(self) -> None:

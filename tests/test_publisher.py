@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from dipaco.dht.coverage import scope_of
 from dipaco.dht.records import ProgressEntry
 from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
-from dipaco.modules.config import GridConfig
+from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
@@ -37,9 +38,15 @@ OTHER = peer_id(1)
 class Peer:
     """A publisher that runs on its own thread against a directory in memory."""
 
-    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2, 2)) -> None:
-        # Nothing is read in these tests but what they wait for: it is due every ten minutes.
-        self.plan = make_plan(duration_s=4000.0, grid=GridConfig(modules_per_level=sizes))
+    def __init__(
+        self, folder: Path, sizes: tuple[int, ...] = (2, 2), *, inner_steps: int = 0
+    ) -> None:
+        # Nothing is read in these tests but what they wait for: it is due every ten minutes, or
+        # every 20 s when rounds have fixed steps.
+        self.plan = make_plan(
+            grid=GridConfig(modules_per_level=sizes),
+            rounds=RoundsConfig(duration_s=4000.0, inner_steps=inner_steps),
+        )
         self.grid = Grid(self.plan.model, self.plan.grid)
         self.time = FakeTime()
         self.directory: Any = FakeDirectory()
@@ -205,6 +212,19 @@ def test_what_changed_is_published_without_reading(peer: Peer) -> None:
     peer.publisher.announce()
     assert published.wait(60.0)
     assert peer.directory.reads == reads
+
+
+def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path: Path) -> None:
+    peer = Peer(tmp_path, inner_steps=3)
+    for round_index in (1, 2, 3):
+        reads = peer.directory.reads
+        peer.status.round_index = round_index
+        peer.publisher.announce()
+        deadline = time.monotonic() + 15.0
+        while peer.directory.reads == reads:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    peer.publisher.stop(withdraw=False)
 
 
 def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
