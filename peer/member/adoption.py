@@ -62,7 +62,7 @@ class Adoption:
         # Whose states could not be had, or are not believed, until when: an inventor has a new one
         # each time.
         self._unserved: list[tuple[float, frozenset[str]]] = []
-        self._disbelieved: list[tuple[float, frozenset[str]]] = []
+        self._disbelieved: list[tuple[int, frozenset[str]]] = []
         self._unchecked: dict[str, set[str]] = {}
         """Modules whose anchor was taken at the beginning, and the rivals that it was better than;
         a genesis state is named by the empty digest."""
@@ -289,8 +289,8 @@ class Adoption:
         known = self._known
         self._refused[state.digest] = parted = known.descent.parted(state, instead_of)
         shown = {peer for peer in parted if known.doubts.has_shown_itself(peer)} - {known.me}
-        until_s = known.now_s + DISBELIEVED_ROUNDS * known.plan.rounds.duration_s
-        self._disbelieved = [*self._disbelieved[-15:], (until_s, frozenset(shown))]
+        until_round = known.present_round + DISBELIEVED_ROUNDS
+        self._disbelieved = [*self._disbelieved[-15:], (until_round, frozenset(shown))]
         while len(self._refused) > 256:
             del self._refused[next(iter(self._refused))]
 
@@ -303,7 +303,7 @@ class Adoption:
         known, book = self._known, self._known.book
         if state.digest in self._refused or not self._refused:
             return state.digest in self._refused
-        words = [who for until_s, who in self._disbelieved if until_s > known.now_s]
+        words = [who for until, who in self._disbelieved if until > known.present_round]
         if words and known.descent.is_certified(state):
             word = self.word(state)
             if word and any(word <= who for who in words):
