@@ -456,6 +456,11 @@ def test_nothing_of_all_this_changed_the_swarm(scene: Scene) -> None:
     assert done.returncode in (0, 1)
     assert done.stderr == ""
     shown = json.loads(done.stdout)
-    assert [path["last_round"] for path in shown["paths"]] == [None] * len(shown["paths"])
-    assert [module["version"] for module in shown["modules"]] == [0] * len(shown["modules"])
-    assert not os.listdir(scene.run.path / "states")
+    # That peer trained, too, and may have merged its work before it left.
+    grid = scene.run.grid(scene.run.plan())
+    paths = {e["path"] for m in scene.swarm.members for e in m.of("claimed")}
+    trained = {module for path in paths for module in grid.modules_of_path(path)}
+    assert len(paths) <= 1
+    assert {p["path"] for p in shown["paths"] if p["last_round"] is not None} <= paths
+    assert {m["module"] for m in shown["modules"] if m["version"]} <= trained
+    assert {state.module for state in scene.run.states.list()} <= trained

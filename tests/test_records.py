@@ -488,10 +488,10 @@ def test_hivemind_takes_the_validators(me: Identity, other: Identity) -> None:
 
 @pytest.mark.parametrize(
     ("duration_s", "inner_steps", "period_s"),
-    [(2.0, 0, 1.0), (60.0, 0, 15.0), (300.0, 0, 75.0), (1e5, 0, 600.0), (1e5, 88, 20.0)],
+    [(3.0, 0, 1.0), (60.0, 0, 15.0), (300.0, 0, 75.0), (1e5, 0, 600.0), (1e5, 88, 20.0)],
 )
 def test_records_are_renewed_by_the_round(
     duration_s: float, inner_steps: int, period_s: float
 ) -> None:
-    rounds = RoundsConfig(duration_s=duration_s, inner_steps=inner_steps)
+    rounds = RoundsConfig(duration_s=duration_s, inner_steps=inner_steps, matchmaking_s=0.5)
     assert refresh_period_s(rounds) == period_s
