@@ -27,6 +27,7 @@ from .manifest import SignedManifest, verify_manifest
 from .records import (
     KINDS,
     MANIFESTS_KEY,
+    RENEWED_AFTER,
     BlobRecord,
     ModuleRecord,
     PeerRecord,
@@ -46,8 +47,6 @@ from .view import SwarmView, view_of_records
 logger = logging.getLogger("dipaco.dht.directory")
 
 MAX_COMPLAINTS = 1024
-# A record that says what it said before is written again after this share of its life.
-RENEWED_AFTER = 1 / 6
 RecordT = TypeVar("RecordT", bound=Record)
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]

@@ -43,6 +43,9 @@ MAX_SUBKEY_BYTES = 160
 DAY_S = 86_400.0
 # A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
 LIFE_PERIODS = 3.5
+# One that says what it said before is written again after this share of its life.
+RENEWED_AFTER = 1 / 6
+PROGRESS_LIFE_S = DAY_S
 
 
 def refresh_period_s(rounds: RoundsConfig) -> float:

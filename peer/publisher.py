@@ -19,6 +19,7 @@ from dipaco.dht.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import (
     MAX_ENTRIES,
+    PROGRESS_LIFE_S,
     BlobRecord,
     HeldState,
     ModuleRecord,
@@ -44,7 +45,6 @@ from .member.rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.publisher")
 
-PROGRESS_LIFE_S = 24 * 3600.0
 MANIFEST_LIFE_S = 3600.0
 BLOB_PERIODS = 8
 # Between two looks at the neighbours' clocks.

@@ -6,58 +6,12 @@ import pytest
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.chains import refresh_period_s
-from dipaco.peer.member.culprits import EXCLUDED_ROUNDS
-from dipaco.peer.member.gathering import ISOLATED_ROUNDS, SIGHT_PERIODS
+from dipaco.peer.member.gathering import ISOLATED_ROUNDS
 from dipaco.peer.member.member import MERGE_BUDGET_S
 from dipaco.peer.member.outer import TRACING_S
-from support.family import Family, genesis
+from dipaco.peer.member.round_under_way import EXCLUDED_ROUNDS
 from support.lone_member import ME, LoneMember, claim, of, record
-
-MODULE, LAST = "L0.E0", "L1.E0"
-# Level L0 ends its rounds in the middle, L1 at their end, see `small_plan`.
-ROUND_S = 20.0
-
-
-def boundary_s(round_index: int) -> float:
-    return (round_index + 0.5) * ROUND_S
-
-
-def group(
-    *peers: str, others: str = "", rounds: int = 3, is_new: bool = False, **settings: object
-) -> LoneMember:
-    """Return a member that has committed `rounds` rounds with `peers`; `others` claim it too.
-
-    If it `is_new`, these were commits of a peer that is gone.
-
-    It stands before the boundary of L0 in round `rounds`.
-    """
-    family = Family()
-    members = ("Pz",) if is_new else (*peers, ME)
-    anchors = [family.commits(genesis(m), range(rounds), members) for m in (MODULE, LAST)]
-    made = LoneMember(family=family, **settings)
-    made.claims = [claim(peer) for peer in (*peers, *others)]
-    made.now_s += rounds * ROUND_S
-    made.begin(*(anchors if rounds else ()))
-    made.now_s = made.plan.start_s + boundary_s(rounds) - 1.0
-    made.look()
-    made.done.clear()
-    return made
-
-
-def fail(
-    peer: LoneMember,
-    attempt: int = 0,
-    members: tuple[str, ...] = (),
-    culprits: tuple[str, ...] = (),
-) -> list[a.Action]:
-    return peer.happen(e.AverageFailed(MODULE, attempt, "it broke", culprits, members))
-
-
-def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Action]:
-    found: dict[str, StateReference | None] = dict.fromkeys(alive)
-    return peer.happen(e.Answered(MODULE, {**found, **held}))
-
+from support.outer_rounds import MODULE, answers, boundary_s, fail, group
 
 # -- the calm case
 
@@ -179,63 +133,6 @@ def test_one_alone_whose_others_only_claim_commits_in_the_end() -> None:
         if peer.of(a.TakeOuterStep):
             break
     assert peer.of(a.TakeOuterStep) == [a.TakeOuterStep(MODULE, 3, alone=True)]
-
-
-# -- who is missing from a view
-
-
-def unseen(peer: LoneMember) -> None:
-    """Let the newest view lack the others: the nodes that store their records are slow."""
-    peer.claims, peer.serving = [], ["Pz"]
-    peer.look()
-
-
-def test_who_is_missing_from_one_view_is_called_all_the_same() -> None:
-    peer = group("Pa")
-    unseen(peer)
-    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
-    assert set(meeting.candidates) == {"Pa", ME}
-    assert of(a.TakeOuterStep, peer.averaged(MODULE, ["Pa", ME])) != []
-
-
-def test_who_is_missing_from_one_view_and_answers_counts() -> None:
-    peer = group("Pa")
-    unseen(peer)
-    peer.at(boundary_s(3))
-    for attempt in range(2):
-        fail(peer, attempt)
-        answers(peer, "Pa")
-    assert peer.of(a.TakeOuterStep) == []
-    assert len(peer.of(a.CarryOn)) == 1
-
-
-def test_who_is_missing_from_one_view_and_does_not_answer_holds_nobody_up() -> None:
-    peer = group("Pa")
-    unseen(peer)
-    peer.at(boundary_s(3))
-    fail(peer)
-    answers(peer)
-    assert peer.of(a.TakeOuterStep) == [a.TakeOuterStep(MODULE, 3, alone=True)]
-
-
-def test_who_was_in_no_view_for_a_while_is_not_called() -> None:
-    peer = group("Pa")
-    peer.now_s += SIGHT_PERIODS * refresh_period_s(peer.plan.rounds)
-    unseen(peer)
-    peer.at(boundary_s(4) - 1.0)
-    peer.done.clear()
-    assert of(a.TakeOuterStep, peer.at(boundary_s(4))) == [a.TakeOuterStep(MODULE, 4, alone=True)]
-
-
-@pytest.mark.parametrize("goodbye", ["left", "moved"])
-def test_who_has_said_goodbye_is_not_called(goodbye: str) -> None:
-    peer = group("Pa")
-    peer.serving = ["Pz"]
-    if goodbye == "left":
-        peer.serving.append(record("Pa", "leaving"))
-    peer.claims = [claim("Pa", path=99)] if goodbye == "moved" else []
-    peer.look()
-    assert of(a.TakeOuterStep, peer.at(boundary_s(3))) == [a.TakeOuterStep(MODULE, 3, alone=True)]
 
 
 # -- retry

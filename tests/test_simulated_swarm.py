@@ -27,7 +27,7 @@ from dipaco.simulator.swarm.history import real_member, run_history
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link, Network
-from dipaco.simulator.swarm.publishing import Standing, module_record, peer_record
+from dipaco.simulator.swarm.publishing import make_standing, module_record, peer_record
 from dipaco.simulator.swarm.scenario import PROFILES, draw_scenario, small_plan
 from dipaco.simulator.swarm.signing import GREATEST_TOLD, certificate_bytes
 from dipaco.simulator.swarm.trace import Trace
@@ -299,7 +299,7 @@ def _published_bytes(kind: str, item: str, record: Record) -> int:
 def test_records_are_as_long_as_real_ones() -> None:
     world = World(small_plan((64, 64), duration_s=300.0), Engine(0, 0.0), real_member, Trace())
     peer = "12D3KooW" + "A" * 44
-    standing: Standing = ("training", 4000, 1.7e9, 900, False, "direct")
+    standing = make_standing("training", 4000, 1.7e9, 900, pinned=False)
     address = "/ip4/203.0.113.25/tcp/31337/p2p/" + peer
     said = peer_record(world, peer, standing, 12345.6).model_copy(
         update={

@@ -78,6 +78,13 @@ def awaited(
     return others | {known.me}
 
 
+def gathering_text(known: Knowledge, module: str, round_index: int, count: int) -> str:
+    """With fixed steps: say for whom a meeting waits of which `count` members are here."""
+    others = awaited_group(known.view, known.grid, module, round_index)
+    have = f"have {count} of" if count else "another peer gathers"
+    return f"{have} {len(others | {known.me})} peers"
+
+
 def is_cut_off(known: Knowledge, module: str) -> bool:
     """Tell whether a commit now would be one that others share and know nothing of."""
     if not known.is_isolated:

@@ -18,7 +18,7 @@ from dipaco.dht.coverage import (
     sampled_buckets,
     scope_of,
 )
-from dipaco.dht.policy import lead_rank
+from dipaco.dht.policy import Decision, lead_rank, should_move
 from dipaco.dht.view import SwarmView
 
 from .actions import Look, Watch
@@ -80,6 +80,21 @@ class Horizon:
             home = home_bucket(known.me, known.path, self._count)
             known.sampled = sampled_buckets(known.me, int(known.now_s), home, self._count)
         known.do(Look(known.sampled))
+
+    def better_path(self, rounds_on_path: int) -> Decision | None:
+        """Return the path that needs this peer more than its own, of those in sight."""
+        known = self._known
+        decision = should_move(
+            known.choice,
+            known.grid,
+            known.me,
+            rounds_on_path=rounds_on_path,
+            dwell_rounds=known.plan.rounds.dwell_rounds,
+        )
+        if decision is None or decision.path == known.path or known.path is None:
+            self.settle()
+            return None
+        return decision
 
     def settle(self) -> None:
         """A path is chosen: what was sampled is looked at no more."""

@@ -29,6 +29,23 @@ GREATEST_ASKED = 4
 GREATEST_TRIES = 3
 # Redirects to peers that are no candidates.
 GREATEST_STRANGERS = 8
+# Of the seconds in which a group is to form: how long a call may go without an answer, but at
+# least so many seconds, in which an answer comes from the other side of the world.
+PATIENCE_SHARE, LEAST_PATIENCE_S = 0.25, 0.5
+# Of these seconds: a leader speaks so often; with members that come at any time, less often.
+BEAT_SHARE, AWAITED_BEAT_SHARE = 0.25, 1.0
+# Beats that a member can miss.
+MISSED_BEATS = 2.4
+
+
+class Pace:
+    """How long one side of a call waits for the other, as follows from `window_s`."""
+
+    def __init__(self, window_s: float, *, is_awaited: bool) -> None:
+        self.patience_s = max(PATIENCE_SHARE * window_s, min(LEAST_PATIENCE_S, 0.5 * window_s))
+        self.beat_s = window_s * (AWAITED_BEAT_SHARE if is_awaited else BEAT_SHARE)
+        self.silence_s = MISSED_BEATS * self.beat_s + self.patience_s
+        self.closing_s = max(self.patience_s, LEAST_PATIENCE_S)
 
 
 class Status(Enum):

@@ -58,16 +58,9 @@ from .calls import (
     Standing,
     Tell,
 )
-from .leader_search import LeaderSearch, Status
-from .reception import GREATEST_GROUP, Caller, Callers
+from .leader_search import LeaderSearch, Pace, Status
+from .reception import GREATEST_GROUP, Caller, Callers, note
 
-# Of window_s: how long a call may go without an answer, but at least so many seconds, in which
-# an answer comes from the other side of the world.
-PATIENCE_SHARE, LEAST_PATIENCE_S = 0.25, 0.5
-# Of window_s: a leader speaks so often; with members that come at any time, less often.
-BEAT_SHARE, AWAITED_BEAT_SHARE = 0.25, 1.0
-# Beats that a member can miss.
-MISSED_BEATS = 2.4
 # Between two times that a peer which cannot lead asks everybody; the first is window_s.
 LONGEST_PAUSE_S = 30.0
 # Of window_s: after this a leader invites those that have not called it.
@@ -126,15 +119,12 @@ class Meeting:
         self._candidates = [peer for peer in candidates if peer not in self._excluded]
         self._undialable = frozenset(undialable)
         self._awaited = awaited
-        self._patience_s = max(PATIENCE_SHARE * window_s, min(LEAST_PATIENCE_S, 0.5 * window_s))
-        self._beat_s = window_s * (BEAT_SHARE if awaited is None else AWAITED_BEAT_SHARE)
-        self._silence_s = MISSED_BEATS * self._beat_s + self._patience_s
+        self._pace = pace = Pace(window_s, is_awaited=awaited is not None)
         self._begin_s = now_s if start_s is None else max(now_s, start_s)
-        self._is_in_time = start_s is not None and now_s <= start_s + self._patience_s
+        self._is_in_time = start_s is not None and now_s <= start_s + pace.patience_s
         self._invite_s = self._begin_s + INVITE_SHARE * window_s
-        self._again_s = max(window_s, 2 * self._patience_s)
-        self._close_s = close_s
-        self._give_up_s = give_up_s
+        self._again_s = max(window_s, 2 * pace.patience_s)
+        self._close_s, self._give_up_s = close_s, give_up_s
         self._starts_together = start_s is not None
         self._view = hashlib.sha256("\n".join(sorted(candidates)).encode()).digest()[:8]
         place = self._candidates.index(me)
@@ -151,7 +141,7 @@ class Meeting:
             earlier,
             asks_all=asks_all,
             absent_is_no=not self._is_in_time,
-            patience_s=self._patience_s,
+            patience_s=pace.patience_s,
             first_number=first_number,
             act=lambda action: self._actions.append(action),
         )
@@ -161,8 +151,7 @@ class Meeting:
         self._callers = Callers()
         self._invited: dict[str, int] = {}
         self._searched_s = self._heard_s = now_s
-        self._next_beat_s = float("inf")
-        self._limit_s = float("inf")
+        self._next_beat_s = self._limit_s = float("inf")
         self._notices: dict[str, str] = {}
         self._refusals: dict[str, str] = {}
         self._group_size = 0
@@ -194,7 +183,7 @@ class Meeting:
         if phase in (_Phase.SEARCHING, _Phase.FOLLOWING, _Phase.LEADING):
             times += self._calls.deadlines()
         if phase is _Phase.FOLLOWING:
-            times.append(self._heard_s + self._silence_s)
+            times.append(self._heard_s + self._pace.silence_s)
         if phase is _Phase.LEADING:
             times += [self._next_beat_s, self._close_s]
             if self._is_in_time:
@@ -210,10 +199,8 @@ class Meeting:
         self._now, self._actions = max(now_s, self._now), []
         if self._phase is not _Phase.OVER:
             if isinstance(event, Heard):
-                if event.mine:
-                    self._answered(event.peer, event.number, event.message)
-                else:
-                    self._called(event.peer, event.number, event.message)
+                take = self._answered if event.mine else self._called
+                take(event.peer, event.number, event.message)
             elif isinstance(event, Lost):
                 self._lost(event)
             elif isinstance(event, Awaiting):
@@ -229,8 +216,7 @@ class Meeting:
 
     def _lost(self, event: Lost) -> None:
         if not event.mine:
-            if self._callers.find(event.peer, event.number) is not None:
-                del self._callers[event.peer]
+            self._callers.drop(event.peer, event.number)
             return
         call = self._calls.find(event.peer, event.number)
         if call is None:
@@ -259,14 +245,14 @@ class Meeting:
             elif isinstance(message, Refused):
                 # It is not in that group, so it may be in another.
                 self._calls.answered(call, peer, message)
-                _note(self._refusals, peer, f"peer {peer} refused: {message.reason}")
+                note(self._refusals, peer, f"peer {peer} refused: {message.reason}")
                 self._search()
             return
         self._calls.answered(call, peer, message)
         if isinstance(message, Gathering) and leads_me:
             self._group_size = message.together
         elif isinstance(message, Refused):
-            _note(self._refusals, peer, f"peer {peer} refused: {message.reason}")
+            note(self._refusals, peer, f"peer {peer} refused: {message.reason}")
         elif isinstance(message, Redirect):
             self._hear_of(message.leader)
         elif isinstance(message, Closing):
@@ -319,7 +305,7 @@ class Meeting:
         else:
             reason = self._check(peer, join.row)
             if reason is not None:
-                _note(self._notices, peer, f"not admitted to the group: peer {peer}: {reason}")
+                note(self._notices, peer, f"not admitted to the group: peer {peer}: {reason}")
         if reason is not None:
             self._callers.pop(peer, None)
             self._tell(peer, number, Refused(reason))
@@ -375,7 +361,7 @@ class Meeting:
     def _go_on_following(self) -> None:
         assert self._leader is not None
         call = self._calls.find(self._leader.peer)
-        if call is not None and self._now >= self._heard_s + self._silence_s:
+        if call is not None and self._now >= self._heard_s + self._pace.silence_s:
             call.set(Status.SILENT)
         if call is None or call.status is not Status.GATHERING:
             self._search()
@@ -429,7 +415,7 @@ class Meeting:
         self._calls.hang_up_all_but_earlier(self._standing)
 
     def _beat(self) -> None:
-        self._next_beat_s = self._now + self._beat_s
+        self._next_beat_s = self._now + self._pace.beat_s
         for peer in self._callers:
             self._tell_state(peer)
 
@@ -452,7 +438,7 @@ class Meeting:
     def _close(self) -> None:
         """Ask the members whether they are still there; nobody comes or goes any more."""
         self._phase = _Phase.CLOSING
-        self._limit_s = self._now + max(self._patience_s, LEAST_PATIENCE_S)
+        self._limit_s = self._now + self._pace.closing_s
         self._calls.hang_up_all(self._present_leader)
         for peer in self._callers:
             self._tell_state(peer)
@@ -512,9 +498,3 @@ class Meeting:
             return f"peer {self._leader.peer} did not close its group"
         refusals = list(self._refusals.values())[:2]
         return "; ".join(["no other peer came to the group", *refusals])
-
-
-def _note(lines: dict[str, str], peer: str, line: str) -> None:
-    """Keep the first line about a peer, of a bounded number of peers."""
-    if len(lines) < GREATEST_GROUP:
-        lines.setdefault(peer, line)

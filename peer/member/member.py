@@ -14,23 +14,12 @@ from enum import Enum, auto
 
 from dipaco.dht.agreement import round_of_others, trained_in_sight
 from dipaco.dht.certificates import CertificateBook
-from dipaco.dht.policy import Decision, lead_rank, should_move
+from dipaco.dht.policy import Decision, lead_rank
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
-from .actions import (
-    Action,
-    Begun,
-    EndRound,
-    Left,
-    Move,
-    SaveAll,
-    Stay,
-    TakeStep,
-    Wait,
-    Warn,
-)
+from .actions import Action, Begun, EndRound, Left, Move, SaveAll, Stay, TakeStep, Wait, Warn
 from .adoption import Adoption
 from .beginning import LIMIT_S, Beginning
 from .chains import Chains
@@ -349,7 +338,9 @@ class Member:
         known, position, outer = self.known, self.position, self._outer
         self._adoption.apply(outer.running)
         if known.now_s < position.opens_s:
-            self._open_when_every_path_is_trained()
+            have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+            if have == need:
+                position.open(known.now_s)
         outer.on_turn(turn.step_s)
         if position.round_ended(outer.running):
             self._end_round()
@@ -368,12 +359,6 @@ class Member:
             known.do(TakeStep(position.slack_s(known.now_s, turn.step_s), rank))
         else:
             self._wait_to_step(turn)
-
-    def _open_when_every_path_is_trained(self) -> None:
-        known = self.known
-        have, need = trained_in_sight(known.view, known.grid, known.path or 0)
-        if have == need:
-            self.position.open(known.now_s)
 
     def _wait_to_step(self, turn: Turn) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
@@ -428,20 +413,10 @@ class Member:
             self._horizon.look(anew=True)
 
     def _move_if_better(self) -> None:
-        known = self.known
-        decision = should_move(
-            known.choice,
-            known.grid,
-            known.me,
-            rounds_on_path=self._rounds_on_path,
-            dwell_rounds=known.plan.rounds.dwell_rounds,
-        )
-        if decision is None or decision.path == known.path or known.path is None:
-            self._horizon.settle()
-            return
-        self._moving = decision
-        self._phase = _Phase.PARTING
-        self._parting.begin(known.plan.rounds.window_s, waits_for_boundaries=False)
+        self._moving = self._horizon.better_path(self._rounds_on_path)
+        if self._moving is not None:
+            self._phase = _Phase.PARTING
+            self._parting.begin(self.known.plan.rounds.window_s, waits_for_boundaries=False)
 
     def _move(self, decision: Decision) -> None:
         known = self.known
@@ -510,11 +485,7 @@ class Member:
             known.do(Wait("others to take over the newest states", left_s))
             return
         if keeping.left_behind:
-            known.do(
-                Warn(
-                    f"{', '.join(keeping.left_behind)}: nobody took over the newest state in "
-                    "time; it stays on this disk"
-                )
-            )
+            what = "nobody took over the newest state in time; it stays on this disk"
+            known.do(Warn(f"{', '.join(keeping.left_behind)}: {what}"))
         self._phase = _Phase.GONE
         known.do(Left(tuple(sorted(keeping.handed_over)), self._to_successor))

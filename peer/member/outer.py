@@ -13,10 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from dipaco.dht.agreement import (
-    awaited_group,
-    expected_group,
-)
+from dipaco.dht.agreement import expected_group
 from dipaco.dht.policy import seniority
 
 from .actions import (
@@ -33,18 +30,11 @@ from .actions import (
 )
 from .adoption import Adoption
 from .chains import Chains
-from .culprits import Culprits
-from .events import (
-    Answered,
-    Averaged,
-    AverageFailed,
-    OuterStepFailed,
-    OuterStepped,
-    SnapshotTaken,
-)
+from .events import Answered, Averaged, AverageFailed, OuterStepFailed, OuterStepped, SnapshotTaken
 from .gathering import (
     awaited,
     close_after_s,
+    gathering_text,
     has_contributed,
     is_cut_off,
     is_last_signed,
@@ -57,7 +47,7 @@ from .gathering import (
 )
 from .knowledge import Knowledge
 from .quorum import PATIENCE_ROUNDS, is_majority
-from .round_under_way import Phase, RoundUnderWay
+from .round_under_way import Culprits, Phase, RoundUnderWay
 from .rounds import Boundary, RoundPosition
 
 ATTEMPTS = 2
@@ -158,29 +148,24 @@ class OuterRounds:
         elif self._is_counted and known.anchors[module].last_round >= boundary.round_index:
             self._skip(module, boundary, "the others had taken this step")
         else:
-            missing = self.position.missing_steps(level)
-            if missing > 0:
-                known.do(
-                    Warn(
-                        f"round {boundary.round_index}: {missing} inner steps were not done before "
-                        f"the boundary of {level}; give the run a longer duration_s or fewer "
-                        "inner_steps"
-                    )
-                )
+            self._tell_missing_steps(boundary)
             if self._stood_on.get(module) != known.anchors[module].digest:
                 self._stood_on[module] = known.anchors[module].digest
                 self._in_vain[module] = 0
             self._running[level] = RoundUnderWay(module, boundary, known.anchors[module].digest)
             known.do(TakeSnapshot(module, boundary.round_index, boundary.time_s))
 
+    def _tell_missing_steps(self, boundary: Boundary) -> None:
+        missing = self.position.missing_steps(boundary.level)
+        if missing > 0:
+            what = f"{missing} inner steps were not done before the boundary of {boundary.level}"
+            remedy = "give the run a longer duration_s or fewer inner_steps"
+            self.known.do(Warn(f"round {boundary.round_index}: {what}; {remedy}"))
+
     def _is_too_late(self, boundary: Boundary) -> bool:
         """Tell whether no group can form any more, not even a second one."""
-        latest_s = (
-            boundary.time_s
-            + close_after_s(self.known.plan.rounds, ATTEMPTS - 1)
-            - SHORTEST_MEETING_S
-        )
-        return not self._is_counted and self.known.now_s > latest_s
+        last_s = boundary.time_s + close_after_s(self.known.plan.rounds, ATTEMPTS - 1)
+        return not self._is_counted and self.known.now_s > last_s - SHORTEST_MEETING_S
 
     def on_snapshot(self, event: SnapshotTaken) -> None:
         """The copy is there: average it, unless it is not fit for that."""
@@ -287,11 +272,8 @@ class OuterRounds:
         running.expected = len(counting | group)
         if not is_majority(group, counting):
             running.had_members = True
-            need = running.expected // 2 + 1
-            self._end(
-                running,
-                f"have {len(group)} of {running.expected} peers of {event.module}, need {need}",
-            )
+            have, need = f"{len(group)} of {running.expected} peers", running.expected // 2 + 1
+            self._end(running, f"have {have} of {event.module}, need {need}")
             return
         running.group = group
         self._take_step(running, alone=False)
@@ -433,10 +415,10 @@ class OuterRounds:
             Commit(
                 module,
                 state,
-                running.boundary.round_index,
+                round_index,
                 running.attempt,
                 running.expected,
-                save=known.is_save_due(running.boundary.round_index),
+                save=known.is_save_due(round_index),
             )
         )
         known.anchors[module] = state
@@ -480,8 +462,8 @@ class OuterRounds:
         self.position.closed(boundary)
 
     def _say_carry_on(self, running: RoundUnderWay, reason: str) -> None:
-        boundary = running.boundary
-        self.known.do(CarryOn(running.module, boundary.round_index, reason, running.expected))
+        round_index = running.boundary.round_index
+        self.known.do(CarryOn(running.module, round_index, reason, running.expected))
 
     def _caught_up(self) -> None:
         """Close the boundaries whose steps came from others; have the others come again.
@@ -508,12 +490,9 @@ class OuterRounds:
         if not self._running:
             return f"the state that others committed of {', '.join(sorted(self._catching_up))}", 0.0
         texts, until_s = [], 0.0
-        known = self.known
         for level, running in sorted(self._running.items()):
-            round_index = running.boundary.round_index
-            awaited = awaited_group(known.view, known.grid, running.module, round_index)
-            count = together.get(level, 0)
-            have = f"have {count} of" if count else "another peer gathers"
-            texts.append(f"{level}: {have} {len(awaited | {known.me})} peers")
+            round_index, count = running.boundary.round_index, together.get(level, 0)
+            need = gathering_text(self.known, running.module, round_index, count)
+            texts.append(f"{level}: {need}")
             until_s = max(until_s, running.boundary.meet_until_s)
         return f"the outer step of {', '.join(texts)}", until_s

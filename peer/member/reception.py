@@ -34,6 +34,11 @@ class Callers(dict[str, Caller]):
         caller = self.get(peer)
         return caller if caller is not None and caller.number == number else None
 
+    def drop(self, peer: str, number: int) -> None:
+        """Forget a peer's call if it has this number."""
+        if self.find(peer, number) is not None:
+            del self[peer]
+
     def have_room_for(self, peer: str, candidates: Collection[str]) -> bool:
         """Tell whether one more may be in the group. A stranger gets no candidate's place."""
         if peer in self:
@@ -94,3 +99,9 @@ class Reception:
         self._over[key] = None
         if len(self._over) > GREATEST_REMEMBERED:
             self._over.popitem(last=False)
+
+
+def note(lines: dict[str, str], peer: str, line: str) -> None:
+    """Keep the first line about a peer, of a bounded number of peers."""
+    if len(lines) < GREATEST_GROUP:
+        lines.setdefault(peer, line)

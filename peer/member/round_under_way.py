@@ -1,12 +1,17 @@
-"""What is known of an outer round from its boundary to its end."""
+"""What is known of an outer round from its boundary to its end, and of those that failed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from .rounds import Boundary
+
+# Who made so many rounds fail lately is not admitted by a peer that leads, for so many rounds.
+GREATEST_FAILURES, EXCLUDED_ROUNDS = 2, 4
+REMEMBERED = 256
 
 
 class Phase(Enum):
@@ -42,3 +47,36 @@ class RoundUnderWay:
     close_s: float = 0.0
     until_s: float = math.inf
     """When the present phase ends at the latest, where nothing else ends it."""
+
+
+@dataclass
+class _Failures:
+    failures: int = 0
+    last_round: int = -1
+
+
+class Culprits:
+    """Who made reduces fail, over rounds: one slow or broken peer stops a module once."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Failures] = {}
+
+    def blame(self, peers: Collection[str], round_index: int) -> None:
+        """Note who made a reduce of a round fail."""
+        for peer in sorted(peers):
+            record = self._records.setdefault(peer, _Failures())
+            if round_index - record.last_round > EXCLUDED_ROUNDS:
+                record.failures = 0
+            record.failures += record.last_round != round_index
+            record.last_round = round_index
+        while len(self._records) > REMEMBERED:
+            del self._records[next(iter(self._records))]
+
+    def excluded(self, round_index: int, also: Collection[str]) -> tuple[str, ...]:
+        """Return who is not admitted in a round: those lately blamed, and `also`."""
+        found = set(also)
+        for peer, record in self._records.items():
+            is_recent = round_index - record.last_round <= EXCLUDED_ROUNDS
+            if is_recent and record.failures >= GREATEST_FAILURES:
+                found.add(peer)
+        return tuple(sorted(found))

@@ -22,7 +22,7 @@ from dipaco.peer.member.actions import ClaimState
 
 from .machine import Machine
 from .network import Link, Reply
-from .publishing import Standing, module_record, peer_record
+from .publishing import Standing, make_standing, module_record, peer_record
 from .work import ModuleWork, SimulatedState, signature
 from .world import World
 
@@ -49,7 +49,8 @@ class BareIdentities:
         for number, name in enumerate(self._names):
             path = number % world.grid.path_count
             state: ClaimState = "training" if number % 3 else "joining"
-            standing: Standing = (state, path, self._since_s, now_round, number % 4 == 0, "direct")
+            pinned = number % 4 == 0
+            standing = make_standing(state, path, self._since_s, now_round, pinned=pinned)
             module = modules[number % len(modules)]
             tokens = GREATEST_TOKENS if number % 2 else 1000 * (now_round + 1)
             digest = f"{number:02x}" * 32
@@ -94,7 +95,7 @@ class Liar:
                         _ignore,
                         limit_s=10.0,
                     )
-        standing: Standing = ("training", path, self._since_s, now_round, False, "direct")
+        standing = make_standing("training", path, self._since_s, now_round, pinned=False)
         _publish(world, self._peer, standing, held)
         engine.after(engine.between(0.3, 1.5) * world.plan.rounds.duration_s, self._act)
 
@@ -173,7 +174,7 @@ def _publish(
     world: World, peer: str, standing: Standing, held: Mapping[str, StateReference]
 ) -> None:
     """Write what a peer says of itself, and of the modules of its path and those it holds."""
-    path = standing[1]
+    path = standing["path"]
     bucket = home_bucket(peer, path, bucket_count(world.grid.path_count))
     record = peer_record(world, peer, standing, 1e6)
     world.directory.write(peer, f"peers/{bucket}", record, RECORD_LIFE_S)

@@ -9,6 +9,9 @@ from typing import Any
 
 from dipaco.dht.coverage import bucket_count, home_bucket
 from dipaco.dht.records import (
+    MAX_ENTRIES,
+    PROGRESS_LIFE_S,
+    RENEWED_AFTER,
     HeldState,
     ModuleRecord,
     PeerRecord,
@@ -23,31 +26,41 @@ from dipaco.peer.member.actions import ClaimState
 
 from .world import Body, World
 
-PROGRESS_LIFE_S = 24 * 3600.0
-# Of its life: a record that says what it said before is written again after so much.
-RENEWED_AFTER = 1 / 6
-GREATEST_ENTRIES = 64
 WITHDRAWN_S = 60.0
 
-Standing = tuple[ClaimState, int | None, float, int, bool, Reachability]
-"""State, path, since when, round, pinned, reachable."""
+Standing = dict[str, Any]
+"""What records of both kinds say."""
+
+
+def make_standing(
+    state: ClaimState,
+    path: int | None,
+    since_s: float,
+    round_index: int,
+    *,
+    pinned: bool,
+    reachable: Reachability = "direct",
+) -> Standing:
+    """Return what a peer says that it does."""
+    return {
+        "state": state,
+        "path": path,
+        "since_s": since_s,
+        "round": round_index,
+        "pinned": pinned,
+        "reachable": reachable,
+    }
 
 
 def peer_record(world: World, peer: str, standing: Standing, tokens_per_s: float) -> PeerRecord:
     """Return what a peer says of itself."""
-    state, path, since_s, round_index, pinned, reachable = standing
     return PeerRecord.model_construct(
         peer_id=peer,
         protocol=world.plan.protocol_version,
         software="simulated",
         device="cpu",
-        state=state,
-        path=path,
-        since_s=since_s,
-        round=round_index,
-        pinned=pinned,
+        **standing,
         tokens_per_s=tokens_per_s,
-        reachable=reachable,
         addresses=(),
         bytes_up=0,
         bytes_down=0,
@@ -58,7 +71,6 @@ def module_record(
     peer: str, module: str, standing: Standing, held: StateReference | None
 ) -> ModuleRecord:
     """Return what a peer says under the key of a module."""
-    state, path, since_s, round_index, pinned, reachable = standing
     said = None
     if held is not None:
         said = HeldState.model_construct(
@@ -68,17 +80,7 @@ def module_record(
             round=max(0, held.last_round),
             bytes=held.bytes,
         )
-    return ModuleRecord.model_construct(
-        peer_id=peer,
-        module=module,
-        state=state,
-        path=path,
-        since_s=since_s,
-        round=round_index,
-        pinned=pinned,
-        reachable=reachable,
-        held=said,
-    )
+    return ModuleRecord.model_construct(peer_id=peer, module=module, **standing, held=said)
 
 
 class Publishing:
@@ -98,14 +100,21 @@ class Publishing:
         if not plan.rounds.inner_steps:
             now_round = max(0, plan.rounds.round_at(machine.believed_s - plan.start_s))
         reachable: Reachability = "direct" if machine.link.can_be_called else "relayed"
-        return claim.state, claim.path, claim.since_s, now_round, claim.pinned, reachable
+        return make_standing(
+            claim.state,
+            claim.path,
+            claim.since_s,
+            now_round,
+            pinned=claim.pinned,
+            reachable=reachable,
+        )
 
     def publish(self) -> None:
         """Write all records that say something new or have grown old."""
         machine, world = self._machine, self._world
         life_s = record_life_s(refresh_period_s(world.plan.rounds))
         standing = self._standing
-        state, path = standing[:2]
+        state, path = machine.claim.state, machine.claim.path
         keys = {f"peers/{home_bucket(machine.peer, path, self._buckets)}": standing}
         held = {m: s.reference for m, s in machine.served.items() if s.reference.version}
         modules = set(held)
@@ -155,7 +164,7 @@ class Publishing:
     def _publish_progress(self) -> None:
         entries = sorted(self._machine.progress.values(), key=lambda entry: -entry.last_round)
         by_bucket: dict[int, list[ProgressEntry]] = {}
-        for entry in entries[:GREATEST_ENTRIES]:
+        for entry in entries[:MAX_ENTRIES]:
             bucket = home_bucket(self._machine.peer, entry.path, self._buckets)
             by_bucket.setdefault(bucket, []).append(entry)
         for bucket, found in sorted(by_bucket.items()):
