@@ -63,12 +63,12 @@ def test_a_plain_hivemind_node_is_recognised(nodes: Nodes) -> None:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        (["stream reset", "protocols not supported"], ProtocolVersionError),
-        (["stream reset", "stream reset"], NetworkError),
+        ([*["stream reset"] * 4, "protocols not supported"], ProtocolVersionError),
+        (["stream reset", "connection refused"], NetworkError),
         (["connection refused"], NetworkError),
     ],
 )
-def test_a_stream_that_is_reset_is_opened_once_more(
+def test_a_stream_that_is_reset_is_opened_again(
     monkeypatch: pytest.MonkeyPatch, answers: list[str], expected: type[Exception]
 ) -> None:
     """Which of the two a stranger says first depends on what libp2p knows of it by then."""
@@ -79,10 +79,22 @@ def test_a_stream_that_is_reset_is_opened_once_more(
 
     monkeypatch.setattr(hello.ExchangeService, "get_stub", lambda *_, **__: Stub())
     stranger = "12D3KooWNDVktXNXL3VHw1f4eXXwnvXC1BdcEPAUxipXmRtn4LKu"
-    asking = hello.say_hello(object(), stranger, "test", 1, 1.0)  # type: ignore[arg-type]
+    asking = hello.say_hello(object(), stranger, "test", 1, LIMIT_S)  # type: ignore[arg-type]
     with pytest.raises(expected):
         asyncio.run(asking)
     assert answers == []
+
+
+def test_who_resets_every_stream_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        async def rpc_hello(self, request: object, timeout: float) -> None:
+            raise RuntimeError("stream reset")
+
+    monkeypatch.setattr(hello.ExchangeService, "get_stub", lambda *_, **__: Stub())
+    stranger = "12D3KooWNDVktXNXL3VHw1f4eXXwnvXC1BdcEPAUxipXmRtn4LKu"
+    asking = hello.say_hello(object(), stranger, "test", 1, 0.3)  # type: ignore[arg-type]
+    with pytest.raises(NetworkError, match="broke off"):
+        asyncio.run(asking)
 
 
 def test_the_clock_follows_a_neighbour(nodes: Nodes) -> None:

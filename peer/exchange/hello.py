@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TypeVar
@@ -21,6 +22,9 @@ from .service import NAMESPACE, ExchangeService
 
 SOFTWARE = f"dipaco/{version('dipaco')}"
 ReplyT = TypeVar("ReplyT", bound=Message)
+
+RESET_WAIT_S = 0.05
+"""How long to wait after the first reset of a stream; twice as long after each further one."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,7 @@ async def ask(
     try:
         stub = ExchangeService.get_stub(p2p, PeerID.from_base58(peer), namespace=NAMESPACE)
         request = runtime_pb2.ExpertRequest(metadata=encode(message))
-        call = getattr(stub, method)
-        try:
-            response = await call(request, timeout=timeout_s)
-        except Exception as error:
-            # Before it knows a peer's protocols libp2p opens a stream in the hope of the best, and
-            # one who does not speak ours resets it. The second time it says so.
-            if not was_reset(error):
-                raise
-            response = await call(request, timeout=timeout_s)
+        response = await _unless_reset(getattr(stub, method), request, timeout_s)
         return decode(reply, response.metadata)
     except MessageError as error:
         raise NetworkError(f"peer {peer} answered nonsense: {error}") from None
@@ -73,6 +69,28 @@ async def ask(
                 "plain hivemind node or another version of dipaco"
             ) from error
         raise NetworkError(f"peer {peer}: {short_reason(error)}") from error
+
+
+async def _unless_reset(
+    call: Callable[..., Awaitable[runtime_pb2.ExpertResponse]],
+    request: runtime_pb2.ExpertRequest,
+    timeout_s: float,
+) -> runtime_pb2.ExpertResponse:
+    """Make a call again for as long as its stream is reset, in `timeout_s` at most.
+
+    Before it has learned a peer's protocols libp2p opens a stream in the hope of the best, and one
+    who does not speak ours resets it. Once they are known, which takes moments, the answer is that.
+    """
+    until_s = time.monotonic() + timeout_s
+    wait_s = RESET_WAIT_S
+    while True:
+        try:
+            return await call(request, timeout=timeout_s)
+        except Exception as error:
+            if not was_reset(error) or time.monotonic() + wait_s > until_s:
+                raise
+        await asyncio.sleep(wait_s)
+        wait_s *= 2
 
 
 async def say_hello(
