@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from fractions import Fraction
 
 import msgpack
 from dipaco.modules.grid import module_name_is_valid
@@ -182,20 +183,36 @@ def reduce_shares(bandwidths: Sequence[int]) -> tuple[int, ...]:
 
     A member that reduces the fraction f moves 1 + (n - 2) f times the vector, so the slowest
     member is as fast as can be when (1 + (n - 2) f) / bandwidth is the same for all that reduce
-    anything, and the others reduce nothing. Solved exactly by trying the fastest k members, with
-    plain IEEE arithmetic: every member must find the same integers.
-    Hivemind solves the same problem with a linear program whose solver SciPy has since removed.
+    anything, and the others reduce nothing. What a member states is not known to be true, so
+    nobody gets more than twice an equal share among those that can be reached: the fastest get
+    that, and the rest is dealt among the others in the same way. Solved exactly, in fractions:
+    every member must find the same integers.
+    Hivemind solves the problem without the limit with a linear program whose solver SciPy has
+    since removed.
     """
     count = len(bandwidths)
     able = sorted((value for value in bandwidths if value > 0), reverse=True)
     if count <= 2 or able[0] == able[-1]:
         return tuple(int(value > 0) for value in bandwidths)
-    level = 0.0
+    most = min(Fraction(1), Fraction(2, len(able)))
+    capped = 0
+    while (level := _level(able[capped:], count, 1 - capped * most)) * able[capped] > (
+        1 + (count - 2) * most
+    ):
+        capped += 1
+    fractions = (min(most, (level * value - 1) / (count - 2)) for value in bandwidths)
+    return tuple(max(0, int(fraction * _SHARE_UNITS)) for fraction in fractions)
+
+
+def _level(able: Sequence[int], count: int, fraction: Fraction) -> Fraction:
+    """Return (1 + (n - 2) f) / bandwidth of those that share `fraction` of the vector.
+
+    `able` are their bandwidths, the fastest first; the slowest get nothing.
+    """
+    level = Fraction(0)
     for reducers in range(1, len(able) + 1):
-        candidate = (count - 2 + reducers) / sum(able[:reducers])
-        if candidate * able[reducers - 1] <= 1.0:
+        candidate = ((count - 2) * fraction + reducers) / sum(able[:reducers])
+        if candidate * able[reducers - 1] <= 1:
             break
         level = candidate
-    return tuple(
-        max(0, int((level * value - 1.0) / (count - 2) * _SHARE_UNITS)) for value in bandwidths
-    )
+    return level
