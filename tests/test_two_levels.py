@@ -31,7 +31,7 @@ from support.reduce_traffic import reduce_traffic
 @pytest.fixture(autouse=True)
 def _enough_time_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is blamed must not depend on how busy the machine is."""
-    monkeypatch.setattr(allreduce, "LINGER_S", 60.0)
+    monkeypatch.setattr(allreduce, "LINGER_SHARE", 30.0)
 
 
 def topology_of(group: Group) -> Topology:

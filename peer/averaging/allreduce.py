@@ -53,8 +53,9 @@ from .topology import Topology
 logger = logging.getLogger(__name__)
 
 PEER_ID_BYTES = 64
-# Seconds that a reducer goes on reading after its last answer, and that who fails goes on telling.
-LINGER_S = 3.0
+# A share of the silence that is borne: so long a reducer goes on reading after its last answer, and
+# who fails goes on telling.
+LINGER_SHARE = 0.25
 # In two levels what is waited for may be far away: who waits for it says so often that it is there.
 BEAT_S = 1.0
 # Parts that are encoded ahead of the one that is sent.
@@ -161,7 +162,7 @@ class ExactAllReduceRunner:
             if sums:
                 await asyncio.wait(sums)
         except AveragingFailed:
-            await asyncio.wait(tasks, timeout=min(LINGER_S, self._silence_s / 2))
+            await asyncio.wait(tasks, timeout=LINGER_SHARE * self._silence_s)
             raise
         finally:
             self.fail("the all-reduce was given up")
@@ -411,7 +412,7 @@ class ExactAllReduceRunner:
             except AveragingFailed as failure:
                 yield self._farewell(failure)
             # A stream that is closed while the sender writes loses answers that it has not read.
-            await asyncio.wait({receiver}, timeout=LINGER_S)
+            await asyncio.wait({receiver}, timeout=LINGER_SHARE * self._silence_s)
         finally:
             receiver.cancel()
             # Cancelled or closed: the sender is gone. That matters only if it still owed something.

@@ -17,7 +17,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import achain, anext, as_aiter
 
-from .allreduce import LINGER_S, ExactAllReduceRunner
+from .allreduce import LINGER_SHARE, ExactAllReduceRunner
 from .bounded_p2p import BoundedP2P
 from .codec import PartCodec
 from .group import AgreedGroup, BadRowError, agree
@@ -217,7 +217,7 @@ class AveragingService(ServicerBase):
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             # Reading on, or the sender would lose this answer while it writes.
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(_exhaust(stream), LINGER_S)
+                await asyncio.wait_for(_exhaust(stream), LINGER_SHARE * self._silence_s)
             return
         async for message in getattr(runner, call)(achain(as_aiter(request), stream), context):
             yield message
