@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
@@ -169,15 +170,6 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         + f"; the manifest has {figures.manifest_bytes:,} of at most "
         f"{figures.greatest_manifest_bytes:,} bytes"
     )
-
-
-def shown_bytes(count: int) -> str:
-    """Return a count of bytes in decimal units, three digits."""
-    value, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"
 
 
 def _millions(count: int) -> str:

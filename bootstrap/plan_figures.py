@@ -1,9 +1,7 @@
 """What a RUN.toml means in parameters, bytes and memory, computed before anything is made.
 
-Everything follows from the configuration by the code that a peer runs: the grid counts the
-parameters, the codec its bytes, the store what it keeps. No data is read. The figures are for a
-full grid: one peer on every path, all of them reachable and equally fast. Called by
-`dipaco-bootstrap plan`.
+What a peer needs is computed where peers compute it (`dipaco.peer.check.needs`). No data is read.
+Called by `dipaco-bootstrap plan`.
 """
 
 from __future__ import annotations
@@ -11,27 +9,27 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
-from dipaco.modules.codecs import CODECS, Codec
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid
-from dipaco.modules.outer import sections
+from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs
-from dipaco.modules.state import greatest_state_bytes
-from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
-from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.peer.member.ledger import MOST_PARTS
+from dipaco.peer.check.needs import (
+    FP32_BYTES,
+    copy_bytes,
+    device_bytes,
+    disk_bytes,
+    gradient_bytes,
+    grid_of,
+    main_memory_bytes,
+    paths_per_module,
+    round_mbit_per_s,
+    state_bytes,
+)
 from dipaco.routing.token_files import token_dtype
-from torch._subclasses import FakeTensorMode
 
 from .run_config import RunConfig
 
-FP32_BYTES = 4
-# First and second moment of a parameter, fp32.
-ADAMW_BYTES = 8
 _ANY_SHA256 = "0" * 64
 
 
@@ -117,19 +115,14 @@ def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFig
 
     Raises ConfigurationError when the grid is impossible or the manifest would be too large.
     """
-    grid = Grid(config.model, config.grid, config.rounds.level_offsets)
+    grid = grid_of(config)
     counts = grid.parameter_counts()
     levels = tuple(_level(config, grid, level) for level in grid.level_names)
-    codec = config.averaging.codec
     gradients = {
         name: sum(level.sent_bytes[name] for level in levels) for name in levels[0].sent_bytes
     }
-    copies = min(config.rounds.copies, grid.path_count) - 1
+    private_copies, best_copies = copy_bytes(config, grid)
     states = sum(level.state_bytes for level in levels)
-    private = sum(level.state_bytes for level in levels if level.level == PRIVATE_LEVEL)
-    best = FP32_BYTES * counts["path"] if config.rounds.early_stopping else 0
-    every = config.rounds.replication_every_rounds
-    sent = gradients[codec] + copies * (private + best) // every
     shard = _shard_bytes(config, grid, corpus_tokens)
     steps = config.rounds.inner_steps
     tokens_per_step = config.inner.batch_sequences * config.model.sequence_length
@@ -147,61 +140,34 @@ def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFig
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
-        codec=codec,
+        codec=config.averaging.codec,
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
         outer_gradient_bytes=gradients,
-        private_copy_bytes=copies * private // every,
-        best_copy_bytes=copies * best // every,
-        round_mbit_per_s=round(8e-6 * sent / config.rounds.duration_s, 3),
+        private_copy_bytes=private_copies,
+        best_copy_bytes=best_copies,
+        round_mbit_per_s=round(round_mbit_per_s(config, grid), 3),
         join_bytes=FP32_BYTES * counts["path"] + states,
         shard_bytes=shard,
-        disk_bytes={
-            "own states": KEPT_STATES * states,
-            "copies of private states": copies * KEPT_STATES * private,
-            "best states": (copies + 1) * best,
-            "AdamW states": KEPT_OPTIMIZERS * ADAMW_BYTES * counts["path"],
-            "base model": FP32_BYTES * counts["path"],
-            "token files": (1 + min(config.rounds.copies, grid.path_count)) * (shard or 0),
-        },
-        device_bytes=_device_bytes(config, counts["path"]),
-        main_memory_bytes=_main_memory_bytes(config, grid, counts["path"]),
+        disk_bytes=disk_bytes(config, grid, shard or 0),
+        device_bytes=device_bytes(config, counts["path"]),
+        main_memory_bytes=main_memory_bytes(config, grid, counts["path"]),
         manifest_bytes=manifest_bytes,
         greatest_manifest_bytes=MAX_MANIFEST_BYTES,
     )
 
 
-def all_reduce_bytes(elements: int, peers: int, codec: Codec, part_bytes: int) -> int:
-    """Return what one of `peers` sends, and receives, on average over them, so that they all have
-    the mean of so many fp32 numbers.
-
-    In every section of the group each part has a reducer: the others of the section send it their
-    numbers, and get the average. Of all sections but one the reducer sends the sum in fp32 to the
-    part's root, and gets the average from there.
-    """
-    part = codec.part_values(part_bytes)
-    whole, rest = divmod(elements, part)
-    parts = whole * codec.encoded_bytes(part) + (codec.encoded_bytes(rest) if rest else 0)
-    levels = len(sections(peers))
-    averages = 2 * (peers - levels) + (levels - 1)
-    return (averages * parts + (levels - 1) * FP32_BYTES * elements) // peers
-
-
 def _level(config: RunConfig, grid: Grid, level: str) -> LevelFigures:
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
     layout = grid.layout(level)
-    paths = len(grid.paths_of_module(modules[0]))
     return LevelFigures(
         level=level,
         modules=len(modules),
-        paths_per_module=paths,
+        paths_per_module=paths_per_module(grid, level),
         parameters=layout.size,
-        state_bytes=greatest_state_bytes(layout, paths),
+        state_bytes=state_bytes(grid, level),
         holds=_holds(layout.names),
-        sent_bytes={
-            name: all_reduce_bytes(layout.size, paths, codec, config.averaging.part_bytes)
-            for name, codec in CODECS.items()
-        },
+        sent_bytes=gradient_bytes(config, grid, level),
     )
 
 
@@ -220,59 +186,6 @@ def _holds(names: tuple[str, ...]) -> str:
     return ", ".join(
         [*parts, *(word for key, word in others.items() if any(key in name for name in names))]
     )
-
-
-def _device_bytes(config: RunConfig, path_parameters: int) -> dict[str, int]:
-    """Return what training keeps on the device at least: a batch is split until it fits there."""
-    return {
-        "parameters": FP32_BYTES * path_parameters,
-        "gradients": FP32_BYTES * path_parameters,
-        "AdamW": ADAMW_BYTES * path_parameters,
-        "pass of one sequence, about": pass_bytes(config.model),
-    }
-
-
-def pass_bytes(config: ModelConfig) -> int:
-    """Return what a forward pass of one sequence keeps for the backward one, beside parameters.
-
-    It is made in bfloat16, as a recent GPU does it, with tensors that have shapes but no memory:
-    activations, the parameters in bfloat16, and two gradients of the logits, which come first
-    and are the largest. Kernels differ, so it is not exact.
-    """
-    kept: dict[int, torch.UntypedStorage] = {}
-    with FakeTensorMode():
-        model = PathModel(config)
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in parameters:
-                kept[storage._cdata] = storage
-            return tensor
-
-        tokens = torch.ones(1, config.sequence_length, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                logits = model(tokens)
-            token_losses(logits, tokens)
-    return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * logits.numel()
-
-
-def _main_memory_bytes(config: RunConfig, grid: Grid, path_parameters: int) -> dict[str, int]:
-    """Return what a peer holds beside its device, fp32, if all that can happen happens at once."""
-    path = FP32_BYTES * path_parameters
-    sizes = {level: FP32_BYTES * grid.layout(level).size for level in grid.level_names}
-    return {
-        "anchors": path,
-        "outer momentum": path,
-        "contributions remembered": MOST_PARTS * path,
-        "averagers' buffers": sum(sizes[level] for level in sizes if level != PRIVATE_LEVEL),
-        # The snapshot, its outer gradient, and the state that comes of it.
-        "outer step": 4 * max(sizes.values()),
-        # Anchors are scored in the model, whose parameters are put aside.
-        "local parameters, while anchors are scored": path,
-        "best parameters, while they are written": path if config.rounds.early_stopping else 0,
-    }
 
 
 def _shard_bytes(config: RunConfig, grid: Grid, corpus_tokens: int | None) -> int | None:

@@ -299,6 +299,15 @@ def is_address(word: str) -> bool:
     return re.match(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/", word) is not None
 
 
+def shown_bytes(count: int) -> str:
+    """Return a count of bytes in decimal units, three digits."""
+    value, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
+
+
 def settings_of(parsed: argparse.Namespace) -> Settings:
     """Return the settings that were parsed. Raises ConfigurationError, and SystemExit as argparse
     does."""

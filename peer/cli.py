@@ -13,8 +13,12 @@ from .settings import PeerSettings
 
 
 def run(settings: PeerSettings) -> int:
-    """Join and train until stopped."""
+    """Join and train until stopped; with --check only look whether that would work."""
     # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not.
+    if settings.check:
+        from .check.doctor import run_doctor
+
+        return run_doctor(settings)
     from .app import run_peer
 
     return run_peer(settings)

@@ -67,6 +67,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
 
     group = "work"
 
+    check: Annotated[
+        bool, Option("do not join: say whether a peer can run here, and what to mend")
+    ] = False
+    json: Annotated[bool, Option("with --check: one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
@@ -97,3 +101,8 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             "states, shards and AdamW states; a restart resumes from it", "DIR", flag="--cache-dir"
         ),
     ] = field(default_factory=default_cache_folder)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.json and not self.check:
+            raise ConfigurationError("--json belongs to --check; events are with --log-json FILE")

@@ -24,6 +24,8 @@ from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer import cli as peer_cli
 from dipaco.peer import replay_cli
 from dipaco.peer.averaging.group import GatherRow, meeting_key, reduce_shares
+from dipaco.peer.check import checks
+from dipaco.peer.check.machine import System
 from dipaco.peer.exchange import messages
 from dipaco.routing.batches import batch_indices
 from dipaco.simulator import cli as simulator_cli
@@ -160,7 +162,8 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         assert flags <= options_of(known[name]), f"{line!r}: {flags - options_of(known[name])}"
     everywhere = set().union(*(options_of(parser) for parser in known.values()))
-    foreign = {"--shm-size", "--gpus", "--check"}
+    foreign = {"--shm-size", "--gpus", "--check", "--install", "--update", "--shutdown"}
+    foreign |= {"--set-version"}
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(code_of(text))))
     assert mentioned <= everywhere | foreign, mentioned - everywhere - foreign
 
@@ -206,6 +209,28 @@ def test_every_reference_to_the_design_leads_somewhere() -> None:
                 count += 1
                 assert number in numbers, f"{file.relative_to(ROOT)}: {word} {number}"
     assert count > 30
+
+
+# -- docs/windows.md
+
+
+def test_the_page_for_windows_has_every_remedy_that_names_it() -> None:
+    """The doctor says it in a line, the page says how."""
+    text = page("windows.md")
+    assert "(docs/windows.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    wsl = System("Ubuntu", "5.15", wsl=2)
+    told = [
+        checks.check_system(System("Ubuntu", "4.4", wsl=1)),
+        checks.check_clock(9.0, 1, wsl),
+        checks.check_reachability((), "unknown", 0, wsl),
+    ]
+    remedies = " ".join(check.remedy for check in told)
+    for command in ("--set-version", "hwclock -s", "wsl --shutdown", "networkingMode=mirrored",
+                    "netsh interface portproxy", ".wslconfig"):  # fmt: skip
+        assert command in remedies
+        assert command in text
+    assert "memory=" in text
+    assert "nvidia-smi" in text
 
 
 # -- docs/protocol.md

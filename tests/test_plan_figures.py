@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 from dipaco.bootstrap.cli import main
-from dipaco.bootstrap.display import shown_bytes
-from dipaco.bootstrap.plan_figures import (
-    PlanFigures,
-    all_reduce_bytes,
-    pass_bytes,
-    plan_figures,
-)
+from dipaco.bootstrap.plan_figures import PlanFigures, plan_figures
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.codecs import CODECS, Codec
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import SECTION_ROWS
@@ -26,6 +21,7 @@ from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.transformer import PathModel, initialise, token_losses
 from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.topology import Topology
+from dipaco.peer.check.needs import all_reduce_bytes, pass_bytes
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"

@@ -1,0 +1,366 @@
+"""What the doctor says of what it found: one check a function, each with its remedy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dipaco.modules.command_line import shown_bytes
+from dipaco.modules.errors import (
+    AddressError,
+    ClockError,
+    ConfigurationError,
+    DipacoError,
+    StorageError,
+    UnreachableError,
+)
+
+from .machine import Disk, Gpu, Memory, System, Versions
+
+# What `dipaco.peer.app` asks for.
+OPEN_FILES = 4096
+# A clock that is so far off is corrected, one beyond the second figure refused.
+CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 5.0
+# Main memory of a peer's programs beside all tensors: about, with two levels.
+PROGRAMS_BYTES = 10**9
+# Of memory that is free, what training may take: allocators and kernels want some as well.
+USABLE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor."""
+
+    name: str
+    verdict: Literal["ok", "warning", "problem"]
+    value: str
+    remedy: str = ""
+    exit_code: int = 0
+    """Of a problem: what joining would end with."""
+
+
+def ok(name: str, value: str, remedy: str = "") -> Check:
+    """Nothing is wrong; a remedy may still be worth knowing."""
+    return Check(name, "ok", value, remedy)
+
+
+def warning(name: str, value: str, remedy: str) -> Check:
+    """It works, though not as well as it could."""
+    return Check(name, "warning", value, remedy)
+
+
+def problem(
+    name: str, value: str, remedy: str, error: type[DipacoError] = ConfigurationError
+) -> Check:
+    """It does not work; `error` is what a peer would end with."""
+    return Check(name, "problem", value, remedy, error.exit_code)
+
+
+def check_system(system: System) -> Check:
+    """What kind of machine it is, and what that kind needs."""
+    value = f"{system.name}, Linux {system.kernel}"
+    if system.wsl == 1:
+        return problem(
+            "system",
+            f"{value}, WSL1",
+            "dipaco needs WSL2: wsl --set-version DISTRIBUTION 2 in PowerShell (docs/windows.md)",
+        )
+    if system.wsl == 2:
+        return ok("system", f"{value}, WSL2", "docs/windows.md has what Windows needs")
+    if system.notebook:
+        where = "/content/drive/MyDrive/dipaco" if system.notebook == "Colab" else "/kaggle/working"
+        return warning(
+            "system",
+            f"{system.notebook} notebook",
+            "others cannot call it and it ends within hours; it takes part, and what it trained "
+            f"stays if --cache-dir is kept, for example {where}",
+        )
+    if system.is_container:
+        return ok(
+            "system",
+            f"{value}, in a container",
+            "give it --shm-size 2g, a published port and a volume for --cache-dir",
+        )
+    return ok("system", value)
+
+
+def check_versions(versions: Versions) -> Check:
+    """Whether everything that is installed fits together."""
+    value = ", ".join(versions.shown)
+    if not versions.unfit:
+        return ok("versions", value)
+    name, found, needed = versions.unfit[0]
+    told = [f"{n} {f or 'is missing'}, needed is {w}" for n, f, w in versions.unfit]
+    reason = ""
+    if name == "numpy" and found:
+        reason = "with this one 8-bit codecs fail silently: "
+    install = f"pip install '{name}{needed}'"
+    if name in ("Python", "dipaco"):
+        install = "make setup, or a new environment with a Python of that version"
+    return problem("versions", "; ".join(told), reason + install)
+
+
+def check_open_files(most: int) -> Check:
+    """Whether a peer may open as many files and connections as it needs."""
+    shown = "unlimited" if most >= 2**31 else f"{most:,}"
+    if most >= OPEN_FILES:
+        return ok("open files", shown)
+    return warning(
+        "open files",
+        f"{shown}, a peer asks for {OPEN_FILES:,}",
+        f"ulimit -n {OPEN_FILES} as root, or 'nofile' in /etc/security/limits.conf",
+    )
+
+
+def check_ports(
+    addresses: Sequence[str], taken: Sequence[DipacoError], *, peer_is_running: bool = False
+) -> Check:
+    """Whether a peer can listen where it is told to; `taken` are the errors of the attempts."""
+    shown = ", ".join(addresses)
+    if taken and peer_is_running:
+        return warning("port", f"{shown}: in use", "by the running peer, it seems")
+    if taken:
+        return problem("port", shown, str(taken[0]), AddressError)
+    if any(address.endswith("/tcp/0") for address in addresses):
+        return ok(
+            "port",
+            "another free one at each start",
+            "a router can forward only one that stays: --port 31337",
+        )
+    return ok("port", f"{shown}: free")
+
+
+def check_neighbours(answers: Sequence[tuple[str, str]]) -> Check:
+    """Whether the given addresses answer: each with an empty text, or why it does not."""
+    silent = [(address, reason) for address, reason in answers if reason]
+    value = f"{len(answers) - len(silent)} of {len(answers)} addresses answer"
+    if not silent:
+        return ok("neighbours", value)
+    told = "; ".join(f"{address} ({reason})" for address, reason in silent)
+    if len(silent) < len(answers):
+        return warning("neighbours", f"{value}, not {told}", "leave it out if it stays so")
+    return problem(
+        "neighbours",
+        f"nobody answers at {told}",
+        "check the address with the one who gave it, your connection and your firewall",
+        UnreachableError,
+    )
+
+
+def check_clock(offset_s: float, neighbours: int, system: System) -> Check:
+    """How far this machine's clock is from the neighbours': `offset_s` is theirs minus ours."""
+    others = f"{neighbours} neighbour{'s' if neighbours > 1 else ''}"
+    side = "behind" if offset_s > 0 else "ahead of"
+    value = f"{abs(offset_s):.1f} s {side} {others}"
+    remedy = "set the clock: sudo timedatectl set-ntp true"
+    if system.wsl:
+        remedy = "it stands still while Windows sleeps: sudo hwclock -s, or wsl --shutdown"
+    elif system.is_container or system.notebook:
+        remedy = "set the clock of the machine that runs the container"
+    if abs(offset_s) > CLOCK_LIMIT_S:
+        return problem("clock", f"{value}, at most {CLOCK_LIMIT_S:.0f} s", remedy, ClockError)
+    if abs(offset_s) > CLOCK_WARNING_S:
+        return warning("clock", f"{value}, corrected while it runs", remedy)
+    return ok("clock", f"within {max(0.1, abs(offset_s)):.1f} s of {others}")
+
+
+def check_reachability(
+    addresses: Sequence[str], reachable: str, port: int, system: System
+) -> Check:
+    """Whether others can call this machine, told from its addresses."""
+    places = [address.partition("/p2p/")[0] for address in addresses]
+    shown = ", ".join(dict.fromkeys(places)) or "it has no address"
+    if reachable == "direct":
+        return ok("reachable", f"direct, as it seems: {shown}")
+    shown_port = port or 31337
+    remedy = (
+        f"forward TCP port {shown_port} of the router to this machine and give --port {shown_port} "
+        f"--announce-maddrs /ip4/ROUTER-ADDRESS/tcp/{shown_port}"
+    )
+    if system.wsl:
+        remedy = (
+            "Windows passes nothing on by itself: networkingMode=mirrored in .wslconfig, or "
+            f"netsh interface portproxy (docs/windows.md); then {remedy}"
+        )
+    elif system.notebook:
+        remedy = "notebooks cannot be called; this peer takes part through its own calls"
+    elif system.is_container:
+        remedy = f"publish the port (-p {shown_port}:{shown_port}); then {remedy}"
+    return warning("reachable", f"others may not be able to call it: {shown}", remedy)
+
+
+def check_bandwidth(
+    mbit_per_s: float | None, needed_mbit_per_s: float, *, is_least: bool = False
+) -> Check:
+    """Whether the line carries what an outer round moves in its window.
+
+    `is_least`: what could be fetched was too short to say more.
+    """
+    need = f"an outer round takes {_shown_mbit(needed_mbit_per_s)} each way"
+    if mbit_per_s is None:
+        return warning(
+            "bandwidth",
+            f"not measured: no peer sent anything; {need}",
+            "try again in a minute",
+        )
+    least = "at least " if is_least else ""
+    value = f"{least}{_shown_mbit(mbit_per_s)} down; {need}"
+    if mbit_per_s < needed_mbit_per_s and not is_least:
+        return warning(
+            "bandwidth",
+            value,
+            "rounds will end without this peer's work; stop other downloads, or take a run with "
+            "longer rounds or smaller paths",
+        )
+    return ok("bandwidth", value, "upload is measured once it runs")
+
+
+def check_disk(disk: Disk, needed_bytes: int | None, here_bytes: int, system: System) -> Check:
+    """Whether everything that this run keeps fits; `here_bytes` lie there already."""
+    value = f"{shown_bytes(disk.free_bytes)} free at {disk.folder}"
+    if needed_bytes is not None:
+        value += f", this run takes up to {shown_bytes(needed_bytes)}"
+    if not disk.is_writable:
+        return problem(
+            "disk", f"{disk.folder} cannot be written", "give another --cache-dir", StorageError
+        )
+    if needed_bytes is not None and disk.free_bytes + here_bytes < needed_bytes:
+        return problem("disk", value, "free space, or give another --cache-dir", StorageError)
+    if system.wsl and disk.file_system in ("9p", "drvfs"):
+        return warning(
+            "disk",
+            f"{value}, a disk of Windows",
+            "it is slow from here; give a --cache-dir in the home folder of Linux",
+        )
+    if disk.file_system in ("tmpfs", "ramfs"):
+        return warning(
+            "disk",
+            f"{value}, in memory ({disk.file_system})",
+            "nothing there survives a restart; give a --cache-dir on a disk",
+        )
+    return ok("disk", value)
+
+
+def check_shared_memory(free_bytes: int | None, needed_bytes: int | None, system: System) -> Check:
+    """Whether the averager processes find room for what they share with the trainer."""
+    name = "shared memory"
+    if free_bytes is None:
+        return warning(name, "there is no /dev/shm", "mount one: mount -t tmpfs tmpfs /dev/shm")
+    value = f"{shown_bytes(free_bytes)} free in /dev/shm"
+    if needed_bytes is None:
+        return ok(name, value)
+    value += f", this run takes {shown_bytes(needed_bytes)}"
+    if free_bytes >= needed_bytes:
+        return ok(name, value)
+    gib = max(1, -(-needed_bytes * 2 // 2**30))
+    remedy = f"sudo mount -o remount,size={gib}G /dev/shm"
+    if system.is_container or system.notebook:
+        remedy = f"start the container with --shm-size {gib}g"
+    return problem(name, value, remedy, StorageError)
+
+
+def check_gpu(gpu: Gpu | None, device: str, torch_version: str, has_hardware: bool) -> Check:
+    """Which device trains."""
+    if gpu is not None:
+        value = f"{gpu.name}, {shown_bytes(gpu.free_bytes)} of {shown_bytes(gpu.total_bytes)} free"
+        if gpu.has_bf16:
+            return ok("device", f"{value}, bf16")
+        return ok("device", f"{value}, without bf16", "it trains in fp32, at about half the speed")
+    if device == "auto" and has_hardware:
+        return warning(
+            "device",
+            f"an NVIDIA GPU is here, and PyTorch {torch_version} does not use it",
+            "install a CUDA build of PyTorch and a recent NVIDIA driver (nvidia-smi shows it)",
+        )
+    value = "the CPU, as asked for" if device == "cpu" else "the CPU: no GPU was found"
+    return ok("device", value, "" if device == "cpu" else "it trains, slowly")
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What training a path of this run takes."""
+
+    path_parameters: int
+    fixed_bytes: int
+    """On the device: parameters, gradients, AdamW."""
+    pass_bytes: int
+    """On the device, for each sequence at once."""
+    usual_bytes: int
+    """In main memory beside the device's, programs included."""
+    greatest_bytes: int
+    """The same, when everything that can happen happens at once."""
+    batch: int
+
+    def fitting(self, free_bytes: float) -> int:
+        """Return how many sequences at once fit into so much device memory; 0: not one."""
+        return max(0, min(self.batch, int((free_bytes - self.fixed_bytes) // self.pass_bytes)))
+
+
+def check_device_memory(need: MemoryNeed, gpu: Gpu, micro_batch: int | None) -> Check:
+    """Whether a path of this run fits on the GPU."""
+    usable = USABLE_SHARE * gpu.free_bytes
+    fits, wanted = need.fitting(usable), micro_batch or 1
+    least = need.fixed_bytes + wanted * need.pass_bytes
+    value = (
+        f"a path of {need.path_parameters / 1e6:,.1f} M parameters takes {shown_bytes(least)} with "
+        f"{wanted} of {need.batch} sequences at once, {shown_bytes(int(usable))} can be used"
+    )
+    if fits == 0:
+        return problem(
+            "GPU memory",
+            value,
+            "close other programs that use the GPU, or try --optimizer adamw8bit or --device cpu",
+        )
+    if fits < wanted:
+        return warning("GPU memory", value, f"--micro-batch-size {fits} fits")
+    return ok("GPU memory", f"{value}; {fits} fit")
+
+
+def check_main_memory(
+    need: MemoryNeed, memory: Memory, gpu: Gpu | None, micro_batch: int | None, system: System
+) -> Check:
+    """Whether the rest fits into main memory, and without a GPU everything."""
+    wanted = min(micro_batch or need.batch, need.batch)
+    on_device = need.fixed_bytes + wanted * need.pass_bytes if gpu is None else 0
+    usual, greatest = on_device + need.usual_bytes, on_device + need.greatest_bytes
+    value = (
+        f"{shown_bytes(memory.available)} of {shown_bytes(memory.total)} free, this run takes "
+        f"{shown_bytes(usual)}, at most {shown_bytes(greatest)}"
+    )
+    if gpu is None:
+        value += f" with {wanted} sequences at once"
+    if greatest <= memory.available:
+        return ok("memory", value)
+    remedy = "close other programs"
+    if system.wsl:
+        gib = -(-greatest // 2**30) + 2
+        remedy = f"memory={gib}GB below [wsl2] in .wslconfig, then wsl --shutdown (docs/windows.md)"
+    elif system.is_container:
+        remedy = "give the container more memory (--memory)"
+    fits = need.fitting(memory.available - need.usual_bytes) if gpu is None else 0
+    if 0 < fits < wanted:
+        return (problem if usual > memory.available else warning)(
+            "memory", value, f"--micro-batch-size {fits} fits; or {remedy}"
+        )
+    if usual > memory.available:
+        if gpu is None:
+            remedy += "; --optimizer adamw8bit takes less"
+        return problem("memory", value, remedy)
+    return warning("memory", value, remedy)
+
+
+def check_cache_is_free(folder: Path, is_used: bool) -> Check | None:
+    """Whether another peer works with the same cache folder; None: there is nothing to say."""
+    if not is_used:
+        return None
+    return warning(
+        "cache folder",
+        f"a peer is running with {folder}",
+        "a second one needs --cache-dir and --port of its own",
+    )
+
+
+def _shown_mbit(rate: float) -> str:
+    return f"{rate:,.0f} Mbit/s" if rate >= 10 else f"{rate:.2g} Mbit/s"

@@ -1,0 +1,207 @@
+"""`dipaco-peer --check`: looks at machine and swarm, and says line by line what would go wrong.
+
+Nothing is joined, claimed or written. Called by the command line in place of a peer.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from dipaco.dht.identity import let_go, take_lock
+from dipaco.modules.errors import ConfigurationError, DipacoError
+from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.peer.settings import PeerSettings
+
+from . import checks as c
+from . import machine as m
+from . import needs
+from .swarm import SwarmReport, ask_neighbours, ask_swarm, ports_taken
+
+SIGNS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+
+
+def run_doctor(settings: PeerSettings) -> int:
+    """Check everything, print it, and return the exit code of the first problem, 0 if none."""
+    found: list[c.Check] = []
+    for check in examine_all(settings):
+        found.append(check)
+        if not settings.json:
+            print(shown(check), flush=True)
+    if settings.json:
+        print(json.dumps({"checks": [asdict(check) for check in found], **summary(found)}))
+    else:
+        print(closing_line(found))
+    sys.stdout.flush()
+    return int(summary(found)["exit_code"])
+
+
+def shown(check: c.Check) -> str:
+    """Return the line of a check."""
+    line = f"{SIGNS[check.verdict]} {check.name}: {check.value}"
+    return f"{line} -> {check.remedy}" if check.remedy else line
+
+
+def summary(found: list[c.Check]) -> dict[str, int]:
+    """Count, and say how the command ends."""
+    problems = [check for check in found if check.verdict == "problem"]
+    return {
+        "problems": len(problems),
+        "warnings": sum(check.verdict == "warning" for check in found),
+        "exit_code": problems[0].exit_code if problems else 0,
+    }
+
+
+def closing_line(found: list[c.Check]) -> str:
+    """Return the last line."""
+    counts = summary(found)
+    if counts["problems"]:
+        return f"{counts['problems']} of {len(found)} checks found a problem; begin with the first"
+    if counts["warnings"]:
+        return f"a peer can run here; {counts['warnings']} of {len(found)} checks warn"
+    return "a peer can run here"
+
+
+def examine_all(settings: PeerSettings) -> Iterator[c.Check]:
+    """Yield every check as soon as it is made. What needs CUDA comes last: it must not fork."""
+    system = m.look_at_system()
+    yield c.check_system(system)
+    yield c.check_versions(m.look_at_versions())
+    yield c.check_open_files(m.look_at_open_files())
+    is_running = _is_in_use(settings)
+    in_use = c.check_cache_is_free(settings.cache_folder, is_running)
+    if in_use is not None:
+        yield in_use
+    taken = ports_taken(settings.listen_maddrs())
+    yield c.check_ports(settings.listen_maddrs(), taken, peer_is_running=is_running)
+    report = SwarmReport()
+    for step in _swarm_checks(settings, system, port_is_free=not taken):
+        if isinstance(step, SwarmReport):
+            report = step
+        else:
+            yield step
+    yield from _machine_checks(settings, system, report)
+
+
+def _swarm_checks(
+    settings: PeerSettings, system: m.System, *, port_is_free: bool
+) -> Iterator[c.Check | SwarmReport]:
+    """Yield what the swarm says, and at the end the report."""
+    try:
+        findings = ask_neighbours(settings)
+    except DipacoError as error:
+        yield c.problem("network", str(error), "start again with --debug", type(error))
+        return
+    answers = [(f.address, "" if f.hello else str(f.error)) for f in findings]
+    yield c.check_neighbours(answers)
+    answered = [finding for finding in findings if finding.hello is not None]
+    if not answered:
+        return
+    offset_s = statistics.median(finding.clock_offset_s for finding in answered)
+    clock = c.check_clock(offset_s, len(answered), system)
+    yield clock
+    if clock.verdict == "problem":
+        return
+    report = ask_swarm(settings, port_is_free=port_is_free)
+    if report.plan is None:
+        assert report.failure is not None
+        yield c.problem("run", str(report.failure), "ask the operator", type(report.failure))
+        return
+    plan = report.plan
+    yield c.ok("run", f"'{plan.name}' ({plan.run_id}), {needs.grid_of(plan).path_count} paths")
+    if port_is_free:
+        yield c.check_reachability(report.addresses, report.reachable, settings.port, system)
+    needed = busiest_mbit_per_s(plan)
+    if report.line is None:
+        yield c.check_bandwidth(None, needed)
+    else:
+        yield c.check_bandwidth(report.line.mbit_per_s, needed, is_least=report.line.is_least)
+    yield report
+
+
+def busiest_mbit_per_s(plan: RunPlan) -> float:
+    """Return what a line needs each way for the largest outer step to end in its window."""
+    grid = needs.grid_of(plan)
+    codec = plan.averaging.codec
+    most = max(needs.gradient_bytes(plan, grid, level)[codec] for level in grid.level_names)
+    return 8e-6 * most / plan.rounds.window_s
+
+
+def _machine_checks(
+    settings: PeerSettings, system: m.System, report: SwarmReport
+) -> Iterator[c.Check]:
+    """Yield what the machine has, beside what the run takes where that is known."""
+    plan = report.plan
+    disk_needed = shared_needed = None
+    here = 0
+    if plan is not None:
+        grid = needs.grid_of(plan)
+        shard = greatest_shard_bytes(plan, report.shards, settings.path)
+        disk_needed = sum(needs.disk_bytes(plan, grid, shard).values())
+        shared_needed = needs.shared_memory_bytes(grid)
+        here = m.used_bytes(settings.cache_folder / plan.run_id)
+    yield c.check_disk(m.look_at_disk(settings.cache_folder), disk_needed, here, system)
+    yield c.check_shared_memory(m.look_at_shared_memory(), shared_needed, system)
+    import torch
+
+    try:
+        gpu = m.look_at_gpu(settings.device)
+    except ConfigurationError as error:
+        yield c.problem("device", str(error), "give another --device")
+        return
+    has_hardware = m.look_for_gpu_hardware()
+    yield c.check_gpu(gpu, settings.device, torch.__version__, has_hardware)
+    if plan is None:
+        return
+    need = memory_need(plan, settings, gpu)
+    if gpu is not None:
+        yield c.check_device_memory(need, gpu, settings.micro_batch_size)
+    yield c.check_main_memory(need, m.look_at_memory(), gpu, settings.micro_batch_size, system)
+
+
+def memory_need(plan: RunPlan, settings: PeerSettings, gpu: m.Gpu | None) -> c.MemoryNeed:
+    """Return what training a path takes with these settings, on the GPU or on the CPU."""
+    grid = needs.grid_of(plan)
+    count = grid.parameter_counts()["path"]
+    in_bf16 = gpu is not None and gpu.has_bf16
+    on_device = needs.device_bytes(plan, count, settings.optimizer, in_bf16=in_bf16)
+    one_pass = on_device.pop(needs.ONE_PASS)
+    main = needs.main_memory_bytes(plan, grid, count)
+    greatest = sum(main.values()) + c.PROGRAMS_BYTES
+    return c.MemoryNeed(
+        path_parameters=count,
+        fixed_bytes=sum(on_device.values()),
+        pass_bytes=one_pass,
+        usual_bytes=greatest - needs.seldom_bytes(main),
+        greatest_bytes=greatest,
+        batch=plan.inner.batch_sequences,
+    )
+
+
+def greatest_shard_bytes(plan: RunPlan, shards: ShardIndex | None, path: int | None) -> int:
+    """Return the size of the token files of a path, or of the largest; 0 if it is not known."""
+    if shards is None:
+        return 0
+    from dipaco.peer.exchange.fetching import shard_bytes
+
+    files = shard_bytes(shards, plan.model)
+    wanted = [shard for shard in shards.paths if path is None or shard.path == path]
+    return max(
+        (files[shard.train_sha256] + files[shard.validation_sha256] for shard in wanted), default=0
+    )
+
+
+def _is_in_use(settings: PeerSettings) -> bool:
+    """Tell whether a peer with the same identity is running; nothing is made."""
+    key = settings.identity_path or settings.cache_folder / "identity.key"
+    lock = key.with_name(key.name + ".lock")
+    if not lock.exists():
+        return False
+    try:
+        let_go(take_lock(lock, str(key), "--cache-dir", lambda line: None, patience_s=0.0))
+    except DipacoError:
+        return True
+    return False

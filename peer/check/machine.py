@@ -1,0 +1,216 @@
+"""What this machine is and has: system, versions, memory, disk, limits, GPU. Only looks.
+
+Files are read below `root` and variables from `environment`, so that tests can make up machines.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+# What the versions line shows; all requirements are checked.
+SHOWN_PACKAGES = ("torch", "hivemind", "numpy")
+
+
+@dataclass(frozen=True)
+class System:
+    """What kind of machine this is; remedies differ with it."""
+
+    name: str
+    kernel: str
+    wsl: int = 0
+    """1 or 2 in the Windows Subsystem for Linux."""
+    is_container: bool = False
+    notebook: str = ""
+    """"Colab" or "Kaggle"."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What is installed, and what of it does not fit."""
+
+    shown: tuple[str, ...]
+    unfit: tuple[tuple[str, str, str], ...] = ()
+    """Name, installed version ("" if there is none), and the versions that are needed."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Main memory, in bytes, as a container may use it."""
+
+    total: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where the cache folder lies."""
+
+    folder: Path
+    free_bytes: int
+    file_system: str
+    is_writable: bool
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device, and how much of its memory other programs leave."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+    has_bf16: bool
+
+
+def look_at_system(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> System:
+    """Tell what kind of machine this is."""
+    environment = os.environ if environment is None else environment
+    kernel = _text(root / "proc/version")
+    wsl = 0
+    if "microsoft" in kernel.lower():
+        # The kernel of WSL1 is imitated: "Linux version 4.4.0-19041-Microsoft".
+        wsl = 1 if re.search(r"-Microsoft\b", kernel) else 2
+    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', _text(root / "etc/os-release"), re.M)
+    notebook = ""
+    if any(name.startswith("COLAB_") for name in environment):
+        notebook = "Colab"
+    elif "KAGGLE_KERNEL_RUN_TYPE" in environment:
+        notebook = "Kaggle"
+    marks = ("docker", "containerd", "kubepods", "libpod", "lxc")
+    is_container = (
+        (root / ".dockerenv").exists()
+        or (root / "run/.containerenv").exists()
+        or any(mark in _text(root / "proc/1/cgroup") for mark in marks)
+    )
+    words = kernel.split()
+    return System(
+        name=named[1] if named else platform.system(),
+        kernel=words[2] if len(words) > 2 else platform.release(),
+        wsl=wsl,
+        is_container=is_container and not notebook,
+        notebook=notebook,
+    )
+
+
+def look_at_versions() -> Versions:
+    """Compare what is installed with what this version of dipaco was made for."""
+    shown = [f"Python {platform.python_version()}"]
+    unfit = []
+    try:
+        shown.insert(0, f"dipaco {version('dipaco')}")
+        needed = [Requirement(line) for line in requires("dipaco") or ()]
+        python = metadata("dipaco")["Requires-Python"] or ""
+    except PackageNotFoundError:
+        return Versions(tuple(shown), (("dipaco", "", "an installation with pip"),))
+    if not SpecifierSet(python).contains(platform.python_version(), prereleases=True):
+        unfit.append(("Python", platform.python_version(), python))
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            found = ""
+        if requirement.name in SHOWN_PACKAGES:
+            shown.append(f"{requirement.name} {found}")
+        if not found or not requirement.specifier.contains(found, prereleases=True):
+            unfit.append((requirement.name, found, str(requirement.specifier)))
+    return Versions(tuple(shown), tuple(unfit))
+
+
+def look_at_memory(root: Path = Path("/")) -> Memory:
+    """Return the main memory, within the limit of the container if there is one."""
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)
+    sizes = {name: 1024 * int(count) for name, count in lines}
+    total = sizes.get("MemTotal", 0)
+    available = sizes.get("MemAvailable", total)
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit = _text(root / "sys/fs/cgroup" / limit_file).strip()
+        used = _text(root / "sys/fs/cgroup" / used_file).strip()
+        if limit.isdigit() and used.isdigit() and int(limit) < total:
+            total = int(limit)
+            available = min(available, max(0, int(limit) - int(used)))
+    return Memory(total, available)
+
+
+def look_at_disk(folder: Path, root: Path = Path("/")) -> Disk:
+    """Return what is free where a folder is, or would be made."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return Disk(
+        folder,
+        shutil.disk_usage(existing).free,
+        _file_system(existing.resolve(), root),
+        os.access(existing, os.W_OK | os.X_OK) and existing.is_dir(),
+    )
+
+
+def used_bytes(folder: Path) -> int:
+    """Return how much lies in a folder already."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> int | None:
+    """Return the free bytes of shared memory; None where there is none."""
+    return shutil.disk_usage(folder).free if folder.is_dir() else None
+
+
+def look_at_open_files() -> int:
+    """Return how many files a process may have open, if it asks for as many as it may."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return 2**31 if most == resource.RLIM_INFINITY else most
+
+
+def look_for_gpu_hardware(root: Path = Path("/")) -> bool:
+    """Tell whether an NVIDIA GPU is here, whatever PyTorch thinks of it."""
+    return (root / "dev/nvidia0").exists() or (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+
+
+def look_at_gpu(name: str) -> Gpu | None:
+    """Return the GPU that `--device` means; None for the CPU.
+
+    Uses CUDA, so nothing may be forked afterwards. Raises ConfigurationError, as `choose_device`.
+    """
+    import torch
+    from dipaco.modules.device import choose_device
+
+    device, _ = choose_device(name)
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    return Gpu(torch.cuda.get_device_name(device), free, total, has_bf16)
+
+
+def _file_system(folder: Path, root: Path) -> str:
+    """Return the type of the file system that a folder lies on."""
+    holders = {mount: kind for mount, kind in _mounts(root) if folder.is_relative_to(mount)}
+    return holders[max(holders, key=len)] if holders else ""
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str]]:
+    for line in _text(root / "proc/mounts").splitlines():
+        words = line.split()
+        if len(words) > 2:
+            yield words[1].replace("\\040", " "), words[2]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

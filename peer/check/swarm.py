@@ -1,0 +1,136 @@
+"""What the swarm says of this machine: who answers, its clock, the run, the line. Only asks.
+
+Joins as a client, with an identity and a folder that are thrown away: nothing is claimed or
+served, and a peer that runs here is not disturbed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dipaco.dht.node import check_port_is_free
+from dipaco.modules.errors import AddressError, DipacoError, NetworkError
+from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.peer.exchange.diagnosis import Finding, examine
+from dipaco.peer.exchange.reachability import classify
+from dipaco.peer.node import Node, join_run, visible_addresses
+from dipaco.peer.settings import PeerSettings
+
+# A blob is fetched in pieces, each twice as long as the one before, while they come this fast.
+FIRST_PIECE_BYTES, LONGEST_PIECE_BYTES = 64 * 1024, 4 * 2**20
+LONG_ENOUGH_S = 1.0
+PIECE_LIMIT_S = 8.0
+MOST_HOLDERS = 3
+
+
+@dataclass(frozen=True)
+class SwarmReport:
+    """What was found; `failure` says why there is no run."""
+
+    findings: tuple[Finding, ...] = ()
+    plan: RunPlan | None = None
+    shards: ShardIndex | None = None
+    failure: DipacoError | None = None
+    addresses: tuple[str, ...] = ()
+    reachable: str = "unknown"
+    line: Line | None = None
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """How fast content came from the fastest holder that was asked."""
+
+    mbit_per_s: float
+    is_least: bool
+    """Whether there was too little to fetch to tell how fast the line is."""
+
+
+def ports_taken(addresses: tuple[str, ...]) -> list[DipacoError]:
+    """Return why a peer could not listen at some of these addresses."""
+    taken: list[DipacoError] = []
+    for address in addresses:
+        try:
+            check_port_is_free(address)
+        except AddressError as error:
+            taken.append(error)
+    return taken
+
+
+def ask_neighbours(settings: PeerSettings) -> tuple[Finding, ...]:
+    """Say hello to every address that was given; bounded. Raises `DipacoError`."""
+    return examine(settings.initial_peers)
+
+
+def ask_swarm(settings: PeerSettings, *, port_is_free: bool) -> SwarmReport:
+    """Find the run and try the line; bounded, and everything that was started is ended."""
+    with tempfile.TemporaryDirectory(prefix="dipaco-check-") as folder:
+        try:
+            node = join_run(
+                initial_peers=settings.initial_peers,
+                run=settings.run,
+                cache_folder=Path(folder),
+                host_maddrs=settings.listen_maddrs() if port_is_free else (),
+                announce_maddrs=settings.announce_maddrs if port_is_free else (),
+                client_mode=True,
+                say=lambda line: None,
+            )
+        except DipacoError as error:
+            return SwarmReport(failure=error)
+        try:
+            return _look_around(node, settings)
+        finally:
+            node.close()
+
+
+def _look_around(node: Node, settings: PeerSettings) -> SwarmReport:
+    shards, failure = None, None
+    try:
+        shards = node.load_shard_index()
+    except DipacoError as error:
+        failure = error
+    try:
+        addresses = visible_addresses(node.dht)
+    except NetworkError:
+        addresses = ()
+    return SwarmReport(
+        plan=node.plan,
+        shards=shards,
+        failure=failure,
+        addresses=addresses,
+        reachable=how_reached(addresses, settings.initial_peers),
+        line=_measure_line(node),
+    )
+
+
+def how_reached(addresses: tuple[str, ...], initial_peers: tuple[str, ...]) -> str:
+    """Tell how others reach this machine: the one place of the doctor that decides it."""
+    return classify(addresses, initial_peers)
+
+
+def _measure_line(node: Node) -> Line | None:
+    """Fetch a part of the base model from a few peers; None when none of them sends any."""
+    sha256 = node.plan.blobs.base
+    holders = node.directory.find_blob_holders(sha256)[:MOST_HOLDERS]
+    lines = [_measure(node, holder, sha256) for holder in holders]
+    return max((line for line in lines if line is not None), default=None)
+
+
+def _measure(node: Node, holder: str, sha256: str) -> Line | None:
+    line, count = None, FIRST_PIECE_BYTES
+    while count <= LONGEST_PIECE_BYTES:
+        began_s = time.monotonic()
+        try:
+            data = node.exchange.sample(holder, sha256, 0, count, PIECE_LIMIT_S)
+        except DipacoError:
+            break
+        took_s = time.monotonic() - began_s
+        if data is None:  # It is busy, or the blob is shorter than that.
+            break
+        line = Line(8e-6 * count / took_s, is_least=took_s < LONG_ENOUGH_S)
+        if not line.is_least:
+            break
+        count *= 2
+    return line
