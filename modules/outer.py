@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ from .state import ModuleState, PathProgress
 # A table with more rows is summed in sections, which a swarm does in two levels. Part of the
 # protocol: with another number a larger group gets other bits.
 SECTION_ROWS = 32
+# What a row may count, as a multiple of the median row or of what a step of the module's busiest
+# path usually has. Machines differ; a contribution can hold the work of several rounds.
+GREATEST_LEAP = 16
+# How far a replica may outweigh the median one of its path, and the usual step of that path.
+GREATEST_OF_MEDIAN, GREATEST_OF_USUAL = 4, 2
+
+
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,43 @@ def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
     return tuple(sorted(table, key=lambda row: (row.path, row.peer)))
 
 
+@dataclass(frozen=True)
+class Usual:
+    """What contributions to a module usually are, by its anchor: the same for all that hold it.
+
+    Nobody can check how many tokens another peer has trained, so what is said is measured by what
+    the module has seen. Of a genesis state nothing is known.
+    """
+
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    """For each path that contributed, its tokens in an outer step, on average over all steps."""
+
+    @classmethod
+    def of(cls, progress: Mapping[int, PathProgress], version: int) -> Usual:
+        """Return what is usual for a state with these counts after `version` outer steps."""
+        return cls({path: entry.tokens // max(1, version) for path, entry in progress.items()})
+
+
+def bounded_table(table: Sequence[Contribution], usual: Usual) -> tuple[Contribution, ...]:
+    """Return a canonical table in which no row counts more than is credible.
+
+    Its rows are what weights, certificates and a state's counts are made of. A row counts up to
+    `GREATEST_LEAP` times the median of all rows' tokens, or the usual tokens of the path with the
+    most, whichever is more. A row that is alone is measured by the usual ones only, and cannot be
+    measured at all with a genesis state.
+    """
+    most = max(usual.tokens.values(), default=0)
+    if len(table) > 1 or not most:
+        most = max(most, _lower_median([row.tokens for row in table]))
+    most *= GREATEST_LEAP
+    return tuple(replace(row, tokens=min(row.tokens, most)) for row in table)
+
+
+def _lower_median(values: Sequence[T]) -> T:
+    """Return the middle value, of two the lower: no single one of two can move it up."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
 def sections(rows: int, greatest: int = SECTION_ROWS) -> tuple[range, ...]:
     """Return the rows of a table, in order, in as few sections as hold at most `greatest` each.
 
@@ -69,6 +115,9 @@ def sections(rows: int, greatest: int = SECTION_ROWS) -> tuple[range, ...]:
 def outer_gradient(anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return anchor minus local, both flat fp32 [size]: what inner training changed, negated."""
     return anchor - local
+
+
+UNKNOWN = Usual()
 
 
 @dataclass(frozen=True)
@@ -90,16 +139,30 @@ class AveragingRule:
         sizes = {shard.path: shard.train_sequences for shard in index.paths}
         return cls(CODECS[plan.averaging.codec], sizes if plan.outer.shard_weights else None)
 
-    def weights(self, table: Sequence[Contribution]) -> tuple[float, ...]:
+    def weights(self, table: Sequence[Contribution], usual: Usual = UNKNOWN) -> tuple[float, ...]:
         """Return the weight of each row of a canonical table; together they are 1.
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
         within the group), or the same for all paths. Replicas of a path split its share by
-        tokens. Raises ValueError when a contributing path has no sequences.
+        tokens, of which each counts `GREATEST_OF_MEDIAN` times the median of the replicas at
+        most, or `GREATEST_OF_USUAL` times the path's usual tokens if that is more: a lie takes
+        four fifths from one honest replica. Raises ValueError when a contributing path has no
+        sequences.
         """
-        tokens_of_path: dict[int, int] = {}
+        of_path: dict[int, list[int]] = {}
         for row in table:
-            tokens_of_path[row.path] = tokens_of_path.get(row.path, 0) + row.tokens
+            of_path.setdefault(row.path, []).append(row.tokens)
+        most = {
+            path: max(
+                GREATEST_OF_MEDIAN * _lower_median(tokens),
+                GREATEST_OF_USUAL * usual.tokens.get(path, 0),
+            )
+            for path, tokens in of_path.items()
+        }
+        counted = [min(row.tokens, most[row.path]) for row in table]
+        tokens_of_path = {
+            path: sum(min(row, most[path]) for row in tokens) for path, tokens in of_path.items()
+        }
         sizes = dict.fromkeys(tokens_of_path, 1)
         if self.shard_sequences is not None:
             sizes = {path: self.shard_sequences.get(path, 0) for path in tokens_of_path}
@@ -108,7 +171,8 @@ class AveragingRule:
             raise ValueError(f"path {empty[0]} contributes but its shard has no sequences")
         total = sum(sizes.values())
         return tuple(
-            (sizes[row.path] / total) * (row.tokens / tokens_of_path[row.path]) for row in table
+            (sizes[row.path] / total) * (tokens / tokens_of_path[row.path])
+            for row, tokens in zip(table, counted, strict=True)
         )
 
     def combine(
@@ -153,16 +217,19 @@ class AveragingRule:
         return total
 
     def average(
-        self, gradients: Iterable[torch.Tensor], table: Sequence[Contribution]
+        self,
+        gradients: Iterable[torch.Tensor],
+        table: Sequence[Contribution],
+        usual: Usual = UNKNOWN,
     ) -> torch.Tensor:
         """Return what every member of a group holds after the all-reduce of its gradients.
 
-        `gradients` are flat fp32, in the order of the canonical table. Each passes through the
+        `gradients` are flat fp32, in the order of the bounded table. Each passes through the
         codec, and so does the average (design 4.3). Called by the simulator and by a peer that is
         alone in its group; the swarm's averager does the same in parts.
         """
         received = (self.codec.round_trip(gradient) for gradient in gradients)
-        return self.codec.round_trip(self.combine(received, self.weights(table)))
+        return self.codec.round_trip(self.combine(received, self.weights(table, usual)))
 
 
 def outer_step(

@@ -14,7 +14,13 @@ from dipaco.dht.certificates import Certificate
 from dipaco.dht.view import greatest_contribution
 from dipaco.modules.errors import DipacoError, IntegrityError
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import AveragingRule, Contribution, outer_step
+from dipaco.modules.outer import (
+    AveragingRule,
+    Contribution,
+    Usual,
+    bounded_table,
+    outer_step,
+)
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateReference
 
@@ -161,6 +167,7 @@ class OuterSteps:
             attempt=action.attempt,
             anchor_digest=action.anchor,
             greatest_tokens=greatest_contribution(self._plan, action.begin_s, action.round_index),
+            usual=Usual.of(snapshot.anchor.progress, snapshot.anchor.version),
             awaited=(lambda: self._awaited[action.module]) if is_counted else None,
             exclude=action.excluded,
         )
@@ -201,5 +208,7 @@ class OuterSteps:
     def _alone(self, snapshot: Snapshot) -> AveragingOutcome:
         """Be a group of one; the gradient passes through the codec like everybody's."""
         mine = Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens)
-        average = self._pool.rule.average([snapshot.outer_gradient()], (mine,))
-        return AveragingOutcome(average=average, table=(mine,))
+        usual = Usual.of(snapshot.anchor.progress, snapshot.anchor.version)
+        table = bounded_table((mine,), usual)
+        average = self._pool.rule.average([snapshot.outer_gradient()], table, usual)
+        return AveragingOutcome(average=average, table=table)

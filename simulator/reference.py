@@ -36,7 +36,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.outer import AveragingRule, canonical_table, outer_step
+from dipaco.modules.outer import (
+    AveragingRule,
+    Usual,
+    bounded_table,
+    canonical_table,
+    outer_step,
+)
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
@@ -152,10 +158,13 @@ class ReferenceSwarm:
         }
         if not contributors:
             return
-        table = canonical_table(worker.contribution(module) for worker in contributors.values())
+        summary = self.states.summary(module)
+        usual = Usual.of(summary.progress, summary.version)
+        rows = canonical_table(worker.contribution(module) for worker in contributors.values())
+        table = bounded_table(rows, usual)
         # One at a time: of hundreds of paths they would not fit in memory together.
         gradients = (contributors[row.peer].outer_gradient(module) for row in table)
-        average = self._rule.average(gradients, table)
+        average = self._rule.average(gradients, table, usual)
         state = outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
         self.states.put(state)
         for worker in self.workers:

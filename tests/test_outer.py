@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import get_args
 
@@ -18,7 +20,9 @@ from dipaco.modules.outer import (
     SECTION_ROWS,
     AveragingRule,
     Contribution,
+    Usual,
     advanced_progress,
+    bounded_table,
     canonical_table,
     outer_gradient,
     outer_learning_rate,
@@ -107,7 +111,8 @@ def test_weights_follow_shards_then_tokens(
 ) -> None:
     canonical = canonical_table(table)
     shards = dict(enumerate(sizes)) if by_shard else None
-    weights = AveragingRule(CODECS["none"], shards).weights(canonical)
+    usual = Usual({row.path: 10**9 for row in canonical})
+    weights = AveragingRule(CODECS["none"], shards).weights(canonical, usual)
     paths = {row.path for row in canonical}
     total = sum(sizes[path] for path in paths)
     for row, weight in zip(canonical, weights, strict=True):
@@ -115,6 +120,60 @@ def test_weights_follow_shards_then_tokens(
         share = Fraction(sizes[row.path], total) if by_shard else Fraction(1, len(paths))
         assert weight == pytest.approx(float(share * row.tokens / replicas), rel=1e-14)
     assert math.fsum(weights) == pytest.approx(1, rel=1e-14)
+
+
+def test_a_lie_takes_four_fifths_of_a_path_from_one_honest_replica() -> None:
+    """Of two honest ones it takes two thirds; other paths lose nothing."""
+    rule = AveragingRule(CODECS["none"], {0: 30, 1: 10})
+    one = canonical_table([Contribution(0, "a", 1000), Contribution(0, "z", 10**12)])
+    assert rule.weights(one) == pytest.approx((0.2, 0.8))
+    assert rule.weights((*one, Contribution(1, "o", 10))) == pytest.approx((0.15, 0.6, 0.25))
+    two = canonical_table([*one, Contribution(0, "b", 1000)])
+    assert rule.weights(two) == pytest.approx((1 / 6, 1 / 6, 2 / 3))
+
+
+def test_a_replica_that_has_just_come_takes_nothing_from_one_with_a_usual_round() -> None:
+    table = canonical_table([Contribution(0, "a", 200_000), Contribution(0, "new", 1000)])
+    rule = AveragingRule(CODECS["none"])
+    assert rule.weights(table) == pytest.approx((0.8, 0.2))
+    counted = rule.weights(table, Usual({0: 150_000}))
+    assert counted == pytest.approx((200 / 201, 1 / 201))
+
+
+def progress_of(usual: Mapping[int, int], version: int) -> dict[int, PathProgress]:
+    return {path: PathProgress(tokens * version, version - 1) for path, tokens in usual.items()}
+
+
+@given(
+    rows,
+    st.dictionaries(st.integers(0, 5), st.integers(1, 10**6), max_size=4),
+    st.integers(1, 100),
+)
+def test_no_row_counts_more_than_is_credible(
+    table: list[Contribution], usual: dict[int, int], version: int
+) -> None:
+    canonical = canonical_table(table)
+    known = Usual.of(progress_of(usual, version), version)
+    assert known.tokens == usual
+    bounded = bounded_table(canonical, known)
+    assert canonical_table(bounded) == bounded
+    tokens = sorted(row.tokens for row in canonical)
+    measured = [] if usual and len(tokens) == 1 else [tokens[(len(tokens) - 1) // 2]]
+    most = 16 * max([*measured, *usual.values()])
+    for row, counted in zip(canonical, bounded, strict=True):
+        assert (counted.path, counted.peer) == (row.path, row.peer)
+        assert counted.tokens == min(row.tokens, most)
+    # What a liar says beyond that changes nothing for anybody.
+    more = [replace(row, tokens=row.tokens * 10**6) if row.tokens > most else row for row in table]
+    assert bounded_table(canonical_table(more), known) == bounded
+
+
+def test_one_lie_moves_a_schedule_by_sixteen_steps_at_most() -> None:
+    progress = progress_of({0: 1000, 1: 500}, 200)
+    usual = Usual.of(progress, 200)
+    (row,) = bounded_table([Contribution(1, "liar", 10**12)], usual)
+    assert row.tokens == 16_000
+    assert advanced_progress(progress, [row], 200)[1].tokens == 100_000 + 16_000
 
 
 def test_a_path_without_sequences_has_no_weight() -> None:

@@ -100,7 +100,7 @@ class ExactAllReduceRunner:
         topology = Topology.of(order, group.shares, sizes, rule.section_rows)
         self._topology = topology
         self._has_levels = len(topology.sections) > 1
-        weights = dict(zip(order, rule.weights(group.table), strict=True))
+        weights = dict(zip(order, rule.weights(group.table, group.usual), strict=True))
         self._section = topology.section_of[self._me]
         self._root = PartRoot(len(topology.sections), rule, codec, self._failure)
         self._reducers = {

@@ -23,7 +23,13 @@ from typing import Any
 import torch
 from dipaco.dht.guarded_dht import GuardedDHT, die_with_parent, own_future_locks
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.outer import AveragingRule, Contribution, canonical_table
+from dipaco.modules.outer import (
+    UNKNOWN,
+    AveragingRule,
+    Contribution,
+    Usual,
+    canonical_table,
+)
 from dipaco.modules.plan import PROTOCOL_VERSION
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
@@ -126,6 +132,7 @@ class ExactAverager(multiprocessing.Process):
         attempt: int,
         anchor_digest: str,
         greatest_tokens: int = 2**50,
+        usual: Usual = UNKNOWN,
         awaited: Callable[[], frozenset[str] | None] | None = None,
         exclude: Collection[str] = (),
     ) -> AveragingOutcome:
@@ -139,13 +146,20 @@ class ExactAverager(multiprocessing.Process):
         With `awaited` (fixed steps) members come at any time and `close_s` is this peer's own
         limit: the group closes when all that it returns are there, or at the limit of who leads.
         It is asked twice a second until a group is found; None gives up. `contribution` is this
-        peer's row (its `peer` is the libp2p peer id), `greatest_tokens` what no row may exceed.
+        peer's row (its `peer` is the libp2p peer id), `greatest_tokens` what no row may exceed,
+        `usual` what the anchor says of contributions.
 
         Raises AveragingFailed, which is ordinary life: no other peer came, or one of them failed.
         Raises NetworkError when the averager's process is gone, and ValueError for arguments that
         no run can have.
         """
-        rules = self._rules(contribution, module, round_index, anchor_digest, greatest_tokens)
+        own = self._row(contribution, module, round_index, anchor_digest)
+        rules = GroupRules(own, self._paths_of_module[module], greatest_tokens, usual)
+        # What others would refuse is found here.
+        try:
+            rules.check_row(own.to_bytes(), self.peer_id.to_base58())
+        except BadRowError as error:
+            raise AveragingFailed(f"own contribution would be refused: {error.reason}") from None
         self._check(flat, close_s, end_s)
         together = attempt == 0 and awaited is None
         give_up_s = end_s if awaited is not None else close_s + 0.5 * self._matchmaking_s + 0.5
@@ -231,17 +245,12 @@ class ExactAverager(multiprocessing.Process):
         if getattr(self, "_host", None) == os.getpid() and self.is_alive():
             self.shutdown()
 
-    def _rules(
-        self,
-        contribution: Contribution,
-        module: str,
-        round_index: int,
-        anchor_digest: str,
-        greatest_tokens: int,
-    ) -> GroupRules:
+    def _row(
+        self, contribution: Contribution, module: str, round_index: int, anchor_digest: str
+    ) -> GatherRow:
         if module not in self._paths_of_module:
             raise ValueError(f"{module} is not a module of {self.prefix}")
-        own = GatherRow(
+        return GatherRow(
             protocol=PROTOCOL_VERSION,
             module=module,
             round_index=round_index,
@@ -251,13 +260,6 @@ class ExactAverager(multiprocessing.Process):
             tokens=contribution.tokens,
             bandwidth_mbit=0 if self.client_mode else self._bandwidth_mbit,
         )
-        rules = GroupRules(own, self._paths_of_module[module], greatest_tokens)
-        # What others would refuse is found here.
-        try:
-            rules.check_row(own.to_bytes(), self.peer_id.to_base58())
-        except BadRowError as error:
-            raise AveragingFailed(f"own contribution would be refused: {error.reason}") from None
-        return rules
 
     def _check(self, flat: torch.Tensor, close_s: float, end_s: float) -> None:
         if flat.shape != self._scratch.shape or flat.dtype != torch.float32 or flat.is_cuda:

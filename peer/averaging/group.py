@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import msgpack
 from dipaco.modules.grid import module_name_is_valid
-from dipaco.modules.outer import Contribution, canonical_table
+from dipaco.modules.outer import UNKNOWN, Contribution, Usual, bounded_table, canonical_table
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.member.reception import GREATEST_GROUP
 
@@ -106,6 +106,8 @@ class GroupRules:
     """Paths through the module."""
     greatest_tokens: int
     """No contribution can have more tokens than this."""
+    usual: Usual = UNKNOWN
+    """What the rows' anchor says, which bounds what they count."""
 
     def check_row(self, data: bytes, sender: str) -> GatherRow:
         """Read the row that `sender` gave, or raise BadRowError that says what is wrong."""
@@ -145,9 +147,11 @@ class AgreedGroup:
     peers: tuple[str, ...]
     """In the leader's order, in which parts are assigned."""
     table: tuple[Contribution, ...]
-    """In the canonical order, in which contributions are summed."""
+    """In the canonical order, in which contributions are summed; tokens as they count."""
     shares: tuple[int, ...]
     """For each of `peers`, how much of the vector it reduces; no meaning but their ratio."""
+    usual: Usual = UNKNOWN
+    """What the members' anchor says of contributions."""
 
 
 def agree(
@@ -170,11 +174,13 @@ def agree(
     digest = hashlib.sha256(b"dipaco-group/2\n" + key + b"\n")
     for peer, row in zip(peers, rows, strict=True):
         digest.update(msgpack.packb((peer, row)))
+    contributions = [Contribution(row.path, row.peer, row.tokens) for row in checked]
     return AgreedGroup(
         group_id=digest.digest(),
         peers=tuple(peers),
-        table=canonical_table([Contribution(row.path, row.peer, row.tokens) for row in checked]),
+        table=bounded_table(canonical_table(contributions), rules.usual),
         shares=reduce_shares([row.bandwidth_mbit for row in checked]),
+        usual=rules.usual,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dipaco.dht.view import greatest_contribution
-from dipaco.modules.outer import Contribution, canonical_table, sections
+from dipaco.modules.outer import Contribution, Usual, bounded_table, canonical_table, sections
 from dipaco.peer.member import calls, events
 from dipaco.peer.member.actions import Average, Await
 from dipaco.peer.member.meeting import Meeting
@@ -233,7 +233,10 @@ class Averaging:
         reduces, machine = self._world.reduces, self._machine
         if place not in reduces:
             rows = [json.loads(row) for row in group.rows]
-            table = canonical_table(Contribution(path, peer, tokens) for path, peer, tokens in rows)
+            anchor = average.snapshot.anchor
+            usual = Usual.of(anchor.progress, anchor.reference.version)
+            gathered = [Contribution(path, peer, tokens) for path, peer, tokens in rows]
+            table = bounded_table(canonical_table(gathered), usual)
             reduces[place] = Reduce(machine, table, lambda: reduces.pop(place, None))
         table = reduces[place].table
         if self._world.trace.keep:

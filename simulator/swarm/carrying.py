@@ -15,7 +15,7 @@ from typing import Any
 
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.records import ProgressEntry
-from dipaco.modules.outer import Contribution, canonical_table
+from dipaco.modules.outer import Contribution, Usual, bounded_table
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions, events
 
@@ -245,7 +245,9 @@ class Carrying:
         if action.alone:
             me, path = self._machine.peer, self._machine.path
             assert path is not None
-            table = canonical_table([Contribution(path, me, max(1, snapshot.tokens))])
+            anchor = snapshot.anchor
+            usual = Usual.of(anchor.progress, anchor.reference.version)
+            table = bounded_table([Contribution(path, me, max(1, snapshot.tokens))], usual)
             shifts = {me: snapshot.shift}
         elif module in self._averages:
             table, shifts = self._averages.pop(module)
