@@ -42,7 +42,7 @@ class Trainer:
 
     def cut(self, round_index: int) -> None:
         self.parts[round_index], self.tail = self.tail, Counter()
-        for action in self.ledger.cut(round_index):
+        for action in self.ledger.cut(round_index, self.anchor, self.descent):
             if isinstance(action, JoinParts):
                 self.parts[action.newer] += self.parts.pop(action.older)
             elif isinstance(action, DropPart):
@@ -53,7 +53,9 @@ class Trainer:
         self.cut(round_index)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
         self.contributions[state.digest] = self.local
-        self.ledger.committed(round_index, is_whole=is_whole, is_last_signed=is_whole)
+        self.ledger.committed(
+            round_index, frozenset({*group, ME}), is_whole=is_whole, is_last_signed=is_whole
+        )
         self.anchor = state
         return state
 
@@ -177,6 +179,34 @@ def test_in_a_calm_swarm_old_parts_are_joined_and_not_lost() -> None:
     peer.adopt(family.commits(fork, range(1, 12), "AB"))
     # The first part may lie before the fork as well as behind it, and is not joined to the rest.
     assert peer.counted() == peer.trained - Counter({1: 1}) or peer.counted() == peer.trained
+
+
+def test_parts_between_which_a_known_chain_parts_are_not_joined() -> None:
+    """A newcomer that nobody has seen yet goes on from the state before the newest."""
+    family = Family()
+    peer = began(family)
+    states = []
+    for round_index in (1, 2, 3):
+        peer.train(round_index)
+        states.append(peer.commit(round_index, "", is_whole=True))
+    side = family.commits(states[0], (2, 3), "X")
+    for round_index in (4, 5):
+        peer.train(round_index)
+        peer.commit(round_index, "", is_whole=True)
+    peer.adopt(side)
+    assert peer.local == Counter({2: 1, 3: 1, 4: 1, 5: 1})
+    assert peer.counted() == peer.trained
+
+
+def test_who_was_alone_for_long_loses_nothing_to_the_others() -> None:
+    family = Family()
+    peer = began(family)
+    fork = peer.commit(1, "AB")
+    for round_index in range(2, 12):
+        peer.train(round_index)
+        peer.commit(round_index, "")
+    peer.adopt(family.commits(fork, range(2, 12), "AB"))
+    assert peer.counted() == peer.trained
 
 
 def test_what_is_remembered_is_bounded() -> None:

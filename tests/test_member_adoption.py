@@ -92,6 +92,20 @@ def test_a_state_is_fetched_as_soon_as_the_last_certificates_are_here() -> None:
     assert of(a.FetchState, actions) == [a.FetchState(two, ("Pc",), "adopt")]
 
 
+def test_what_is_being_scored_is_taken_before_a_boundary_that_comes_meanwhile() -> None:
+    """A slow peer is in a round nearly always, and would never take it."""
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.announce(state, "Pa", "Pc")
+    peer.tell(state)
+    peer.happen(e.StateFetched(state, {}, peer.family.chain(state)))
+    actions = peer.at(3.5 * ROUND_S)
+    assert (len(of(a.CheckState, actions)), of(a.TakeSnapshot, actions)) == (1, [])
+    adopted = of(a.Adopt, peer.happen(e.Checked(MODULE, state.digest, 1.0, 1.0)))
+    assert [adopt.reference for adopt in adopted] == [state]
+    assert [taken.module for taken in of(a.TakeSnapshot, peer.turn())] == [MODULE]
+
+
 def test_certificates_that_come_while_a_level_averages_start_nothing() -> None:
     peer = Peer("Pa")
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])

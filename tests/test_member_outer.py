@@ -6,7 +6,7 @@ import pytest
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.gathering import ISOLATED_ROUNDS
+from dipaco.peer.member.knowledge import ISOLATED_ROUNDS
 from dipaco.peer.member.member import MERGE_BUDGET_S
 from dipaco.peer.member.outer import TRACING_S
 from dipaco.peer.member.round_under_way import EXCLUDED_ROUNDS
@@ -321,6 +321,38 @@ def test_after_many_rounds_the_others_count_as_gone() -> None:
     said = [c for c in peer.of(a.CarryOn) if c.module == MODULE]
     assert len(said) in (ISOLATED_ROUNDS, ISOLATED_ROUNDS + 1)
     assert peer.of(a.TakeOuterStep)
+
+
+@pytest.mark.parametrize(("their_round", "steps"), [(None, True), (4, False)])
+def test_a_clock_that_leaps_is_believed_when_the_others_say_so(
+    their_round: int | None, steps: bool
+) -> None:
+    """After a sleep they say the same round; a clock that was put forward is ahead of them."""
+    peer = group()
+    peer.claims = [claim("Pz", 1)]
+    peer.look()
+    peer.now_s = peer.plan.start_s + boundary_s(60) - 1.0
+    peer.turn()
+    peer.their_round = their_round
+    peer.look()
+    actions = peer.at(boundary_s(60))
+    assert (of(a.TakeOuterStep, actions) != []) == steps
+    assert [c.reason for c in of(a.CarryOn, actions) if c.module == MODULE] == (
+        []
+        if steps
+        else ["this machine slept or its clock was set, and the others say another round"]
+    )
+
+
+def test_a_clock_that_leapt_is_believed_in_the_end() -> None:
+    peer = group()
+    peer.claims, peer.their_round = [claim("Pz", 1)], 4
+    peer.look()
+    for round_index in range(60, 62 + ISOLATED_ROUNDS):
+        peer.now_s = peer.plan.start_s + boundary_s(round_index) - 1.0
+        peer.look()
+        peer.at(boundary_s(round_index))
+    assert [s.round_index for s in peer.of(a.TakeOuterStep)] == [60 + ISOLATED_ROUNDS]
 
 
 def test_who_said_goodbye_leaves_nobody_isolated() -> None:

@@ -47,6 +47,21 @@ def test_members_hold_in_histories_with_faults(profile: str) -> None:
         assert result.violations == [], result.command
 
 
+# Histories that showed a defect, by (profile, seed, members, rounds).
+FOUND = (
+    ("latency", 7, 5, 6),  # A slow peer joined parts of its work between which a chain parted.
+    ("clock", 13, 3, 6),  # A peer alone on a path committed in rounds far ahead.
+    ("mixed", 46, 4, 8),  # Whoever was alone for long forgot what it had trained first.
+    ("mixed", 47, 5, 6),  # Two clocks that were ahead believed each other.
+)
+
+
+@pytest.mark.parametrize(("profile", "seed", "members", "rounds"), FOUND)
+def test_what_was_found_is_mended(profile: str, seed: int, members: int, rounds: int) -> None:
+    result = run_history(seed, profile, members=members, rounds=rounds)
+    assert result.violations == [], result.command
+
+
 def test_a_seed_is_the_same_history_on_any_machine() -> None:
     program = (
         "from dipaco.simulator.swarm.history import run_history\n"

@@ -86,6 +86,11 @@ class Adoption:
         """Tell whether a state of a module is on its way here, or about to be put under."""
         return module in self._fetching
 
+    @property
+    def is_checking(self) -> bool:
+        """Whether a held-out loss is being scored: the answer comes before anything else."""
+        return any(fetch.is_checking for fetch in self._fetching.values())
+
     def winner(self, module: str) -> StateReference | None:
         """Return the state that should replace the anchor of a module, as far as is known."""
         known = self._known

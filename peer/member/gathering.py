@@ -14,14 +14,11 @@ from dipaco.dht.policy import seniority
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.config import RoundsConfig
 
-from .knowledge import Knowledge
-from .quorum import RECENT_ROUNDS, counting_peers
+from .knowledge import ISOLATED_ROUNDS, Knowledge
+from .quorum import RECENT_ROUNDS, counting_peers, is_majority
 
 # With fixed steps: the longest that a group waits for its members, whatever `duration_s` is.
 LONGEST_WAIT_S = 3000.0
-# A peer that reaches nobody commits nothing that others share for so many rounds; after that the
-# others count as gone. Its commits never outweigh theirs (`descent`).
-ISOLATED_ROUNDS = 8
 # Who is missing from the newest view, but was in one so many refresh periods ago, may still be
 # there: a reader misses records when the nodes that store them are slow.
 SIGHT_PERIODS = 4
@@ -94,6 +91,15 @@ def is_cut_off(known: Knowledge, module: str) -> bool:
     anchor = known.anchors[module]
     others = known.book.contributors_since(module, anchor.digest, None) - {known.me}
     return bool(others) or anchor.version == 0
+
+
+def why_not_alone(known: Knowledge, counting: Collection[str], expected: int) -> str:
+    """Return why this peer may not commit its own work alone; nothing if it may."""
+    if not is_majority({known.me}, counting):
+        return f"have 1 of {expected} peers that count, need {expected // 2 + 1}"
+    if known.is_clock_doubtful:
+        return "this machine slept or its clock was set, and the others say another round"
+    return ""
 
 
 def possible_peers(known: Knowledge, module: str) -> frozenset[str]:

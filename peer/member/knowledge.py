@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -21,8 +22,14 @@ from .doubts import Doubts
 from .events import CallAnswered
 from .rounds import RoundSchedule
 
+# The measured clock moves by less; what goes back further was put back.
+CLOCK_SLACK_S = 10.0
 # Who has shown itself is called again after so many refresh periods.
 CALL_PERIODS = 20
+# What is believed of a clock, or of a silence, after so many rounds whatever the others say. A peer
+# that reaches nobody commits nothing that others share for so long; after that the others count as
+# gone. Its commits never outweigh theirs (`descent`).
+ISOLATED_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class Knowledge:
         self.descent = Descent(self.book, self.doubts.weigh)
         self.random = Random(self.settings.seed or self.settings.me)
         self._was_isolated = False
+        self._leapt_s: float | None = None
+        """When the clock leapt, until others say that so much time has passed."""
         self._view: SwarmView | None = None
         self._believed: SwarmView | None = None
         self.outlook: SwarmView | None = None
@@ -87,12 +96,45 @@ class Knowledge:
         """Want something done, in order."""
         self.actions += actions
 
+    def note_time(self, now_s: float) -> bool:
+        """Go on to `now_s`; returns whether the clock was put back.
+
+        One that leaps forward by a round was put forward, or the machine slept.
+        """
+        went_back = now_s < self.now_s - CLOCK_SLACK_S
+        if went_back:
+            self._leapt_s = None
+        elif self.now_s and now_s > self.now_s + self.plan.rounds.duration_s:
+            self._leapt_s = None if self.schedule.fixed_steps else now_s
+        self.now_s = now_s
+        return went_back
+
+    @property
+    def is_clock_doubtful(self) -> bool:
+        """Whether the clock leapt, and half of the others have not said yet that it is right.
+
+        What is committed by a clock that is ahead nobody else may keep or take before that time
+        has come.
+        """
+        if self._leapt_s is None or not any(map(self.doubts.has_shown_itself, self._known)):
+            return False
+        return self.now_s - self._leapt_s <= ISOLATED_ROUNDS * self.plan.rounds.duration_s
+
     def learn(self, view: SwarmView) -> None:
         """Take a new view; claims of peers that are doubted are left out of it."""
         self._view = view
         self._believed = None
         said: dict[str, PeerRecord | Claim] = {**view.peers}
         said |= {p: view.claims[p] for p in view.from_elsewhere if p in view.claims}
+        if self._leapt_s is not None:
+            rounds = [
+                record.round
+                for peer, record in said.items()
+                if peer != self.me and self.doubts.has_shown_itself(peer)
+            ]
+            # What was said a while ago may be of the round before.
+            if rounds and statistics.median_high(rounds) + 1 >= self.present_round:
+                self._leapt_s = None
         for peer, record in said.items():
             if record.state == "leaving":
                 self._known.pop(peer, None)

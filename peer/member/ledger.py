@@ -51,17 +51,21 @@ class Ledger:
         """Parts of a commit in which nobody stood aside: no fork lies before them."""
         self._whole: int | None = None
         """The newest such part; whether all stand on that commit shows at the next one."""
+        self._followed: set[int] = set()
+        """Parts of a commit with all of the group before: a fork is hardly before them either."""
+        self._group: frozenset[str] | None = None
+        """Who made the anchor, if this peer was among them."""
 
-    def cut(self, round_index: int) -> list[Action]:
+    def cut(self, round_index: int, own: StateReference, descent: Descent) -> list[Action]:
         """Note that a snapshot was taken: what came since the last one is a part.
 
-        Returns what the trainer does to keep few parts.
+        Returns what the trainer does to keep few parts. `own` is the anchor.
         """
         if round_index not in self.parts:
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
-        return self._make_room()
+        return self._make_room(own, descent)
 
     def uncut(self, round_index: int) -> None:
         """Forget a snapshot that nobody else can have averaged: its part goes on growing."""
@@ -70,12 +74,17 @@ class Ledger:
             self.unmerged.remove(round_index)
         self._rows.pop(round_index, None)
 
-    def committed(self, round_index: int, *, is_whole: bool, is_last_signed: bool) -> None:
+    def committed(
+        self, round_index: int, group: frozenset[str], *, is_whole: bool, is_last_signed: bool
+    ) -> None:
         """Note a commit. `is_whole`: all who claim to train were in the group, those of the group
         before among them. `is_last_signed`: these have all signed the commit before this one."""
         self._base_round = round_index
         row = self._rows[round_index]
         self.unmerged = [part for part in self.unmerged if part not in row]
+        if self._group is not None and self._group <= group and row == {round_index}:
+            self._followed.add(round_index)
+        self._group = group
         if is_last_signed and self._whole is not None:
             self._joinable.add(self._whole)
         self._whole = round_index if is_whole and row == {round_index} else None
@@ -99,7 +108,8 @@ class Ledger:
         age = max(0, state.last_round - min(oldest, self._base_round))
         self.unmerged = on_top
         self._joinable.clear()
-        self._whole = None
+        self._followed.clear()
+        self._whole = self._group = None
         self._base_round = state.last_round
         weight = min(1.0, STALE_ROUNDS / age) if age else 1.0
         return Reckoning(tuple(on_top), is_merged, weight)
@@ -120,11 +130,12 @@ class Ledger:
             return set()
         return {part for part in merged if part <= certificate.statement.round_index}
 
-    def _make_room(self) -> list[Action]:
-        """Join parts between which no fork can lie, or do without the oldest."""
+    def _make_room(self, own: StateReference, descent: Descent) -> list[Action]:
+        """Join parts between which no fork lies, as far as one can tell, or do without the
+        oldest."""
         done: list[Action] = []
         while len(self.parts) > MOST_PARTS:
-            pair = self._pair_to_join()
+            pair = self._pair_to_join(own, descent)
             if pair is None:
                 oldest = self.parts.pop(0)
                 self._rows = {r: row - {oldest} for r, row in self._rows.items()}
@@ -132,9 +143,10 @@ class Ledger:
                 continue
             older, newer = pair
             self.parts.remove(older)
-            if older not in self._joinable:
-                # A fork may lie before the whole of it.
-                self._joinable.discard(newer)
+            for near in (self._joinable, self._followed):
+                if older not in near:
+                    # A fork may lie before the whole of it.
+                    near.discard(newer)
             if older in self.unmerged:
                 self.unmerged.remove(older)
             self._rows = {
@@ -145,11 +157,27 @@ class Ledger:
         self._rows = {r: row for r, row in self._rows.items() if row}
         return done
 
-    def _pair_to_join(self) -> tuple[int, int] | None:
+    def _pair_to_join(self, own: StateReference, descent: Descent) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
         tell. Of parts that no anchor has, the first two, whatever became of them."""
         merged = [part for part in self.parts if part not in self.unmerged]
-        for older, newer in itertools.pairwise(merged):
-            if newer in self._joinable:
-                return older, newer
+        for near in (self._joinable, self._followed):
+            for older, newer in itertools.pairwise(merged):
+                if newer in near and not self._parts_between(older, newer, own, descent):
+                    return older, newer
         return None if merged else (self.parts[0], self.parts[1])
+
+    def _parts_between(self, older: int, newer: int, own: StateReference, descent: Descent) -> bool:
+        """Tell whether a chain is known that has one of two parts in it and not the other.
+
+        Whoever was not in sight yet when the group was thought to be whole makes such chains.
+        """
+        line = descent.book.ancestors(own.module, own.digest)
+        rounds = [[r for r, row in self._rows.items() if part in row] for part in (older, newer)]
+        for certificate in descent.book.all_of(own.module):
+            state = certificate.reference
+            if state.digest not in line:
+                has = [any(descent.contains(state, self._me, r) for r in rs) for rs in rounds]
+                if has[0] != has[1]:
+                    return True
+        return False

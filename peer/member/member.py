@@ -59,8 +59,6 @@ from .rounds import round_position
 MERGE_BUDGET_S, LEAVE_BUDGET_S = 3.5, 6.0
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
-# The measured clock moves by less; what goes back further was put back.
-CLOCK_SLACK_S = 10.0
 
 
 class _Phase(Enum):
@@ -132,8 +130,7 @@ class Member:
         Events after `Left` change nothing.
         """
         known = self.known
-        went_back = now_s < known.now_s - CLOCK_SLACK_S
-        known.now_s = now_s
+        went_back = known.note_time(now_s)
         if self._phase is _Phase.GONE:
             return []
         if went_back:
@@ -337,6 +334,10 @@ class Member:
         """
         known, position, outer = self.known, self.position, self._outer
         self._adoption.apply(outer.running)
+        if self._adoption.is_checking:
+            # A boundary that comes first would leave it for the end of another round.
+            known.do(Wait("", 0.0))
+            return
         if known.now_s < position.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             if have == need:

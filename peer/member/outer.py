@@ -44,6 +44,7 @@ from .gathering import (
     out_of_sight,
     possible_peers,
     who_counts,
+    why_not_alone,
 )
 from .knowledge import Knowledge
 from .quorum import PATIENCE_ROUNDS, is_majority
@@ -172,8 +173,8 @@ class OuterRounds:
         running = self._of(event.module, Phase.COPYING)
         if running is None or running.boundary.round_index != event.round_index:
             return
-        ledger = self.adoption.ledgers[event.module]
-        self.known.do(*ledger.cut(event.round_index))
+        ledger, anchor = self.adoption.ledgers[event.module], self.known.anchors[event.module]
+        self.known.do(*ledger.cut(event.round_index, anchor, self.known.descent))
         if not event.is_finite:
             ledger.discard()
             self.known.do(
@@ -387,11 +388,11 @@ class OuterRounds:
 
     def _step_alone(self, running: RoundUnderWay) -> None:
         running.group = frozenset({self.known.me})
-        if not is_majority(running.group, self._counting(running)):
-            need = running.expected // 2 + 1
-            self._end(running, f"have 1 of {running.expected} peers that count, need {need}")
-            return
-        self._take_step(running, alone=True)
+        reason = why_not_alone(self.known, self._counting(running), running.expected)
+        if reason:
+            self._end(running, reason)
+        else:
+            self._take_step(running, alone=True)
 
     def _take_step(self, running: RoundUnderWay, *, alone: bool) -> None:
         running.phase = Phase.STEPPING
@@ -408,6 +409,7 @@ class OuterRounds:
         earlier = [part for part in ledger.parts if part < round_index]
         ledger.committed(
             round_index,
+            running.group,
             is_whole=is_whole(known, module, running.group, max(earlier, default=round_index)),
             is_last_signed=is_last_signed(known, module),
         )

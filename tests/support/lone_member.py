@@ -24,6 +24,7 @@ from .make_plan import make_plan
 
 ME = "Pb"
 STEP_TOKENS = 10
+START_S = 1000.0
 AnyAction = TypeVar("AnyAction", bound=a.Action)
 
 
@@ -50,10 +51,16 @@ def claim(
 
 
 def record(
-    peer: str, state: str = "training", reachable: str = "direct", path: int | None = None
+    peer: str,
+    state: str = "training",
+    reachable: str = "direct",
+    path: int | None = None,
+    round_index: int = 0,
 ) -> PeerRecord:
     """Return what a peer says of itself."""
-    return PeerRecord.model_construct(peer_id=peer, state=state, reachable=reachable, path=path)
+    return PeerRecord.model_construct(
+        peer_id=peer, state=state, reachable=reachable, path=path, round=round_index
+    )
 
 
 def holding(peer: str, state: StateReference) -> Holding:
@@ -77,10 +84,19 @@ def view_of(
     *,
     duration_s: float = 20.0,
     last_rounds: Mapping[int, int] | None = None,
+    their_round: int | None = None,
 ) -> SwarmView:
-    """Return a view: who claims what, who is there besides, and who holds what."""
+    """Return a view: who claims what, who is there besides, and who holds what.
+
+    `their_round` is the round that the others say; that of `now_s`, if nothing is said.
+    """
     claimed = {made.peer_id: made for made in claims}
-    peers = {peer: record(peer, made.state, path=made.path) for peer, made in claimed.items()}
+    if their_round is None:
+        their_round = max(0, int((now_s - START_S) // duration_s))
+    peers = {
+        peer: record(peer, made.state, path=made.path, round_index=their_round)
+        for peer, made in claimed.items()
+    }
     for there in serving:
         made_record = record(there, "serving") if isinstance(there, str) else there
         peers[made_record.peer_id] = made_record
@@ -134,6 +150,8 @@ class LoneMember:
         self.claims: list[Claim] = []
         self.serving: list[str | PeerRecord] = []
         self.held: dict[str, list[StateReference]] = {}
+        self.their_round: int | None = None
+        """The round that the others say; the present one, if nothing is said."""
         self.claim: a.Say | None = None
         self.tokens = STEP_TOKENS
         self.is_finite = True
@@ -167,7 +185,12 @@ class LoneMember:
             path = mine.path or 0
             claims.append(claim(ME, path, mine.state, since_s=mine.since_s))
         return view_of(
-            self.now_s, claims, self.serving, self.held, duration_s=self.plan.rounds.duration_s
+            self.now_s,
+            claims,
+            self.serving,
+            self.held,
+            duration_s=self.plan.rounds.duration_s,
+            their_round=self.their_round,
         )
 
     def look(self) -> list[a.Action]:
