@@ -51,6 +51,7 @@ def test_members_hold_in_histories_with_faults(profile: str) -> None:
 FOUND = (
     ("latency", 7, 5, 6),  # A slow peer joined parts of its work between which a chain parted.
     ("clock", 13, 3, 6),  # A peer alone on a path committed in rounds far ahead.
+    ("hostile", 67, 5, 6),  # An offered copy was taken for the genesis state to compare with.
     ("mixed", 46, 4, 8),  # Whoever was alone for long forgot what it had trained first.
     ("mixed", 47, 5, 6),  # Two clocks that were ahead believed each other.
 )

@@ -19,7 +19,7 @@ from dipaco.modules.state import StateReference
 from .actions import Adopt, CheckState, FetchState, Warn
 from .chains import Chains
 from .events import Checked, FetchFailed, StateFetched
-from .knowledge import Knowledge
+from .knowledge import Knowledge, is_answer_to
 from .ledger import Ledger
 from .quorum import RECENT_ROUNDS, is_majority
 
@@ -192,7 +192,7 @@ class Adoption:
         module = event.module if isinstance(event, FetchFailed) else event.reference.module
         digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
         fetch = self._fetching.get(module)
-        if fetch is None or (fetch.reference.version and fetch.reference.digest != digest):
+        if fetch is None or not is_answer_to(event, fetch.reference):
             return
         known = self._known
         if isinstance(event, StateFetched) and known.is_plausible(event.reference):

@@ -11,7 +11,7 @@ from dipaco.modules.state import StateReference
 from .actions import FetchPath, FetchState, StartPath
 from .chains import Chains
 from .events import FetchFailed, PathFailed, PathReady, StateFetched
-from .knowledge import Knowledge
+from .knowledge import Knowledge, is_answer_to
 
 # How long content is waited for before a member gives up on a path.
 LIMIT_S = 300.0
@@ -148,11 +148,10 @@ class Beginning:
 
     def on_state(self, event: StateFetched | FetchFailed) -> None:
         """A state is here, or its holders could not serve it."""
-        failed = isinstance(event, FetchFailed)
         module = event.module if isinstance(event, FetchFailed) else event.reference.module
         digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
         wanted = self._fetching.get(module)
-        if self.path is None or wanted is None or (wanted.version and wanted.digest != digest):
+        if self.path is None or wanted is None or not is_answer_to(event, wanted):
             return
         del self._fetching[module]
         if isinstance(event, FetchFailed):
@@ -160,7 +159,7 @@ class Beginning:
             if wanted == self._known.held.get(module):
                 del self._known.held[module]  # It is not on this disk any more.
             self._try_later(event.reason)
-        elif not failed:
+        else:
             self._known.take_certificates(event.certificates)
             self._ready[module] = event.reference
 

@@ -19,7 +19,7 @@ from dipaco.modules.state import StateReference
 from .actions import Action, Call, Warn
 from .descent import Descent
 from .doubts import Doubts
-from .events import CallAnswered
+from .events import CallAnswered, FetchFailed, StateFetched
 from .rounds import RoundSchedule
 
 # The measured clock moves by less; what goes back further was put back.
@@ -30,6 +30,20 @@ CALL_PERIODS = 20
 # that reaches nobody commits nothing that others share for so long; after that the others count as
 # gone. Its commits never outweigh theirs (`descent`).
 ISOLATED_ROUNDS = 8
+
+
+def is_answer_to(event: StateFetched | FetchFailed, wanted: StateReference) -> bool:
+    """Tell whether an event is what came of fetching a state.
+
+    The digest of a genesis state is not known before it is here, and other states of its module may
+    be on their way for other purposes.
+    """
+    if isinstance(event, FetchFailed):
+        return (event.module, event.digest) == (wanted.module, wanted.digest)
+    found = event.reference
+    if wanted.version == 0:
+        return (found.module, found.version) == (wanted.module, 0)
+    return found.digest == wanted.digest
 
 
 @dataclass(frozen=True)
