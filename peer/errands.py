@@ -163,12 +163,11 @@ class Errands:
                 return False
         return True
 
-    def take(self, state: StateReference) -> ModuleState:
-        """Hand out a state that was fetched; called once for each. Raises `KeyError`."""
+    def take(self, state: StateReference, purpose: a.Purpose) -> ModuleState:
+        """Hand out a state that was fetched for this; called once for each. Raises `KeyError`."""
+        key = (purpose, state.module)
         with self._lock:
-            found = (key for key, here in self._fetched.items() if here.digest == state.digest)
-            key = next(found, None)
-            if key is None:
+            if key not in self._fetched or self._fetched[key].digest != state.digest:
                 raise KeyError(state.digest)
             self._wanted.pop(key, None)
             return self._fetched.pop(key)
@@ -248,26 +247,26 @@ class Errands:
                 self._wanted.pop(key, None)
 
     def _fetch_state(self, action: a.FetchState) -> None:
-        wanted = action.reference
+        wanted, purpose = action.reference, action.purpose
         try:
             state = self._state(action)
         except DipacoError as error:
             if self._stopping.is_set():
                 logger.debug("state of %s: %s", wanted.module, error)
-            elif action.purpose == "begin" and self._fail and isinstance(error, PERMANENT):
+            elif purpose == "begin" and self._fail and isinstance(error, PERMANENT):
                 self._fail(error)
-            elif action.purpose == "keep":
+            elif purpose == "keep":
                 logger.info("could not copy %s: %s", wanted.module, error)
             else:
                 logger.warning(
                     "state %s of %s: %s", wanted.digest[:12] or "0", wanted.module, error
                 )
-            self._report(e.FetchFailed(wanted.module, wanted.digest, str(error)))
+            self._report(e.FetchFailed(wanted.module, wanted.digest, str(error), purpose))
             return
         reference = state.reference
         self._store(action, state)
         chain = self._chains.chain(wanted.module, reference.digest)
-        self._report(e.StateFetched(reference, dict(state.progress), chain))
+        self._report(e.StateFetched(reference, dict(state.progress), chain, purpose))
 
     def _state(self, action: a.FetchState) -> ModuleState:
         wanted = action.reference
@@ -290,7 +289,7 @@ class Errands:
 
     def _keep(self, action: a.Keep) -> None:
         try:
-            state = self.take(action.reference)
+            state = self.take(action.reference, "keep")
         except KeyError:
             logger.info("too many copies came at once: %s is not kept", action.reference.module)
             return
@@ -373,7 +372,7 @@ def _failure(action: a.Action, reason: str) -> e.Event | None:
         case a.Look():
             return e.LookFailed(reason)
         case a.FetchState(reference=state):
-            return e.FetchFailed(state.module, state.digest, reason)
+            return e.FetchFailed(state.module, state.digest, reason, action.purpose)
         case a.FetchChain(reference=state):
             return e.ChainFetched(state, ())
         case a.Ask():

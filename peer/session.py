@@ -294,7 +294,7 @@ class Session:
     def _start_path(self, action: a.StartPath) -> None:
         data = self._path_data
         assert data is not None
-        states = {state.module: self._errands.take(state) for state in action.states}
+        states = {state.module: self._errands.take(state, "begin") for state in action.states}
         self._errands.forget("begin", "adopt")
         optimizer_state = self.node.states.load_optimizer(action.path)
         self._snapshots.clear()
@@ -395,7 +395,7 @@ class Session:
         return e.Checked(action.module, action.digest, before, after, steps)
 
     def _adopt(self, action: a.Adopt) -> None:
-        state = self._errands.take(action.reference)
+        state = self._errands.take(action.reference, "adopt")
         self._trainer.adopt(action.module, state, on_top=action.on_top, weight=action.weight)
         self._hold_anchor(state, save=action.save)
         self.events.emit(

@@ -240,9 +240,9 @@ def test_a_state_is_fetched_with_its_chain_and_handed_out_once(rig: Rig) -> None
     state = family.commits(genesis(), range(2), "AB")
     rig.certifier.book = family.book
     rig.fetcher.states[state.digest] = stored(state)
-    assert rig.outcome(fetch(state)) == e.StateFetched(state, {}, family.chain(state))
+    assert rig.outcome(fetch(state)) == e.StateFetched(state, {}, family.chain(state), "adopt")
     assert rig.errands.look_up(state.digest) is not None
-    assert rig.errands.take(state).reference == state
+    assert rig.errands.take(state, "adopt").reference == state
     assert rig.errands.look_up(state.digest) is None
 
 
@@ -252,7 +252,7 @@ def test_a_path_can_begin_with_the_state_of_which_a_copy_is_kept(rig: Rig) -> No
     for purpose in ("begin", "keep"):
         rig.outcome(fetch(state, purpose))
     rig.errands.carry_out(a.Keep(state))
-    assert rig.errands.take(state).reference == state
+    assert rig.errands.take(state, "begin").reference == state
     assert rig.errands.look_up(state.digest) is None
 
 
@@ -263,7 +263,9 @@ def test_a_state_that_cannot_be_had_is_said(
 ) -> None:
     rig.fetcher.failure = failure
     state = held_state(MODULE)
-    assert rig.outcome(fetch(state, purpose)) == e.FetchFailed(MODULE, state.digest, str(failure))
+    assert rig.outcome(fetch(state, purpose)) == e.FetchFailed(
+        MODULE, state.digest, str(failure), purpose
+    )
 
 
 @pytest.mark.parametrize("purpose", ["begin", "adopt"])
@@ -275,7 +277,7 @@ def test_copies_push_out_nothing_that_is_trained_from(rig: Rig, purpose: a.Purpo
         rig.outcome(fetch(state, purpose))
     for state in copies:
         rig.outcome(fetch(state, "keep"))
-    assert [rig.errands.take(state).reference for state in own] == own
+    assert [rig.errands.take(state, purpose).reference for state in own] == own
     assert sum(rig.errands.look_up(state.digest) is not None for state in copies) == MOST_COPIES
     rig.errands.carry_out(a.Keep(copies[0]))
     assert rig.held.get("L1.E0") is None
@@ -290,7 +292,7 @@ def test_what_was_not_wanted_in_the_end_is_let_go(rig: Rig) -> None:
     rig.outcome(fetch(one, "begin"))
     rig.errands.forget("adopt")
     assert rig.errands.look_up(two.digest) is None
-    assert rig.errands.take(one).reference == one
+    assert rig.errands.take(one, "begin").reference == one
 
 
 def test_what_keeps_a_path_from_being_begun_for_good_ends_the_peer(rig: Rig) -> None:
@@ -326,7 +328,7 @@ def test_what_should_lie_here_and_does_not_is_fetched(rig: Rig) -> None:
 
 def test_a_first_state_comes_from_the_run(rig: Rig) -> None:
     event = rig.outcome(fetch(StateReference.untrained(MODULE), "begin"))
-    assert event == e.StateFetched(genesis(), {}, ())
+    assert event == e.StateFetched(genesis(), {}, (), "begin")
 
 
 def test_a_chain_that_nobody_gives_is_empty(rig: Rig) -> None:

@@ -70,7 +70,9 @@ class Peer:
                 case a.FetchPath():
                     self.happen(e.PathReady(action.path))
                 case a.FetchState(purpose="begin"):
-                    self.happen(e.StateFetched(genesis(action.reference.module), {}, ()))
+                    self.happen(
+                        e.StateFetched(genesis(action.reference.module), {}, (), action.purpose)
+                    )
                 case a.TakeSnapshot():
                     self.happen(e.SnapshotTaken(action.module, action.round_index, 0, True))
                 case a.TakeStep():

@@ -51,7 +51,7 @@ class Peer(LoneMember):
         self, state: StateReference, after: float = 1.0, steps_apart: float | None = None
     ) -> list[a.Action]:
         """Let a state come; the held-out loss with it is `after`, and 1 with the anchor."""
-        found = self.happen(e.StateFetched(state, {}, self.family.chain(state)))
+        found = self.happen(e.StateFetched(state, {}, self.family.chain(state), "adopt"))
         found += self.turn()
         for check in of(a.CheckState, found):
             checked = e.Checked(check.module, check.digest, 1.0, after, steps_apart)
@@ -98,7 +98,7 @@ def test_what_is_being_scored_is_taken_before_a_boundary_that_comes_meanwhile() 
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
     peer.announce(state, "Pa", "Pc")
     peer.tell(state)
-    peer.happen(e.StateFetched(state, {}, peer.family.chain(state)))
+    peer.happen(e.StateFetched(state, {}, peer.family.chain(state), "adopt"))
     actions = peer.at(3.5 * ROUND_S)
     assert (len(of(a.CheckState, actions)), of(a.TakeSnapshot, actions)) == (1, [])
     adopted = of(a.Adopt, peer.happen(e.Checked(MODULE, state.digest, 1.0, 1.0)))
@@ -285,7 +285,7 @@ def test_a_little_worse_is_believed_and_so_is_what_cannot_be_scored(
     state = peer.family.commit(peer.anchor, 3, ["Py", "Pz"])
     peer.announce(state, "Pz")
     peer.tell(state)
-    peer.happen(e.StateFetched(state, {}, ()))
+    peer.happen(e.StateFetched(state, {}, (), "adopt"))
     assert len(of(a.CheckState, peer.turn())) == 1
     assert of(a.Adopt, peer.happen(e.Checked(MODULE, state.digest, *losses))) != []
 
@@ -315,7 +315,7 @@ def test_a_state_that_nobody_serves_is_left_alone_for_a_while() -> None:
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
     peer.announce(state, "Pa")
     peer.tell(state)
-    peer.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers"))
+    peer.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers", "adopt"))
     peer.look()
     assert len(peer.of(a.FetchState)) == 1
     peer.now_s += RETRY_PERIODS * refresh_period_s(peer.plan.rounds)
@@ -331,7 +331,7 @@ def test_another_state_that_wins_is_tried_when_the_best_cannot_be_had() -> None:
     for state in (best, second):
         peer.happen(e.ChainFetched(state, peer.family.chain(state)))
     peer.look()
-    peer.happen(e.FetchFailed(MODULE, best.digest, "none of 1 holders answers"))
+    peer.happen(e.FetchFailed(MODULE, best.digest, "none of 1 holders answers", "adopt"))
     peer.look()
     assert [wanted.reference for wanted in peer.of(a.FetchState)] == [best, second]
 

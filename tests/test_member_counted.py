@@ -97,7 +97,7 @@ def test_who_is_overtaken_takes_the_others_state() -> None:
     peer.happen(e.ChainFetched(state, peer.family.chain(state)))
     assert a.FetchState(state, ("Pa", "Pc"), "adopt") in peer.done
     assert "committed without" in peer.of(a.CarryOn)[0].reason
-    peer.happen(e.StateFetched(state, {}, peer.family.chain(state)))
+    peer.happen(e.StateFetched(state, {}, peer.family.chain(state), "adopt"))
     peer.turn()
     peer.happen(e.Checked(MODULE, state.digest, 1.0, 1.0))
     assert peer.member.anchors[MODULE] == state
@@ -113,7 +113,7 @@ def test_of_a_newer_anchor_of_an_earlier_round_the_boundary_comes_again() -> Non
     other = peer.family.commit(peer.member.anchors[MODULE], 0, ["Pa", "Pc"])
     answers(peer, Pa=other, Pc=other)
     peer.happen(e.ChainFetched(other, peer.family.chain(other)))
-    peer.happen(e.StateFetched(other, {}, peer.family.chain(other)))
+    peer.happen(e.StateFetched(other, {}, peer.family.chain(other), "adopt"))
     peer.turn()
     peer.happen(e.Checked(MODULE, other.digest, 1.0, 1.0))
     peer.turn()

@@ -42,7 +42,7 @@ class Victim(LoneMember):
     def refuse(self, state: StateReference, holder: str) -> None:
         """Let a state come that wrecks the held-out loss."""
         assert of(a.FetchState, self.show(state, holder)) != []
-        self.happen(e.StateFetched(state, {}, self.family.chain(state)))
+        self.happen(e.StateFetched(state, {}, self.family.chain(state), "adopt"))
         self.turn()
         self.happen(e.Checked(MODULE, state.digest, 1.0, 99.0))
 
@@ -68,7 +68,7 @@ def test_what_strangers_put_on_top_of_a_settled_state_is_checked() -> None:
     peer.now_s += ROUND_S
     on_top = peer.family.commit(honest, 4, ["Pz", *BARE])
     peer.show(on_top, "Pz")
-    peer.happen(e.StateFetched(on_top, {}, peer.family.chain(on_top)))
+    peer.happen(e.StateFetched(on_top, {}, peer.family.chain(on_top), "adopt"))
     assert of(a.CheckState, peer.turn()) == [a.CheckState(MODULE, on_top.digest)]
 
 

@@ -184,7 +184,17 @@ class Keeper:
         """Take a copy all the way."""
         self.offer(state)
         self.happen(e.ChainFetched(state, self.family.chain(state)))
-        return self.happen(e.StateFetched(state, {}, self.family.chain(state)))
+        return self.happen(e.StateFetched(state, {}, self.family.chain(state), "keep"))
+
+
+def test_a_state_that_comes_to_begin_a_path_is_no_copy() -> None:
+    """One that joins can want the same state for both; each is fetched, and taken, for itself."""
+    keeper = Keeper()
+    state = keeper.state()
+    keeper.offer(state)
+    keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
+    assert of(a.Keep, keeper.happen(e.StateFetched(state, {}, (), "begin"))) == []
+    assert of(a.Keep, keeper.happen(e.StateFetched(state, {}, (), "keep"))) == [a.Keep(state)]
 
 
 def test_a_certified_state_is_fetched_from_who_offers_it_and_kept() -> None:
@@ -193,7 +203,7 @@ def test_a_certified_state_is_fetched_from_who_offers_it_and_kept() -> None:
     assert of(a.FetchChain, keeper.offer(state)) == [a.FetchChain(state, ("Pa",))]
     actions = keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
     assert of(a.FetchState, actions) == [a.FetchState(state, ("Pa",), "keep")]
-    assert of(a.Keep, keeper.happen(e.StateFetched(state, {}, ()))) == [a.Keep(state)]
+    assert of(a.Keep, keeper.happen(e.StateFetched(state, {}, (), "keep"))) == [a.Keep(state)]
     assert keeper.member.known.held == {MODULE: state}
     assert keeper.offer(state) == []
 
@@ -271,8 +281,8 @@ def test_a_state_that_never_comes_makes_room_for_another() -> None:
     keeper.offer(other)
     actions = keeper.happen(e.ChainFetched(other, keeper.family.chain(other)))
     assert [wanted.reference for wanted in of(a.FetchState, actions)] == [other]
-    assert of(a.Keep, keeper.happen(e.StateFetched(slow, {}, ()))) == []
-    assert of(a.Keep, keeper.happen(e.StateFetched(other, {}, ()))) == [a.Keep(other)]
+    assert of(a.Keep, keeper.happen(e.StateFetched(slow, {}, (), "keep"))) == []
+    assert of(a.Keep, keeper.happen(e.StateFetched(other, {}, (), "keep"))) == [a.Keep(other)]
 
 
 def test_what_was_fetched_and_cannot_be_is_not_kept() -> None:
@@ -281,7 +291,7 @@ def test_what_was_fetched_and_cannot_be_is_not_kept() -> None:
     keeper.offer(state)
     keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
     fetched = replace(state, version=2**20)
-    assert of(a.Keep, keeper.happen(e.StateFetched(fetched, {}, ()))) == []
+    assert of(a.Keep, keeper.happen(e.StateFetched(fetched, {}, (), "keep"))) == []
 
 
 def test_a_copy_that_cannot_be_had_can_be_offered_again() -> None:
@@ -289,7 +299,7 @@ def test_a_copy_that_cannot_be_had_can_be_offered_again() -> None:
     state = keeper.state()
     keeper.offer(state)
     keeper.happen(e.ChainFetched(state, keeper.family.chain(state)))
-    keeper.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers"))
+    keeper.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers", "keep"))
     assert of(a.FetchState, keeper.offer(state)) == [a.FetchState(state, ("Pa",), "keep")]
 
 

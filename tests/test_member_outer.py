@@ -288,7 +288,7 @@ def test_another_that_goes_on_from_a_refused_state_holds_nobody_up_for_ever() ->
             answers(peer, Pa=state)
             peer.happen(e.ChainFetched(state, peer.family.chain(state)))
         if wanted := of(a.FetchState, peer.done[-5:]):
-            peer.happen(e.StateFetched(wanted[-1].reference, {}, peer.family.chain(state)))
+            peer.happen(e.StateFetched(wanted[-1].reference, {}, peer.family.chain(state), "adopt"))
             peer.turn()
             peer.happen(e.Checked(MODULE, state.digest, 1.0, 99.0))
     assert len(peer.of(a.CheckState)) == 1

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_BANDWIDTH_MBIT = 100
 # Seconds that the averager's process may take to say that it gave up in time.
 _GRACE_S = 2.0
+# Who is still busy with what it was told to give up so long ago is busy for ever.
+HANG_S = 15.0
 
 
 class ExactAverager(multiprocessing.Process):
@@ -105,6 +107,7 @@ class ExactAverager(multiprocessing.Process):
         self._shutdown_timeout = shutdown_timeout
         self._stopped = False
         self._pending: MPFuture | None = None
+        self._gave_up_s: float | None = None
         self._together = multiprocessing.Value("i", 0)
         self._inner_pipe, self._outer_pipe = multiprocessing.Pipe(duplex=True)
         self._host = os.getpid()
@@ -191,6 +194,13 @@ class ExactAverager(multiprocessing.Process):
         self._log(module, round_index, notices)
         table = canonical_table(Contribution(*row) for row in rows)
         return AveragingOutcome(average, table, matchmaking_s, reduce_s)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the process still does what it was told to give up `HANG_S` ago, or nothing."""
+        is_pending = self._pending is not None and not self._pending.done()
+        since_s = self._gave_up_s
+        return is_pending and since_s is not None and time.monotonic() - since_s > HANG_S
 
     @property
     def members_together(self) -> int:
@@ -281,7 +291,7 @@ class ExactAverager(multiprocessing.Process):
         self._scratch.copy_(flat)
         future: MPFuture = MPFuture()
         self._tell("begin", request, future)
-        self._pending = future
+        self._pending, self._gave_up_s = future, None
         return future
 
     def _tell(self, command: str, *arguments: Any) -> None:
@@ -306,6 +316,7 @@ class ExactAverager(multiprocessing.Process):
                     raise self._death() from None
                 if time.time() > until_s:
                     self._tell("give_up")
+                    self._gave_up_s = time.monotonic()
                     raise AveragingFailed("the averager does not answer") from None
             except concurrent.futures.CancelledError:
                 raise AveragingFailed("the averager was stopped") from None

@@ -22,6 +22,8 @@ logger = logging.getLogger("dipaco.peer.averaging.pool")
 # A member that sends nothing for this long has failed; within a share of the commit window.
 LONGEST_SILENCE_S = 30.0
 SILENCE_SHARE_OF_WINDOW = 0.25
+# A process that is killed has ended by then.
+ENDED_S = 5.0
 
 
 class AveragingPool:
@@ -53,6 +55,10 @@ class AveragingPool:
     def for_level(self, level: str) -> ExactAverager:
         """Return a living averager of `level`. Main thread only: it may have to fork one."""
         averager = self._averagers[level]
+        if averager.hangs:
+            logger.warning("the averager of %s hangs and is ended", level)
+            averager.kill()
+            averager.join(ENDED_S)
         if not averager.is_alive():
             logger.warning("the averager of %s had died and is started again", level)
             averager = self._averagers[level] = self._make(level)

@@ -16,6 +16,8 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.outer import Contribution
 from dipaco.modules.state import PathProgress, StateReference
 
+from .actions import Purpose
+
 
 @dataclass(frozen=True)
 class Viewed:
@@ -83,6 +85,8 @@ class StateFetched:
     """What each path has contributed to it since the run began."""
     certificates: tuple[Certificate, ...]
     """Its chain, the newest first, checked; empty for a genesis state."""
+    purpose: Purpose
+    """What it was wanted for: the same state can be on its way for two."""
     kind: Literal["state_fetched"] = "state_fetched"
 
 
@@ -93,6 +97,7 @@ class FetchFailed:
     module: str
     digest: str
     reason: str
+    purpose: Purpose
     kind: Literal["fetch_failed"] = "fetch_failed"
 
 

@@ -159,9 +159,11 @@ class Member:
                 self._on_look_failed(event)
             case PathReady() | PathFailed():
                 self._beginning.on_path(event)
-            case StateFetched() | FetchFailed():
+            case StateFetched(purpose="begin") | FetchFailed(purpose="begin"):
                 self._beginning.on_state(event)
+            case StateFetched(purpose="adopt") | FetchFailed(purpose="adopt"):
                 self._adoption.on_state(event)
+            case StateFetched() | FetchFailed():
                 self._keeping.on_state(event)
             case ChainFetched():
                 self._chains.on_fetched(event)

@@ -90,35 +90,37 @@ class Fetching:
         if wanted.version == 0:
             genesis = self._world.stock.genesis[wanted.module]
             self.fetched[genesis.reference.digest] = genesis
-            self._deliver(0.5, self._state_fetched(genesis, ()))
+            self._deliver(0.5, self._state_fetched(genesis, (), action.purpose))
             return
         own = machine.find(wanted.digest) or self.fetched.get(wanted.digest)
         if own is not None:
             chain = machine.book.chain(wanted.module, wanted.digest)
             self.fetched[wanted.digest] = own
-            self._deliver(0.2, self._state_fetched(own, chain))
+            self._deliver(0.2, self._state_fetched(own, chain, action.purpose))
             return
         self.looked_into.add(wanted.digest)
 
         def done(answer: Any) -> None:
             if answer is None:
                 reason = f"none of {len(action.holders)} holders could serve it"
-                machine.deliver(events.FetchFailed(wanted.module, wanted.digest, reason))
+                machine.deliver(
+                    events.FetchFailed(wanted.module, wanted.digest, reason, action.purpose)
+                )
                 return
             state, chain = answer
             assert state.reference.digest == wanted.digest
             self.fetched[wanted.digest] = state
             checked = tuple(c for c in chain if is_signed(c))
-            machine.deliver(self._state_fetched(state, checked))
+            machine.deliver(self._state_fetched(state, checked, action.purpose))
 
         holders = [peer for peer in action.holders if peer != machine.peer]
         self._try_holders(holders, "state", wanted, done)
 
     @staticmethod
     def _state_fetched(
-        state: SimulatedState, chain: tuple[Certificate, ...]
+        state: SimulatedState, chain: tuple[Certificate, ...], purpose: actions.Purpose
     ) -> events.StateFetched:
-        return events.StateFetched(state.reference, state.progress, chain)
+        return events.StateFetched(state.reference, state.progress, chain, purpose)
 
     def chain(self, action: actions.FetchChain) -> None:
         """Get the certificates of a state."""

@@ -76,7 +76,7 @@ class CalmPeer:
             case a.FetchState():
                 state = action.reference
                 chain = world.chain(state)
-                return e.StateFetched(state, {}, chain)
+                return e.StateFetched(state, {}, chain, action.purpose)
             case a.FetchChain():
                 return e.ChainFetched(action.reference, world.chain(action.reference))
             case a.StartPath():

@@ -249,9 +249,9 @@ class LoneMember:
             case a.FetchState(purpose="begin"):
                 state = action.reference
                 state = state if state.version else genesis(state.module)
-                return e.StateFetched(state, {}, self.family.chain(state))
+                return e.StateFetched(state, {}, self.family.chain(state), action.purpose)
             case a.FetchState(purpose="adopt") if action.reference.version == 0:
-                return e.StateFetched(genesis(action.reference.module), {}, ())
+                return e.StateFetched(genesis(action.reference.module), {}, (), action.purpose)
             case a.CheckState() if action.digest == genesis(action.module).digest:
                 return e.Checked(
                     action.module, action.digest, self.worse.get(action.digest, 1.0), 1.0
