@@ -35,6 +35,8 @@ START_S = 300.0
 POLL_S = 0.1
 DISK_BYTES = 64 * 2**20
 SUSPENDED_S = (5.0, 45.0)
+# Happens to a peer; returns the processes that it cannot go on with.
+Accident = Callable[[Member], list[int]]
 
 
 @dataclass
@@ -91,18 +93,21 @@ class World:
         self.swarm.wait([self.victim], "commit", lambda e: e["time_s"] > now_s, timeout_s=START_S)
         return self.victim
 
-    def suffer(self, name: str, happen: Callable[[Member], None]) -> Outcome:
+    def suffer(self, name: str, happen: Accident) -> Outcome:
         """Let it happen, and watch until the peer has committed or ended and the others go on."""
         victim = self.ready()
         printed = victim.output.stat().st_size
         happened_s = time.time()
-        happen(victim)
+        broken = happen(victim)
         until_s = time.time() + self.limit_s
         found = Outcome(name, None, None, None, "", None)
-        # What was under way when it happened does not count: a whole round must have passed.
-        since_s = happened_s + self.swarm.run.plan().rounds.duration_s
+        # What was under way when it happened does not count: a whole round must have passed, for
+        # the peer itself since it got rid of what is broken.
+        since_s = mended_s = happened_s + self.swarm.run.plan().rounds.duration_s
         while time.time() < until_s:
-            found.commits_after_s = first_commit_s([victim], since_s, happened_s)
+            if any(Path(f"/proc/{pid}").exists() for pid in broken):
+                mended_s = time.time() + since_s - happened_s
+            found.commits_after_s = first_commit_s([victim], mended_s, happened_s)
             found.others_after_s = first_commit_s(self.others, since_s, happened_s)
             if not victim.alive and found.ends_after_s is None:
                 found.ends_after_s = round(time.time() - happened_s, 1)
@@ -163,16 +168,18 @@ def processes(victim: Member) -> dict[str, list[int]]:
     return {"p2pd": [d.pid for d in daemons], "DHT process": of_dht, "averager": rest}
 
 
-def signalled(kind: str, number: signal.Signals) -> Callable[[Member], None]:
-    def happen(victim: Member) -> None:
-        for pid in processes(victim)[kind]:
+def signalled(kind: str, number: signal.Signals) -> Accident:
+    def happen(victim: Member) -> list[int]:
+        pids = processes(victim)[kind]
+        for pid in pids:
             os.kill(pid, number)
+        return pids
 
     return happen
 
 
-def suspended(seconds: float) -> Callable[[Member], None]:
-    def happen(victim: Member) -> None:
+def suspended(seconds: float) -> Accident:
+    def happen(victim: Member) -> list[int]:
         pids = [process.pid for process in process_tree(victim.popen.pid)]
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
@@ -180,23 +187,27 @@ def suspended(seconds: float) -> Callable[[Member], None]:
                     os.kill(pid, number)
             if number == signal.SIGSTOP:
                 time.sleep(seconds)
+        return []
 
     return happen
 
 
-def disk_full(victim: Member) -> None:
+def disk_full(victim: Member) -> list[int]:
     with (cache(victim) / "something else").open("wb") as file, contextlib.suppress(OSError):
         for _ in range(2 * DISK_BYTES // 2**20):
             file.write(bytes(2**20))
+    return []
 
 
-def disk_read_only(victim: Member) -> None:
+def disk_read_only(victim: Member) -> list[int]:
     subprocess.run(["mount", "-o", "remount,bind,ro", str(cache(victim))], check=True)
+    return []
 
 
-def disk_gone(victim: Member) -> None:
+def disk_gone(victim: Member) -> list[int]:
     for entry in cache(victim).iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return []
 
 
 def cache(victim: Member) -> Path:
@@ -224,7 +235,7 @@ def mended(folder: Path) -> None:
     (place / "something else").unlink(missing_ok=True)
 
 
-def accidents(has_disk: bool) -> dict[str, Callable[[Member], None]]:
+def accidents(has_disk: bool) -> dict[str, Accident]:
     found = {
         f"{kind} {word}": signalled(kind, number)
         for kind in ("p2pd", "DHT process", "averager")

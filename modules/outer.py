@@ -276,6 +276,16 @@ def outer_step(
     )
 
 
+def coasted(state: ModuleState, config: OuterConfig) -> ModuleState:
+    """Return what one more outer step without a gradient would make of a state's parameters.
+
+    Whoever is offered a state scores this one too: parameters can be harmless and the momentum
+    not. Not for training: version, momentum and progress stay, and nothing is checked.
+    """
+    rate = outer_learning_rate(config, state.version) * config.momentum**2
+    return replace(state, parameters=state.parameters - rate * state.momentum)
+
+
 def outer_learning_rate(config: OuterConfig, version: int) -> float:
     """Return the learning rate of the step that a module of this version takes (0 is the first).
 

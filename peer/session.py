@@ -33,7 +33,7 @@ from .scoring import Scoring
 from .settings import PeerSettings
 from .shell import Shell
 from .successor import SuccessorWatch
-from .trainer import PathTrainer, RateMeter, Snapshot
+from .trainer import Comparison, PathTrainer, RateMeter, Snapshot
 
 logger = logging.getLogger("dipaco.peer.session")
 
@@ -385,14 +385,17 @@ class Session:
         """Score a state in place of an anchor, and the anchors."""
         state = self._errands.look_up(action.digest)
         data = self._path_data
-        before = after = steps = None
+        losses, steps = Comparison(), None
         if state is not None and data is not None and len(data.validation):
             rows = data.validation[:LOSS_CHECK_SEQUENCES]
             skip = self.node.plan.routing.prefix_tokens
-            before = self._trainer.loss_of_anchors(rows, skip).loss
-            after = self._trainer.loss_of_anchors(rows, skip, {action.module: state}).loss
+            losses = self._trainer.compare(action.module, state, rows, skip)
             steps = self._trainer.steps_apart(action.module, state)
-        return e.Checked(action.module, action.digest, before, after, steps)
+        return e.Checked(
+            *(action.module, action.digest, losses.before, losses.after, steps),
+            coasting_before=losses.coasting_before,
+            coasting_after=losses.coasting_after,
+        )
 
     def _adopt(self, action: a.Adopt) -> None:
         state = self._errands.take(action.reference, "adopt")

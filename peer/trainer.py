@@ -24,7 +24,7 @@ from dipaco.modules.compose import add_to_module, gather_module, load_path, scat
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
-from dipaco.modules.outer import outer_gradient
+from dipaco.modules.outer import coasted, outer_gradient
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -92,6 +92,20 @@ class _ModuleProgress:
         for part in self.unmerged:
             base = base + self.parts[part].shift
         return base
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Held-out losses with the anchor of a module and with another state in its place.
+
+    None where there is nothing to score with. `coasting` is one outer step further on, without a
+    gradient.
+    """
+
+    before: float | None = None
+    after: float | None = None
+    coasting_before: float | None = None
+    coasting_after: float | None = None
 
 
 class PathTrainer:
@@ -307,6 +321,22 @@ class PathTrainer:
         states = {**self.anchors(), **(replaced or {})}
         with self.model_of(self.path, states) as model:
             return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
+
+    def compare(
+        self, module: str, state: ModuleState, tokens: torch.Tensor, skip_tokens: int
+    ) -> Comparison:
+        """Score another state of a module in place of the anchor, both also one step further on."""
+        own, outer = self.anchor(module), self.plan.outer
+
+        def loss(one: ModuleState) -> float | None:
+            return self.loss_of_anchors(tokens, skip_tokens, {module: one}).loss
+
+        return Comparison(
+            before=loss(own),
+            after=loss(state),
+            coasting_before=loss(coasted(own, outer)),
+            coasting_after=loss(coasted(state, outer)),
+        )
 
     def loss_of_best(self, best: BestParameters, tokens: torch.Tensor, skip_tokens: int) -> LossSum:
         """Return the loss of `tokens` under the best states of the path, as `loss_of_anchors`."""

@@ -240,6 +240,25 @@ def test_a_fork_is_as_long_as_both_of_its_sides() -> None:
     assert of(a.Adopt, peer.bring(state, after=9.0, steps_apart=2 * GREATEST_STEP)) != []
 
 
+def test_a_state_whose_momentum_wrecks_the_next_step_is_refused() -> None:
+    """Its parameters are those of the anchor."""
+    for coasting_after, is_believed in ((1.1 + MAX_LOSS_INCREASE, True), (60.0, False)):
+        peer = Peer("Pa")
+        state = peer.family.commit(peer.anchor, 3, ["Py", "Pz"])
+        peer.announce(state, "Pz")
+        peer.tell(state)
+        peer.happen(e.StateFetched(state, {}, (), "adopt"))
+        assert len(of(a.CheckState, peer.turn())) == 1
+        checked = e.Checked(
+            *(MODULE, state.digest, 1.0, 1.0, 5000.0),
+            coasting_before=1.1,
+            coasting_after=coasting_after,
+        )
+        actions = peer.happen(checked)
+        assert bool(of(a.Adopt, actions)) is is_believed
+        assert is_believed or "one step on from 1.100 to 60.000" in of(a.Warn, actions)[0].text
+
+
 def test_what_is_no_number_has_not_drifted() -> None:
     peer = Peer("Pa")
     state = peer.family.commit(peer.anchor, 3, ["Pz"])

@@ -167,6 +167,21 @@ def test_how_far_a_state_is_away_is_told_in_steps_of_the_usual_length(peer: Peer
         assert found == pytest.approx(steps, abs=0.01)
 
 
+def test_what_a_momentum_does_to_the_loss_is_seen_before_a_step_is_taken(peer: Peer) -> None:
+    """The parameters are the anchor's; only the next step would show what was swallowed."""
+    peer.commit(0)
+    state = peer.state(0.0)
+    direction = torch.randn(len(state.momentum), generator=torch.Generator().manual_seed(0))
+    loaded = replace(state, momentum=1e3 * direction)
+    rows = torch.arange(4 * 32).view(4, 32) % peer.trainer.plan.model.vocabulary_size
+    found = peer.trainer.compare(peer.module, loaded, rows, 8)
+    assert found.after == found.before
+    assert found.coasting_before is not None
+    assert found.coasting_after is not None
+    assert found.coasting_after > found.coasting_before + 1.0
+    assert torch.equal(peer.local, peer.trainer.anchor(peer.module).parameters)
+
+
 def test_a_momentum_out_of_all_proportion_is_far_away(peer: Peer) -> None:
     peer.commit(0)
     state = peer.state(0.0)

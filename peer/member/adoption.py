@@ -237,29 +237,36 @@ class Adoption:
         if fetch.is_rival:
             del self._fetching[event.module]
             is_free = self._known.grid.level_of(event.module) not in running
-            if is_free and self._is_wrecked(fetch.reference, event, after, before):
+            if is_free and self._is_wrecked(fetch.reference, event, is_anchor=True):
                 self._replace(fetch.reference, event)
             return
-        if self._is_wrecked(fetch.reference, event, before, after):
+        if self._is_wrecked(fetch.reference, event):
             del self._fetching[event.module]
             self._refuse(fetch.reference, self._known.anchors[event.module])
             self._known.do(
                 Warn(
                     f"refused state {event.digest[:12]} of {event.module}: held-out loss would go "
-                    f"from {before:.3f} to {after:.3f}"
+                    f"from {before:.3f} to {after:.3f}{_shown_coasting(event)}"
                 )
             )
         elif self._known.grid.level_of(event.module) not in running:
             self._adopt(fetch.reference)
 
     def _is_wrecked(
-        self, state: StateReference, checked: Checked, good: float | None, bad: float | None
+        self, state: StateReference, checked: Checked, *, is_anchor: bool = False
     ) -> bool:
-        """Tell whether the held-out loss `bad` is not what honest training made of `good`; never
-        when it could not be scored. `state` is the one that was compared with the anchor."""
-        if good is None or bad is None or bad <= good + MAX_LOSS_INCREASE:
-            return False
-        return not (math.isfinite(bad) and self._has_drifted(state, checked))
+        """Tell whether a held-out loss with `state` is not what honest training made of the one
+        with the anchor, or the other way round; never when it could not be scored."""
+        for before, after in (
+            (checked.loss_before, checked.loss_after),
+            (checked.coasting_before, checked.coasting_after),
+        ):
+            good, bad = (after, before) if is_anchor else (before, after)
+            if good is None or bad is None or bad <= good + MAX_LOSS_INCREASE:
+                continue
+            if not (math.isfinite(bad) and self._has_drifted(state, checked)):
+                return True
+        return False
 
     def _has_drifted(self, state: StateReference, checked: Checked) -> bool:
         """Tell whether a state is no further away than honest steps may have led since the fork.
@@ -359,3 +366,10 @@ class Adoption:
                 save=known.is_save_due(state.last_round),
             )
         )
+
+
+def _shown_coasting(checked: Checked) -> str:
+    """Say what the momentum would do, where it could be scored."""
+    if checked.coasting_before is None or checked.coasting_after is None:
+        return ""
+    return f", and one step on from {checked.coasting_before:.3f} to {checked.coasting_after:.3f}"

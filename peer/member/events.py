@@ -203,6 +203,9 @@ class Checked:
     steps_apart: float | None = None
     """How far the state is from the anchor, in outer steps of the length that is usual here; also
     after one more without a gradient. None as long as that length is not known."""
+    coasting_before: float | None = None
+    """As `loss_before`, of the anchor after one more outer step without a gradient."""
+    coasting_after: float | None = None
     kind: Literal["checked"] = "checked"
 
 
