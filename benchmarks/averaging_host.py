@@ -79,8 +79,7 @@ def main() -> None:
         dht,
         prefix=averager_prefix("benchmark", "L0"),
         size=options.size,
-        rule=AveragingRule(CODECS[options.codec]),
-        part_bytes=PART_BYTES,
+        rule=AveragingRule(CODECS[options.codec], part_bytes=PART_BYTES),
         matchmaking_s=MATCHMAKING_S,
         paths_of_module={"L0.E0": (0,)},
     )

@@ -71,8 +71,7 @@ def peer_ids(count: int) -> list[str]:
 
 def reduce_figures(members: int, numbers: int, part_bytes: int, rows: int) -> dict[str, Any]:
     """Count one reduce."""
-    values = CODEC.part_values(part_bytes)
-    sizes = [min(values, numbers - begin) for begin in range(0, numbers, values)]
+    sizes = CODEC.part_sizes(numbers, part_bytes)
     topology = Topology.of(range(members), [1] * members, sizes, rows)
     found = reduce_traffic(topology, sizes, CODEC)
     return {

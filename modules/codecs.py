@@ -6,6 +6,7 @@ codecs reads it here. Importing this costs nothing: it is part of the configurat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -39,6 +40,16 @@ class Codec:
         """Return the values in a whole part; its scales and its header come on top."""
         blocks = max(1, part_bytes // (self.value_bytes * self.block_values))
         return blocks * self.block_values
+
+    def part_sizes(self, values: int, part_bytes: int) -> tuple[int, ...]:
+        """Return the values of each part that a vector is cut into: no more parts than it takes.
+
+        They are whole blocks, as equal in number as can be, except for the end of the vector.
+        """
+        blocks = -(-values // self.block_values)
+        count = max(1, -(-values // self.part_values(part_bytes)))
+        ends = [number * blocks // count * self.block_values for number in range(1, count)]
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *ends, values)))
 
     def encoded_bytes(self, values: int) -> int:
         """Return the bytes that so many values become."""

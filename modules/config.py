@@ -226,6 +226,12 @@ class AveragingConfig(Config):
 
     codec: CodecName = Field("float16")
     part_bytes: int = Field(2**19, ge=1024, le=2**21, description="Greatest part on the wire.")
+    clip_multiple: float = Field(
+        10.0,
+        ge=0,
+        description="Greatest norm of a contribution to a part, as a multiple of the group's "
+        "median; 0 is off.",
+    )
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -75,10 +75,12 @@ class Usual:
 
     tokens: Mapping[int, int] = field(default_factory=dict)
     """For each path that contributed, its tokens in an outer step, on average over all steps."""
+    norms: tuple[float, ...] = ()
+    """Of an outer gradient, in each part. A contribution below them is never clipped."""
 
     @classmethod
     def of(cls, progress: Mapping[int, PathProgress], version: int) -> Usual:
-        """Return what is usual for a state with these counts after `version` outer steps."""
+        """Return the usual tokens of a state with these counts after `version` outer steps."""
         return cls({path: entry.tokens // max(1, version) for path, entry in progress.items()})
 
 
@@ -100,6 +102,21 @@ def bounded_table(table: Sequence[Contribution], usual: Usual) -> tuple[Contribu
 def _lower_median(values: Sequence[T]) -> T:
     """Return the middle value, of two the lower: no single one of two can move it up."""
     return sorted(values)[(len(values) - 1) // 2]
+
+
+def exact_norm(part: torch.Tensor) -> float:
+    """Return the L2 norm of a flat fp32 tensor, the same bits on every machine.
+
+    Squares of fp32 numbers are exact in fp64; they are added in halves, so that the order is the
+    same however wide a machine's vectors are.
+    """
+    squares = part.double()
+    squares.mul_(squares)
+    while (count := squares.numel()) > 1:
+        half = (count + 1) // 2
+        squares[: count - half].add_(squares[half:])
+        squares = squares[:half]
+    return math.sqrt(squares.item()) if part.numel() else 0.0
 
 
 def sections(rows: int, greatest: int = SECTION_ROWS) -> tuple[range, ...]:
@@ -127,17 +144,60 @@ class AveragingRule:
     One value for the swarm's averagers, for a peer that is alone in its group and for the
     simulator, so that all of them compute the same bits. `shard_sequences` are the sequences of
     each path's shard; None weighs paths alike. `section_rows` is another number in tests alone.
+
+    The vector is cut into parts of `part_bytes` at most, whoever reduces them. In each part a
+    contribution's norm is at most `clip_multiple` times the median of its section (0: no limit),
+    so that a thousandfold gradient is an ordinary one.
     """
 
     codec: Codec
     shard_sequences: Mapping[int, int] | None = None
     section_rows: int = SECTION_ROWS
+    part_bytes: int = 2**19
+    clip_multiple: float = 10.0
+    momentum: float = 0.9
+    """Of the outer step."""
 
     @classmethod
     def of(cls, plan: RunPlan, index: ShardIndex) -> AveragingRule:
         """Return the rule of a run."""
         sizes = {shard.path: shard.train_sequences for shard in index.paths}
-        return cls(CODECS[plan.averaging.codec], sizes if plan.outer.shard_weights else None)
+        return cls(
+            CODECS[plan.averaging.codec],
+            sizes if plan.outer.shard_weights else None,
+            part_bytes=plan.averaging.part_bytes,
+            clip_multiple=plan.averaging.clip_multiple,
+            momentum=plan.outer.momentum,
+        )
+
+    def part_sizes(self, values: int) -> tuple[int, ...]:
+        """Return how many values each part of a vector has."""
+        return self.codec.part_sizes(values, self.part_bytes)
+
+    def usual(self, anchor: ModuleState) -> Usual:
+        """Return what contributions to a module usually are.
+
+        A gradient that comes again and again becomes a momentum of 1 / (1 - mu) times its norm,
+        so the usual norm is that of the momentum times (1 - mu).
+        """
+        tokens = Usual.of(anchor.progress, anchor.version).tokens
+        if not self.clip_multiple:
+            return Usual(tokens)
+        parts = anchor.momentum.split(self.part_sizes(anchor.momentum.numel()))
+        return Usual(tokens, tuple((1.0 - self.momentum) * exact_norm(part) for part in parts))
+
+    def scales(self, norms: Sequence[float], usual_norm: float = 0.0) -> tuple[float, ...]:
+        """Return what the contributions of a section to one part are multiplied by; mostly 1.
+
+        The median is the lower one of the norms above 0: of two contributions the smaller is the
+        measure. So that who contributes next to nothing does not silence the others, a norm up to
+        `usual_norm` is always admitted.
+        """
+        above = [norm for norm in norms if norm > 0.0]
+        if not self.clip_multiple or len(above) < 2:
+            return (1.0,) * len(norms)
+        most = max(self.clip_multiple * _lower_median(above), usual_norm)
+        return tuple(1.0 if norm <= most else most / norm for norm in norms)
 
     def weights(self, table: Sequence[Contribution], usual: Usual = UNKNOWN) -> tuple[float, ...]:
         """Return the weight of each row of a canonical table; together they are 1.
@@ -174,6 +234,13 @@ class AveragingRule:
             (sizes[row.path] / total) * (tokens / tokens_of_path[row.path])
             for row, tokens in zip(table, counted, strict=True)
         )
+
+    def clip(self, contributions: Sequence[torch.Tensor], usual_norm: float = 0.0) -> None:
+        """Scale down, in place, what is too great among a section's contributions to one part."""
+        if not self.clip_multiple or len(contributions) < 2:
+            return
+        norms = [exact_norm(part) for part in contributions]
+        _scale(contributions, self.scales(norms, usual_norm))
 
     def combine(
         self, contributions: Iterable[torch.Tensor], weights: Sequence[float]
@@ -218,18 +285,43 @@ class AveragingRule:
 
     def average(
         self,
-        gradients: Iterable[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
         table: Sequence[Contribution],
         usual: Usual = UNKNOWN,
     ) -> torch.Tensor:
         """Return what every member of a group holds after the all-reduce of its gradients.
 
-        `gradients` are flat fp32, in the order of the bounded table. Each passes through the
-        codec, and so does the average (design 4.3). Called by the simulator and by a peer that is
-        alone in its group; the swarm's averager does the same in parts.
+        `gradients` are flat fp32, in the order of the bounded table; each is taken twice. Each
+        passes through the codec, and so does the average (design 4.3). Called by the simulator and
+        by a peer that is alone in its group; the swarm's averager does the same in parts.
         """
-        received = (self.codec.round_trip(gradient) for gradient in gradients)
-        return self.codec.round_trip(self.combine(received, self.weights(table, usual)))
+        scales = iter(self._scales_of(gradients, usual))
+
+        def received() -> Iterator[torch.Tensor]:
+            for gradient in gradients:
+                contribution = self.codec.round_trip(gradient)
+                _scale(self._parts(contribution), next(scales, ()))
+                yield contribution
+
+        return self.codec.round_trip(self.combine(received(), self.weights(table, usual)))
+
+    def _scales_of(
+        self, gradients: Sequence[torch.Tensor], usual: Usual
+    ) -> list[tuple[float, ...]]:
+        """Return what the parts of each gradient are multiplied by; nothing if by 1 for certain."""
+        scales: list[tuple[float, ...]] = []
+        if not self.clip_multiple or len(gradients) < 2:
+            return scales
+        for section in sections(len(gradients), self.section_rows):
+            received = (self.codec.round_trip(gradients[row]) for row in section)
+            norms = [[exact_norm(part) for part in self._parts(one)] for one in received]
+            of_parts = zip(*norms, strict=True)
+            usual_norms = usual.norms or itertools.repeat(0.0)
+            scales += zip(*map(self.scales, of_parts, usual_norms), strict=True)
+        return scales
+
+    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flat.split(self.part_sizes(flat.numel()))
 
 
 def outer_step(
@@ -328,6 +420,13 @@ def advanced_progress(
         last_round = max(before.last_round, round_index)
         advanced[row.path] = PathProgress(before.tokens + row.tokens, last_round)
     return advanced
+
+
+def _scale(tensors: Iterable[torch.Tensor], scales: Iterable[float]) -> None:
+    """Multiply each tensor, in place, by its scale; 1 changes no bit."""
+    for tensor, scale in zip(tensors, scales, strict=False):
+        if scale != 1.0:
+            tensor.mul_(_fp32(scale))
 
 
 def _fp32(value: float) -> float:

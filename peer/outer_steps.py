@@ -167,7 +167,7 @@ class OuterSteps:
             attempt=action.attempt,
             anchor_digest=action.anchor,
             greatest_tokens=greatest_contribution(self._plan, action.begin_s, action.round_index),
-            usual=Usual.of(snapshot.anchor.progress, snapshot.anchor.version),
+            usual=self._pool.rule.usual(snapshot.anchor),
             awaited=(lambda: self._awaited[action.module]) if is_counted else None,
             exclude=action.excluded,
         )

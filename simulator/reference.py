@@ -33,12 +33,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
+import torch
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.outer import (
     AveragingRule,
-    Usual,
     bounded_table,
     canonical_table,
     outer_step,
@@ -47,7 +47,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
 from .early_stopping import EarlyStopping
-from .path_worker import Workbench, open_workers
+from .path_worker import PathWorker, Workbench, open_workers
 from .report import Reporter, RoundReport
 from .settings import SimulatedPeer, SimulatorSettings, checked_peers
 from .storage import KeptStates, open_storage
@@ -158,12 +158,11 @@ class ReferenceSwarm:
         }
         if not contributors:
             return
-        summary = self.states.summary(module)
-        usual = Usual.of(summary.progress, summary.version)
+        usual = self._rule.usual(self.states[module])
         rows = canonical_table(worker.contribution(module) for worker in contributors.values())
         table = bounded_table(rows, usual)
         # One at a time: of hundreds of paths they would not fit in memory together.
-        gradients = (contributors[row.peer].outer_gradient(module) for row in table)
+        gradients = _Gradients(module, [contributors[row.peer] for row in table])
         average = self._rule.average(gradients, table, usual)
         state = outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
         self.states.put(state)
@@ -221,3 +220,24 @@ def _steps_per_round(given: int | None, planned: int) -> int:
     if given is not None and given < 1:
         raise ConfigurationError(f"--steps-per-round {given} must be at least 1")
     return planned if given is None else given
+
+
+class _Gradients(Sequence[torch.Tensor]):
+    """The outer gradients of a module, each made when it is looked at."""
+
+    def __init__(self, module: str, workers: Sequence[PathWorker]) -> None:
+        self._module, self._workers = module, workers
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return _Gradients(self._module, self._workers[index])
+        return self._workers[index].outer_gradient(self._module)

@@ -73,7 +73,7 @@ def reference(
         Contribution(number % 2, peer, 1000 + number) for peer, number in rows.items()
     )
     ordered = [outer_gradient(rows[row.peer], round_index, SIZE) for row in table]
-    rule = AveragingRule(CODECS[codec], section_rows=section_rows)
+    rule = AveragingRule(CODECS[codec], section_rows=section_rows, part_bytes=2**16)
     return digest(rule.average(ordered, table))
 
 

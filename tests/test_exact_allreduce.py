@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from dipaco.modules.codecs import CODECS
+from dipaco.modules.outer import Usual
 from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import reduce_shares
 from dipaco.peer.averaging.parts import AveragingFailed
@@ -278,3 +279,27 @@ def test_a_stated_million_does_not_give_the_whole_vector() -> None:
     assert reduce_shares([1_000_000, 10, 10, 10]) == (524_288, 174_762, 174_762, 174_762)
     assert reduce_shares([1_000_000, 10, 0]) == (1_048_576, 0, 0)
     assert reduce_shares([1_000_000, 10]) == (1, 1)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("factor", [1000.0, 60_000.0])
+def test_a_thousandfold_contribution_is_an_ordinary_one(codec: str, factor: float) -> None:
+    group = Group.random(5, 20_000, codec=codec, paths=range(5), part_bytes=8192)
+    honest = group.expected().norm()
+    group.flats[1] *= factor
+    results = asyncio.run(group.run())
+    expected = group.expected()
+    assert all(isinstance(one, torch.Tensor) and torch.equal(one, expected) for one in results)
+    assert honest < expected.norm() < 6 * honest
+
+
+@pytest.mark.parametrize("usual", [0.0, 0.1])
+def test_a_member_that_contributes_next_to_nothing_does_not_silence_the_other(usual: float) -> None:
+    group = Group.random(2, 20_000, paths=[0, 1], part_bytes=8192)
+    group.flats[0] *= 1e-4
+    group.usual = Usual(norms=(usual,) * len(group.rule.part_sizes(20_000)))
+    results = asyncio.run(group.run())
+    expected = group.expected()
+    assert all(isinstance(one, torch.Tensor) and torch.equal(one, expected) for one in results)
+    whole = float(group.flats[1].norm()) / 2
+    assert float(expected.norm()) == pytest.approx(whole if usual else 1e-3 * whole, rel=0.1)

@@ -24,6 +24,7 @@ from dipaco.modules.outer import (
     advanced_progress,
     bounded_table,
     canonical_table,
+    exact_norm,
     outer_gradient,
     outer_learning_rate,
     outer_step,
@@ -46,6 +47,7 @@ GOLDEN_RATES = [
     "0x1.7bc8c8b1fd2dbp-3",
     "0x1.47ae147ae147cp-4",
 ]
+GOLDEN_NORM = "0x1.616066faa4e67p+9"
 GOLDEN_DIGEST = "15c5a5475da5ad5f91901935cb75076e49ef7a55d6ed176bc09faedd122d77d1"
 
 
@@ -174,6 +176,78 @@ def test_one_lie_moves_a_schedule_by_sixteen_steps_at_most() -> None:
     (row,) = bounded_table([Contribution(1, "liar", 10**12)], usual)
     assert row.tokens == 16_000
     assert advanced_progress(progress, [row], 200)[1].tokens == 100_000 + 16_000
+
+
+@given(st.lists(st.floats(0.0, 1e30), min_size=1, max_size=33), st.floats(0.0, 1e3))
+def test_what_exceeds_ten_times_the_lower_median_is_scaled_down_to_it(
+    norms: list[float], usual_norm: float
+) -> None:
+    above = sorted(norm for norm in norms if norm > 0)
+    scales = PLAIN.scales(norms, usual_norm)
+    most = max(10 * above[(len(above) - 1) // 2], usual_norm) if above else 0.0
+    for norm, scale in zip(norms, scales, strict=True):
+        assert 0 < scale <= 1
+        if len(above) < 2 or norm <= most:
+            assert scale == 1
+        else:
+            assert norm * scale == pytest.approx(most)
+    assert replace(PLAIN, clip_multiple=0.0).scales(norms) == (1.0,) * len(norms)
+
+
+def test_of_two_the_smaller_rules_but_silences_nobody_that_is_usual() -> None:
+    assert PLAIN.scales([1.0, 1000.0]) == (1.0, 0.01)
+    assert PLAIN.scales([1e-9, 1.0]) == (1.0, pytest.approx(1e-8))
+    assert PLAIN.scales([1e-9, 1.0], usual_norm=1.5) == (1.0, 1.0)
+    assert PLAIN.scales([0.0, 1.0]) == (1.0, 1.0)
+    assert PLAIN.scales([1000.0]) == (1.0,)
+
+
+@given(st.integers(1, 5000), st.integers(0, 1000), st.floats(1e-30, 1e30))
+def test_norms_are_those_of_exact_arithmetic(size: int, seed: int, scale: float) -> None:
+    flat = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
+    exact = math.sqrt(sum(Fraction(value) ** 2 for value in flat.tolist()))
+    assert exact_norm(flat) == pytest.approx(exact, rel=1e-14)
+    assert exact_norm(torch.zeros(size)) == 0
+
+
+def test_a_golden_norm() -> None:
+    """Sums of squares round; the order in which they are added is part of the protocol."""
+    assert exact_norm(torch.arange(1.0, 1000.0).sqrt_()).hex() == GOLDEN_NORM
+
+
+@pytest.mark.parametrize("codec", get_args(CodecName))
+def test_what_is_not_clipped_has_the_bits_of_a_plain_mean(codec: CodecName) -> None:
+    table = canonical_table([Contribution(path, str(path), 100) for path in range(5)])
+    tensors = [drawn(path) for path in range(5)]
+    rule = AveragingRule(CODECS[codec], part_bytes=1024)
+    unlimited = replace(rule, clip_multiple=0.0)
+    assert torch.equal(rule.average(tensors, table), unlimited.average(tensors, table))
+    tensors[2] = tensors[2] * 1000
+    clipped, plain = rule.average(tensors, table), unlimited.average(tensors, table)
+    assert clipped.norm() < 12 * drawn(0).norm() / 5 < 150 * drawn(0).norm() / 5 < plain.norm()
+
+
+def test_usual_norms_are_what_repeated_gradients_would_make_of_the_momentum() -> None:
+    rule = AveragingRule(CODECS["float16"], part_bytes=1024, momentum=0.9)
+    state, table = state_of(momentum=torch.zeros(SIZE)), TABLE[:1]
+    assert rule.usual(state) == Usual({0: 333}, (0.0, 0.0))
+    gradient = drawn(5)
+    for _ in range(200):
+        state = outer_step(state, gradient, table, OuterConfig(momentum=0.9), 1)
+    norms = rule.usual(state).norms
+    parts = gradient.split(rule.part_sizes(SIZE))
+    assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
+
+
+@given(st.sampled_from(get_args(CodecName)), st.integers(1, 10**7), st.integers(1024, 2**21))
+def test_parts_are_equal_and_whole_blocks(name: CodecName, values: int, part_bytes: int) -> None:
+    codec = CODECS[name]
+    sizes = codec.part_sizes(values, part_bytes)
+    assert sum(sizes) == values
+    assert max(sizes) <= codec.part_values(part_bytes)
+    assert len(sizes) == -(-values // codec.part_values(part_bytes))
+    assert all(size % codec.block_values == 0 for size in sizes[:-1])
+    assert max(sizes) - min(sizes) < 2 * codec.block_values
 
 
 def test_a_path_without_sequences_has_no_weight() -> None:

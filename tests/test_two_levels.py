@@ -37,8 +37,7 @@ def _enough_time_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def topology_of(group: Group) -> Topology:
     """What the members of a group find."""
     agreed = group.agreed
-    values = group.rule.codec.part_values(group.part_bytes)
-    sizes = [len(part) for part in group.flats[0].split(values)]
+    sizes = group.rule.part_sizes(len(group.flats[0]))
     order = [agreed.peers.index(row.peer) for row in agreed.table]
     return Topology.of(order, agreed.shares, sizes, group.section_rows)
 
@@ -61,8 +60,8 @@ def test_a_large_group_gets_the_bits_of_the_reference(members: int) -> None:
 def test_members_send_what_is_counted(rows: int) -> None:
     """Real messages, against the count that `benchmarks/large_groups.py` shows."""
     group = Group.random(40, 12_000, section_rows=rows, part_bytes=1024)
-    numbers = {place: len(part) for place, part in enumerate(group.flats[0].split(512))}
-    counted = reduce_traffic(topology_of(group), list(numbers.values()), group.rule.codec)
+    numbers = group.rule.part_sizes(len(group.flats[0]))
+    counted = reduce_traffic(topology_of(group), numbers, group.rule.codec)
     messages: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     partners: dict[int, set[int]] = {}
@@ -285,3 +284,11 @@ def test_a_death_at_any_message_leaves_the_exact_result_or_none(
             assert torch.equal(result, group.expected())
         elif place != victim:
             assert isinstance(result, AveragingFailed), repr(result)
+
+
+def test_what_is_clipped_is_measured_by_its_section() -> None:
+    group = Group.random(7, 20_000, section_rows=3, part_bytes=8192, paths=range(7))
+    plain = group.expected()
+    group.flats[4] *= 1000
+    assert not torch.equal(group.expected(), plain)
+    assert_equal_bits(group, asyncio.run(group.run()))

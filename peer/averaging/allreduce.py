@@ -84,7 +84,6 @@ class ExactAllReduceRunner:
         rule: AveragingRule,
         flat: torch.Tensor,
         codec: PartCodec,
-        part_bytes: int,
         silence_s: float,
     ) -> None:
         self.peer_id = p2p.peer_id
@@ -94,7 +93,7 @@ class ExactAllReduceRunner:
         self._place = {peer: place for place, peer in enumerate(group.peers)}
         self._me = self._place[self.peer_id.to_base58()]
         self._failure = FirstFailure()
-        self._vector = PartedVector(flat, codec, part_bytes)
+        self._vector = PartedVector(flat, rule)
         sizes = self._sizes = self._vector.sizes
         order = [self._place[row.peer] for row in group.table]
         topology = Topology.of(order, group.shares, sizes, rule.section_rows)
@@ -108,6 +107,7 @@ class ExactAllReduceRunner:
                 {part: sizes[part] for part in topology.parts_reduced_by(self._me, section)},
                 topology.sections[section],
                 [weights[member] for member in topology.sections[section]],
+                group.usual.norms,
                 rule,
                 self._finisher(section),
                 self._failure,

@@ -61,7 +61,6 @@ class ExactAverager(multiprocessing.Process):
     :param prefix: `averager_prefix(run_id, level)`, the same on every peer
     :param size: elements of a module of this level
     :param rule: how contributions become an average, the same on every peer
-    :param part_bytes: greatest part on the wire
     :param matchmaking_s: seconds in which a group forms, `RoundsConfig.matchmaking_s`
     :param paths_of_module: for each module of the level, the paths through it
     :param silence_s: a member that sends nothing for this long has failed
@@ -81,7 +80,6 @@ class ExactAverager(multiprocessing.Process):
         prefix: str,
         size: int,
         rule: AveragingRule,
-        part_bytes: int,
         matchmaking_s: float,
         paths_of_module: Mapping[str, Collection[int]],
         silence_s: float = 30.0,
@@ -97,7 +95,6 @@ class ExactAverager(multiprocessing.Process):
         self._peer_id = dht.peer_id
         self._rule = rule
         self._codec = PartCodec(rule.codec)
-        self._part_bytes = part_bytes
         self._matchmaking_s = matchmaking_s
         self._silence_s = silence_s
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
@@ -352,14 +349,13 @@ class ExactAverager(multiprocessing.Process):
         loop = asyncio.get_running_loop()
         try:
             p2p = await self._dht.replicate_p2p(BoundedP2P)
-            p2p.limit_bytes = greatest_message_bytes(self._codec, self._part_bytes)
+            p2p.limit_bytes = greatest_message_bytes(self._codec, self._rule.part_bytes)
             service = AveragingService(
                 p2p,
                 self.prefix,
                 self._scratch,
                 rule=self._rule,
                 codec=self._codec,
-                part_bytes=self._part_bytes,
                 silence_s=self._silence_s,
                 client_mode=self.client_mode,
                 tell=self._note_together,

@@ -148,6 +148,7 @@ class SectionReducer:
 
     :param sizes: the elements of these parts, by number, in order
     :param members: the section's members in the order of summation, with `weights`
+    :param usual_norms: of all parts, or none
     :param finish: makes a part's average of the section's sum; raises AveragingFailed
 
     Every member puts every part, in order, and takes every result; a result is forgotten when all
@@ -159,6 +160,7 @@ class SectionReducer:
         sizes: Mapping[int, int],
         members: Sequence[int],
         weights: Sequence[float],
+        usual_norms: Sequence[float],
         rule: AveragingRule,
         finish: Callable[[int, torch.Tensor], Awaitable[ReducedPart]],
         failure: FirstFailure,
@@ -167,6 +169,7 @@ class SectionReducer:
         self.sizes = dict(sizes)
         self._parts = tuple(self.sizes)
         self._members, self._weights = tuple(members), tuple(weights)
+        self._usual_norms = tuple(usual_norms)
         self._rule, self._finish = rule, finish
         self._failure = failure
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}
@@ -218,7 +221,7 @@ class SectionReducer:
         try:
             ordered = [contributions[member] for member in self._members]
             contributions.clear()
-            section_sum = await loop.run_in_executor(None, self._sum, ordered)
+            section_sum = await loop.run_in_executor(None, self._sum, part, ordered)
             self._summed[part].set_result(None)
             self._results[part].set_result(await self._finish(part, section_sum))
         except AveragingFailed as failure:
@@ -226,7 +229,9 @@ class SectionReducer:
         except Exception as error:
             self._failure.set(AveragingFailed(f"part {part} could not be summed: {error}"))
 
-    def _sum(self, ordered: list[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, part: int, ordered: list[torch.Tensor]) -> torch.Tensor:
+        usual_norm = self._usual_norms[part] if self._usual_norms else 0.0
+        self._rule.clip(ordered, usual_norm)
         section_sum = self._rule.sum_section(zip(ordered, self._weights, strict=True))
         if not is_finite(section_sum):
             raise ValueError("the sum is not finite")
@@ -240,8 +245,8 @@ class PartedVector:
     decoded everywhere, so no second vector is needed.
     """
 
-    def __init__(self, flat: torch.Tensor, codec: PartCodec, part_bytes: int) -> None:
-        self.parts = flat.view(-1).split(codec.codec.part_values(part_bytes))
+    def __init__(self, flat: torch.Tensor, rule: AveragingRule) -> None:
+        self.parts = flat.view(-1).split(rule.part_sizes(flat.numel()))
         self._missing = set(range(len(self.parts)))
         self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

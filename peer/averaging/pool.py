@@ -46,7 +46,6 @@ class AveragingPool:
             prefix=averager_prefix(self._plan.run_id, level),
             size=grid.layout(level).size,
             rule=self.rule,
-            part_bytes=self._plan.averaging.part_bytes,
             matchmaking_s=rounds.matchmaking_s,
             paths_of_module={module: grid.paths_of_module(module) for module in modules},
             silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),

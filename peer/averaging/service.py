@@ -47,13 +47,12 @@ class AveragingService(ServicerBase):
         *,
         rule: AveragingRule,
         codec: PartCodec,
-        part_bytes: int,
         silence_s: float,
         client_mode: bool,
         tell: Callable[[int], None],
     ) -> None:
         self._p2p, self._prefix, self._flat = p2p, prefix, flat
-        self._rule, self._codec, self._part_bytes = rule, codec, part_bytes
+        self._rule, self._codec = rule, codec
         self._silence_s = silence_s
         self._client_mode = client_mode
         self._tell = tell
@@ -176,7 +175,6 @@ class AveragingService(ServicerBase):
             rule=self._rule,
             flat=self._flat,
             codec=self._codec,
-            part_bytes=self._part_bytes,
             silence_s=self._silence_s,
         )
         announced.set_result(runner)

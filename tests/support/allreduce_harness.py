@@ -17,8 +17,10 @@ import torch
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import (
     SECTION_ROWS,
+    UNKNOWN,
     AveragingRule,
     Contribution,
+    Usual,
     canonical_table,
 )
 from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
@@ -183,6 +185,7 @@ class Group:
     timeout_s: float = 120.0
     part_bytes: int = PART_BYTES
     absent: frozenset[int] = frozenset()
+    usual: Usual = UNKNOWN
 
     @classmethod
     def random(cls, size: int, elements: int, seed: int = 0, **kwargs: Any) -> Group:
@@ -206,17 +209,19 @@ class Group:
             Contribution(path, name, tokens)
             for path, name, tokens in zip(self.paths, names, self.tokens, strict=True)
         )
-        return AgreedGroup(b"group", names, table, reduce_shares(self.bandwidths))
+        return AgreedGroup(b"group", names, table, reduce_shares(self.bandwidths), self.usual)
 
     @property
     def rule(self) -> AveragingRule:
-        return AveragingRule(CODECS[self.codec], self.shard_sequences, self.section_rows)
+        return AveragingRule(
+            CODECS[self.codec], self.shard_sequences, self.section_rows, self.part_bytes
+        )
 
     def expected(self) -> torch.Tensor:
         """What one process computes alone."""
         group = self.agreed
         ordered = [self.flats[group.peers.index(row.peer)] for row in group.table]
-        return self.rule.average(ordered, group.table)
+        return self.rule.average(ordered, group.table, self.usual)
 
     async def run(
         self, tamper: Tamper = untouched, network: MemoryNetwork | None = None
@@ -235,7 +240,6 @@ class Group:
                 rule=self.rule,
                 flat=flat.clone(),
                 codec=codec,
-                part_bytes=self.part_bytes,
                 silence_s=self.silence_s,
             )
             for index, (peer_id, flat) in enumerate(zip(self.peer_ids, self.flats, strict=True))

@@ -98,13 +98,14 @@ def main() -> None:
     handler = signal.getsignal(signal.SIGINT)
     dht = loopback_dht(arguments.initial_peers)
     signal.signal(signal.SIGINT, handler)
-    rule = AveragingRule(CODECS[arguments.codec], section_rows=arguments.section_rows)
+    rule = AveragingRule(
+        CODECS[arguments.codec], section_rows=arguments.section_rows, part_bytes=2**16
+    )
     averager = ExactAverager(
         dht,
         prefix=averager_prefix("test", "L0"),
         size=arguments.size,
         rule=rule,
-        part_bytes=2**16,
         matchmaking_s=3.0,
         paths_of_module={"L0.E0": (0, 1)},
         silence_s=SILENCE_S,
