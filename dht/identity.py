@@ -126,6 +126,18 @@ def take_lock(
     return lock
 
 
+def is_in_use(path: Path) -> bool:
+    """Tell whether a process on this machine has the identity in `path`; nothing is made."""
+    try:
+        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(lock)
+    finally:
+        os.close(lock)
+
+
 def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -138,13 +138,14 @@ class Claim(Record):
     reachable: Reachability = "unknown"
 
 
-_AGES = {"joining": 0, "serving": 1, "training": 1, "leaving": 2}
+ClaimState = Literal["joining", "training", "leaving", "serving", "paused"]
+_AGES = {"joining": 0, "serving": 1, "paused": 1, "training": 1, "leaving": 2}
 
 
 class _Standing(Record):
     """What a peer does: said in its peer record, and again under the key of each of its modules."""
 
-    state: Literal["joining", "training", "leaving", "serving"]
+    state: ClaimState
     path: PathNumber | None
     since_s: TimeS = 0.0
     """Since when it is on this path."""
@@ -155,7 +156,7 @@ class _Standing(Record):
     @functools.cached_property
     def claim(self) -> Claim | None:
         """The claim in it; None when the peer trains no path."""
-        if self.path is None or self.state == "serving":
+        if self.path is None or self.state == "serving" or self.state == "paused":
             return None
         return Claim.model_construct(
             peer_id=self.peer_id,
@@ -257,6 +258,8 @@ class PeerRecord(_Standing):
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     software: Text
     device: Text
+    name: Annotated[str, _check(r"[ -Z\\^-~]{0,32}")] = ""
+    """What its owner calls it."""
     tokens_per_s: Rate
     addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
     bytes_up: Count

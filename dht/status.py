@@ -100,6 +100,7 @@ def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
     record = view.peers[peer]
     return {
         "peer_id": peer,
+        "name": record.name,
         "path": record.path,
         "state": record.state,
         "tokens_per_s": record.tokens_per_s,

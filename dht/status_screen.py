@@ -177,7 +177,7 @@ def _module_row(module: dict[str, Any]) -> tuple[str, ...]:
 
 def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
     return (
-        short_peer(peer["peer_id"]),
+        f"{peer['name']} {short_peer(peer['peer_id'])}".lstrip(),
         "-" if peer["path"] is None else str(peer["path"]),
         peer["state"],
         f"{peer['tokens_per_s']:,.0f}",

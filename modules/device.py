@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import sys
 
 import torch
@@ -81,6 +82,8 @@ def load_bitsandbytes() -> None:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_NICE = 10
+
 # From <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _GREATEST_INT = 2**31 - 1
@@ -109,3 +112,34 @@ def keep_freed_memory() -> bool:
         (_M_TOP_PAD, _TOP_PAD_BYTES),
     )
     return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+def return_freed_memory() -> None:
+    """Give what glibc keeps for later use back to the machine: a peer pauses."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def limit_memory(device: torch.device, vram_gb: float | None) -> None:
+    """Let this process take no more of a GPU's memory for tensors than `vram_gb` (GiB).
+
+    CUDA itself takes about half a GiB more. Raises ConfigurationError without a GPU.
+    """
+    if vram_gb is None:
+        return
+    if device.type != "cuda":
+        raise ConfigurationError(f"--vram-gb {vram_gb:g} is for a GPU, and this peer trains on CPU")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, vram_gb * 2**30 / total), device)
+
+
+def be_nice(nice: int | None, device: torch.device) -> int:
+    """Let other programs go before what this thread computes, and threads that it starts.
+
+    By default on the CPU only: a GPU has to be fed. Returns the niceness that holds.
+    """
+    wanted = nice if nice is not None else DEFAULT_NICE if device.type == "cpu" else 0
+    held = os.getpriority(os.PRIO_PROCESS, 0)
+    if wanted > held:
+        os.setpriority(os.PRIO_PROCESS, 0, wanted)
+    return max(wanted, held)

@@ -14,7 +14,13 @@ from types import FrameType
 
 import torch
 from dipaco.modules.config import RoundsConfig
-from dipaco.modules.device import choose_device, prepare_process, release_memory
+from dipaco.modules.device import (
+    be_nice,
+    choose_device,
+    limit_memory,
+    prepare_process,
+    release_memory,
+)
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.outer import AveragingRule
@@ -27,6 +33,7 @@ from .events import EventLog
 from .exchange.reachability import classify
 from .keeper import BestParametersCopies, Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
+from .owner.pauses import Hours, Pauses, install_pause_signals
 from .publisher import PeerStatus, Publisher
 from .session import Session
 from .settings import NodeSettings, PeerSettings
@@ -43,6 +50,7 @@ def run_peer(settings: PeerSettings) -> int:
     display = Display()
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
+    install_pause_signals(settings.cache_folder)
     prepare_process(settings.threads)
     increase_file_limit(4096, 16384)
     events = EventLog(settings.log_json)
@@ -111,10 +119,13 @@ def _train(
     """
     rule = AveragingRule.of(node.plan, node.load_shard_index())
     pool = AveragingPool(node.dht, node.plan, node.grid, rule)
+    hours = Hours.parse(settings.hours) if settings.hours is not None else None
+    pauses = Pauses(settings.cache_folder, hours, on_battery=settings.on_battery == "pause")
     try:
         device, reason = choose_device(settings.device)
+        limit_memory(device, settings.vram_gb)
         display.say(f"device: {device} ({reason})")
-        status = PeerStatus(device=device_name(device))
+        status = PeerStatus(device=device_name(device), name=settings.name)
         background = Background()
         publisher, keeper = start_background(node, status, background, events)
         display.start(node, publisher, status)
@@ -135,12 +146,16 @@ def _train(
             background,
             events,
             stopping,
+            pauses,
         )
+        # Later than the other processes and what answers others: these have to be quick.
+        be_nice(settings.nice, device)
         write_address_file(settings, visible_addresses(node.dht))
         try:
             successor = session.run()
         finally:
             keeper.stop()
+            pauses.close()
     finally:
         pool.shutdown()
     if successor is None:

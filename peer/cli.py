@@ -6,9 +6,11 @@ dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from dipaco.modules.command_line import Command
 
+from .owner.control_cli import COMMANDS as CONTROL_COMMANDS
 from .settings import PeerSettings
 
 
@@ -30,9 +32,19 @@ COMMAND = Command(
     run,
     description="Join a swarm with one address and train a path of its model on this machine.",
     epilog="Example: dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer. "
-    "Ctrl+C leaves cleanly; a second Ctrl+C exits at once. Exit codes: docs/exit-codes.md.",
+    "Ctrl+C leaves cleanly; a second Ctrl+C exits at once. "
+    "dipaco-peer pause and dipaco-peer resume let it rest and go on. "
+    "Exit codes: docs/exit-codes.md.",
 )
-main = COMMAND.main
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Entry point: `dipaco-peer`, and `dipaco-peer pause` and `resume`. Returns the exit code."""
+    words = sys.argv[1:] if words is None else words
+    if words and words[0] in CONTROL_COMMANDS:
+        return CONTROL_COMMANDS[words[0]].main(words[1:])
+    return COMMAND.main(words)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,19 +1,26 @@
-"""The files that training one path needs: base model, shard, held-out split, genesis states."""
+"""The files of one path: base model, shard, held-out split, genesis states, AdamW states."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import zlib
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from dipaco.modules.errors import CorpusError
+from dipaco.modules.errors import CorpusError, DipacoError
 from dipaco.modules.state import ModuleState, greatest_state_bytes
+from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.token_files import are_shared, check_tokens, early_stopping_rows, reported_rows
 
+from .background import Background
 from .node import Node
+from .trainer import PathTrainer
+
+logger = logging.getLogger("dipaco.peer.path_files")
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,45 @@ class PathFiles:
     def release(self) -> None:
         """Forget the base model, which is as large as a path; called when training begins."""
         self._base = None
+
+
+class OptimizerFiles:
+    """AdamW states on this disk, for a return to their paths; losing one costs some warmup."""
+
+    def __init__(
+        self,
+        states: StateStore,
+        trainer: PathTrainer,
+        saver: Executor,
+        background: Background,
+    ) -> None:
+        self._states = states
+        self._trainer = trainer
+        self._saver = saver
+        self._background = background
+        self._saving: Future[None] = saver.submit(lambda: None)
+
+    def save(self) -> None:
+        """Write the present one in the background; only copying it takes time here."""
+        path = self._trainer.path
+        if path is None or not self._saving.done():
+            return
+        state = self._trainer.optimizer_state()
+        self._saving = self._saver.submit(self._write, path, state)
+        self._background.watch("saving", self._saving)
+
+    def keep(self) -> None:
+        """Write the present one now: the peer moves, pauses or leaves."""
+        if not self._saving.cancel():
+            wait([self._saving])
+        if self._trainer.path is not None:
+            self._write(self._trainer.path, self._trainer.optimizer_state())
+
+    def _write(self, path: int, state: dict[str, object]) -> None:
+        try:
+            self._states.save_optimizer(path, state)
+        except DipacoError as error:
+            logger.warning("AdamW state not kept: %s", error)
 
 
 def _as_tensor(rows: np.ndarray) -> torch.Tensor:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from dipaco.dht.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.dht.directory import Directory
@@ -21,6 +21,7 @@ from dipaco.dht.records import (
     MAX_ENTRIES,
     PROGRESS_LIFE_S,
     BlobRecord,
+    ClaimState,
     HeldState,
     ModuleRecord,
     PeerRecord,
@@ -63,7 +64,7 @@ class Activity:
     """What this peer does, and on which path. A value, replaced whole: the publisher signs it on
     its own thread, and a new path must never go out with the state or the time of the old one."""
 
-    state: Literal["joining", "training", "leaving", "serving"] = "joining"
+    state: ClaimState = "joining"
     path: int | None = None
     since_s: float = 0.0
     reason: str = ""
@@ -83,6 +84,8 @@ class PeerStatus:
 
     claim: Activity = field(default_factory=Activity)
     device: str = "cpu"
+    name: str = ""
+    """What the owner calls this peer."""
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
@@ -371,6 +374,7 @@ class Publisher:
             protocol=self._plan.protocol_version,
             software=self._software,
             device=clean_text(status.device),
+            name=status.name,
             state=claim.state,
             path=claim.path,
             since_s=claim.since_s,

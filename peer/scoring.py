@@ -165,6 +165,14 @@ class Scoring:
         self._take_fetched(answer)
         return self._slice(answer, slack_s, step_s)
 
+    def pause(self) -> None:
+        """Leave what is being scored to others: this peer has no path for a while."""
+        with self._lock:
+            answer = self._answer
+        current = self._job or self._fetching
+        if answer is not None and current is not None:
+            self._forget(answer, current.path, "gave_way", "this peer pauses")
+
     def close(self) -> None:
         """Begin nothing more; called when the session ends."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
+from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState, StateReference
 
 from .background import Background
@@ -26,7 +26,8 @@ from .member.member import MERGE_BUDGET_S
 from .member.recording import RecordFile, start_member
 from .node import Node
 from .outer_steps import OuterSteps, Pool
-from .path_files import PathData, PathFiles
+from .owner.pauses import Pauses
+from .path_files import OptimizerFiles, PathData, PathFiles
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
 from .scoring import Scoring
@@ -56,12 +57,14 @@ class Session:
         background: Background,
         events: EventLog,
         stopping: threading.Event,
+        pauses: Pauses | None = None,
     ) -> None:
         self.settings = settings
         self.node = node
         self.status = status
         self.events = events
         self.stopping = stopping
+        self._pauses = pauses
         self._pool = pool
         self._publisher = publisher
         self._certifier = certifier = node.certifier
@@ -72,7 +75,7 @@ class Session:
         self._path_data: PathData | None = None
         self._snapshots: dict[tuple[str, int], Snapshot] = {}
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
-        self._saving: Future[None] = self._saver.submit(lambda: None)
+        self._optimizer = OptimizerFiles(node.states, self._trainer, self._saver, background)
         self._waiting_for = ""
         self._last_loss = float("nan")
         self._resumed = False
@@ -170,6 +173,7 @@ class Session:
         return self._shell.member.rounds_done
 
     def _turn(self) -> None:
+        self._look_for_pauses()
         self._progress.poll()
         together = {}
         if self.node.schedule.fixed_steps:
@@ -182,6 +186,14 @@ class Session:
             self._take_step(instruction)
         else:
             self._wait(instruction)
+
+    def _look_for_pauses(self) -> None:
+        """Tell the member when its owner wants something else than before."""
+        if self._pauses is not None:
+            if (reason := self._pauses.change()) is not None:
+                self._shell.happen(e.PauseWanted(reason) if reason else e.ResumeWanted())
+            claim = self.status.claim
+            self._pauses.tell(claim.state, claim.path, claim.reason)
 
     def _take_step(self, instruction: a.TakeStep) -> None:
         self._set_waiting("")
@@ -265,6 +277,8 @@ class Session:
                 self._end_round(action)
             case a.Move():
                 self._move(action)
+            case a.Pause():
+                self._pause(action)
             case a.Stay():
                 self._errands.forget("begin")
                 logger.warning("stays on path %d: %s", action.path, action.reason)
@@ -322,8 +336,23 @@ class Session:
         self.events.emit(
             "move", from_path=action.from_path, to_path=action.to_path, reason=action.reason
         )
-        self._keep_optimizer()
+        self._optimizer.keep()
         self._progress.finish(MERGE_BUDGET_S)
+
+    def _pause(self, action: a.Pause) -> None:
+        """Keep what a return needs, and give device and memory back."""
+        if action.path is not None:
+            self._optimizer.keep()
+            self._progress.finish(1.0)
+            self._scoring.pause()
+        self._errands.forget("begin", "adopt")
+        self._outer_steps.forget()
+        self._snapshots.clear()
+        self._path_data = None
+        self._trainer.release()
+        self._meter = RateMeter()
+        self.status.tokens_per_s = 0.0
+        self.events.emit("paused", path=action.path, reason=action.reason)
 
     # -- outer rounds
 
@@ -423,7 +452,7 @@ class Session:
         ended = action.round_index
         self._progress.end_round(ended, self._last_loss)
         if action.save:
-            self._save_optimizer()
+            self._optimizer.save()
         self.events.emit(
             "round",
             round=ended,
@@ -437,28 +466,6 @@ class Session:
             # Who waits for this peer in the round that has ended need not.
             self._publisher.announce()
 
-    def _save_optimizer(self) -> None:
-        """Write the AdamW state in the background; only copying it keeps the next step waiting."""
-        path = self._trainer.path
-        if path is None or not self._saving.done():
-            return
-        state = self._trainer.optimizer_state()
-        self._saving = self._saver.submit(self._write_optimizer, path, state)
-        self._background.watch("saving", self._saving)
-
-    def _keep_optimizer(self) -> None:
-        """Write the AdamW state now, before the peer moves or leaves."""
-        if not self._saving.cancel():
-            wait([self._saving])
-        if self._trainer.path is not None:
-            self._write_optimizer(self._trainer.path, self._trainer.optimizer_state())
-
-    def _write_optimizer(self, path: int, state: dict[str, object]) -> None:
-        try:
-            self.node.states.save_optimizer(path, state)
-        except DipacoError as error:
-            logger.warning("AdamW state not kept: %s", error)
-
     # -- leaving
 
     def _leave(self, left: a.Left) -> None:
@@ -467,7 +474,7 @@ class Session:
         if left.to_successor:
             self._successor = self._watch.take()
         if self._trainer.path is not None:
-            self._keep_optimizer()
+            self._optimizer.keep()
             self._progress.finish(1.0)
         if self._successor is None:
             self.events.emit(
@@ -478,7 +485,7 @@ class Session:
         """Keep what a return needs when something unforeseen has ended the session."""
         if self._trainer.path is not None:
             self.node.held.save_all()
-            self._keep_optimizer()
+            self._optimizer.keep()
 
     def _close(self) -> None:
         """Stop what was started, whatever ended the session; bounded."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings
 from dipaco.modules.errors import ConfigurationError
+
+from .owner.pauses import Hours
 
 
 def default_cache_folder() -> Path:
@@ -95,6 +98,29 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     compile_model: Annotated[
         bool, Option("do not compile the model (CUDA only)", flag="--no-compile")
     ] = True
+    hours: Annotated[
+        str | None,
+        Option("train at these hours only, local time: 22-7 or 22:30-7:15 (default: all)", "H-H"),
+    ] = None
+    on_battery: Annotated[
+        Literal["pause", "run"], Option("on a battery, train nothing or go on")
+    ] = "run"
+    nice: Annotated[
+        int | None,
+        Option(
+            "let other programs go first: 0 to 19 (default: 10 without a GPU, 0 with one)",
+            "N",
+            least=0,
+            most=19,
+        ),
+    ] = None
+    vram_gb: Annotated[
+        float | None,
+        Option("GPU memory to take at most, in GiB (default: all)", "GIB", least=0.1),
+    ] = None
+    name: Annotated[
+        str, Option("what status calls this peer, 32 characters (default: its id alone)", "NAME")
+    ] = ""
     cache_folder: Annotated[
         Path,
         Option(
@@ -104,5 +130,11 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hours is not None:
+            Hours.parse(self.hours)
+        if not re.fullmatch(r"[ -Z\\^-~]{0,32}", self.name):
+            raise ConfigurationError(
+                f"--name '{self.name[:64]}' must be at most 32 plain characters, without brackets"
+            )
         if self.json and not self.check:
             raise ConfigurationError("--json belongs to --check; events are with --log-json FILE")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
+from dipaco.modules.device import release_memory, return_freed_memory
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
@@ -124,20 +125,36 @@ class PathTrainer:
         self.plan = plan
         self.grid = grid
         self.device = device
-        self.model = PathModel(plan.model).to(device)
-        self.inner = InnerLoop(
-            self.model,
-            plan.inner,
-            device,
-            optimizer=optimizer,
-            micro_batch_size=micro_batch_size,
-            compile_model=compile_model,
-        )
+        self._optimizer, self._compile_model = optimizer, compile_model
+        self._micro_batch_size = micro_batch_size
+        self._make_model()
         self.path: int | None = None
         self.path_step = 0
         self.replica = 0
         self._stream: BatchStream | None = None
         self._modules: dict[str, _ModuleProgress] = {}
+
+    def _make_model(self) -> None:
+        self.model = PathModel(self.plan.model).to(self.device)
+        self.inner = InnerLoop(
+            self.model,
+            self.plan.inner,
+            self.device,
+            optimizer=self._optimizer,
+            micro_batch_size=self._micro_batch_size,
+            compile_model=self._compile_model,
+        )
+        self._is_released = False
+
+    def release(self) -> None:
+        """Give the memory of model, AdamW and anchors back; `start_path` takes it again."""
+        self.path, self._stream, self._modules = None, None, {}
+        if not self._is_released:
+            self._micro_batch_size = self.inner.micro_batch_size
+            del self.model, self.inner
+            self._is_released = True
+        release_memory(self.device)
+        return_freed_memory()
 
     @property
     def tokens_per_step(self) -> int:
@@ -170,6 +187,8 @@ class PathTrainer:
         optimizer_state: dict[str, object] | None = None,
     ) -> None:
         """Begin to train `path` from `states`, with its kept AdamW state or a fresh one."""
+        if self._is_released:
+            self._make_model()
         load_path(self.model, self.grid, path, states)
         if optimizer_state is not None:
             self.inner.load_state_dict(optimizer_state)

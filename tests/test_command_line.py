@@ -18,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from dipaco.peer.owner import control_cli
 
 GOLDEN = Path(__file__).parent / "golden" / "command_line.txt"
 COMMANDS = {
@@ -41,6 +42,8 @@ def describe_all() -> str:
     for name, module in COMMANDS.items():
         parser = parser_of(module)
         lines += [name, *(f"  {line}" for line in describe(parser)), ""]
+    for command in control_cli.COMMANDS.values():
+        lines += [command.name, *(f"  {line}" for line in describe(command.parser())), ""]
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ from dipaco.peer.averaging.group import GatherRow, meeting_key, reduce_shares
 from dipaco.peer.check import checks
 from dipaco.peer.check.machine import System
 from dipaco.peer.exchange import messages
+from dipaco.peer.owner import control_cli
 from dipaco.routing.batches import batch_indices
 from dipaco.simulator import cli as simulator_cli
 from pydantic import BaseModel
@@ -128,6 +129,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "dipaco-export": export_cli.COMMAND.parser(),
         "dipaco-simulate": simulator_cli.COMMAND.parser(),
     }
+    found |= {f"dipaco-peer {name}": c.parser() for name, c in control_cli.COMMANDS.items()}
     programs = {"bootstrap": bootstrap_cli.COMMAND, "reroute": reroute_cli.COMMAND}
     for command, parser in ((name, program.parser()) for name, program in programs.items()):
         for action in parser._actions:
@@ -155,9 +157,10 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
         if not re.match(r"dipaco-[a-z]+ ", line):
             continue
         words = shlex.split(line.partition(" #")[0])
-        name = (
-            " ".join(words[:2]) if words[0] in ("dipaco-bootstrap", "dipaco-reroute") else words[0]
-        )
+        several = {name.split()[0] for name in known if " " in name} - {"dipaco-peer"}
+        name = " ".join(words[:2])
+        if words[0] not in several and name not in known:
+            name = words[0]
         assert name in known, f"{line!r}: no such command"
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         assert flags <= options_of(known[name]), f"{line!r}: {flags - options_of(known[name])}"

@@ -9,10 +9,11 @@ import pytest
 from dipaco.dht.view import PathService, SwarmView
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.member import LEAVE_BUDGET_S, MERGE_BUDGET_S
+from dipaco.peer.member.knowledge import MemberSettings
+from dipaco.peer.member.member import LEAVE_BUDGET_S, MERGE_BUDGET_S, Member
 from dipaco.peer.member.parting import LEAST_SHARE
 from support.family import Family, genesis
-from support.lone_member import ME, LoneMember, claim, of, record, small_plan
+from support.lone_member import ME, LoneMember, claim, grid_of, of, record, small_plan
 
 MODULE, LAST = "L0.E0", "L1.E0"
 ROUND_S = 20.0
@@ -199,3 +200,100 @@ def test_who_moves_commits_what_is_its_alone_first(shares: bool) -> None:
         peer.stepped(MODULE, [ME], 4)
         peer.turn()
     assert [(move.from_path, move.to_path) for move in peer.of(a.Move)] == [(0, 1)]
+
+
+# -- pausing
+
+
+def wants_to_pause(peer: LoneMember, seconds: float) -> list[a.Action]:
+    """Say so many seconds after the start of the run that the machine is needed."""
+    peer.now_s = peer.plan.start_s + seconds
+    return peer.happen(e.PauseWanted("its owner plays")) + peer.turn()
+
+
+def test_a_pause_merges_last_work_and_gives_the_path_up() -> None:
+    peer = trainer("Pa")
+    actions = wants_to_pause(peer, boundary_s(4) - 0.9 * MERGE_BUDGET_S)
+    assert of(a.Say, actions) == []
+    peer.at(boundary_s(4))
+    peer.averaged(MODULE, ["Pa", ME])
+    peer.stepped(MODULE, ["Pa", ME], 4)
+    actions = peer.turn()
+    (pause,) = of(a.Pause, actions)
+    assert (pause.path, pause.reason) == (0, "its owner plays")
+    assert len(of(a.SaveAll, actions)) == 1
+    assert [(said.state, said.path) for said in of(a.Say, actions)] == [("paused", None)]
+    assert peer.member.path is None
+    assert peer.member.anchors == {}
+    for _ in range(3):
+        peer.now_s += ROUND_S
+        peer.look()
+        assert {type(action) for action in peer.turn()} == {a.Wait}
+
+
+def test_a_paused_member_claims_again_when_it_may() -> None:
+    peer = trainer("Pa")
+    wants_to_pause(peer, boundary_s(4) - MERGE_BUDGET_S - 0.1)
+    peer.now_s += 10 * ROUND_S
+    peer.happen(e.ResumeWanted())
+    peer.done.clear()
+    peer.turn()
+    peer.look()
+    assert [said.state for said in peer.of(a.Say)] == ["joining"]
+
+
+def test_who_may_train_again_while_it_parts_pauses_only_for_a_moment() -> None:
+    peer = trainer("Pa")
+    wants_to_pause(peer, boundary_s(4) - 0.9 * MERGE_BUDGET_S)
+    peer.happen(e.ResumeWanted())
+    peer.now_s += MERGE_BUDGET_S
+    first = peer.turn()
+    assert len(of(a.Pause, first)) == 1
+    peer.done.clear()
+    peer.turn()
+    assert peer.of(a.Look)
+    assert peer.of(a.Left) == []
+
+
+def test_nothing_is_claimed_when_the_pause_comes_first() -> None:
+    plan = small_plan()
+    member = Member(MemberSettings(ME), plan, grid_of(plan))
+    member.handle(e.PauseWanted("outside of its hours"), plan.start_s)
+    actions = member.handle(e.Turn(), plan.start_s)
+    assert [said.state for said in of(a.Say, actions)] == ["paused"]
+    assert of(a.Look, actions) == []
+    member.handle(e.ResumeWanted(), plan.start_s + 1.0)
+    assert len(of(a.Look, member.handle(e.Turn(), plan.start_s + 1.0))) == 1
+
+
+def test_ctrl_c_ends_a_pause_and_goes_before_one() -> None:
+    peer = trainer("Pa")
+    wants_to_pause(peer, boundary_s(4) - MERGE_BUDGET_S - 0.1)
+    actions = wants_to_leave(peer, boundary_s(4))
+    assert [said.state for said in of(a.Say, actions)] == ["leaving"]
+    other = trainer("Pa")
+    wants_to_pause(other, boundary_s(4) - 0.9 * MERGE_BUDGET_S)
+    actions = wants_to_leave(other, boundary_s(4) - MERGE_BUDGET_S + 3.0)
+    other.now_s += MERGE_BUDGET_S
+    actions += other.turn()
+    assert of(a.Pause, actions) == []
+    assert [said.state for said in of(a.Say, actions)] == ["leaving"]
+
+
+def test_a_paused_member_follows_to_a_successor() -> None:
+    peer = trainer("Pa")
+    wants_to_pause(peer, boundary_s(4) - MERGE_BUDGET_S - 0.1)
+    peer.happen(e.SuccessorReady("f" * 16))
+    (left,) = of(a.Left, peer.turn())
+    assert left.to_successor
+
+
+def test_answers_that_come_in_a_pause_change_nothing() -> None:
+    peer = trainer("Pa")
+    peer.at(boundary_s(4))
+    peer.happen(e.PauseWanted("its owner plays"))
+    peer.now_s += MERGE_BUDGET_S + 1.0
+    assert len(of(a.Pause, peer.turn())) == 1
+    assert peer.happen(e.AverageFailed(MODULE, 0, "nobody came")) == []
+    peer.averaged(MODULE, ["Pa", ME])
+    assert peer.of(a.Commit) == []

@@ -28,6 +28,7 @@ from dipaco.peer.averaging.parts import AveragingFailed
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.exchange.held_states import HeldStates
 from dipaco.peer.member.rounds import RoundSchedule
+from dipaco.peer.owner.pauses import BY_COMMAND, Pauses, ask_to_pause, ask_to_resume
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.session import Session
 from dipaco.peer.settings import PeerSettings
@@ -251,6 +252,37 @@ def rig(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         return made
 
     return make
+
+
+def test_a_pause_frees_the_model_and_a_path_is_claimed_again(
+    rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    peer = rig(max_rounds=3, path=1)
+    folder = tmp_path / "control"
+    pauses = Pauses(folder)
+    peer.session._pauses = pauses
+    seen: list[tuple[str, bool]] = []
+
+    def pause(ended: dict[str, Any]) -> None:
+        if ended["round"] == 0:
+            ask_to_pause(folder)
+
+    def paused(values: dict[str, Any]) -> None:
+        trainer = peer.session._trainer
+        seen.append((values["reason"], hasattr(trainer, "model") or trainer.path is not None))
+        ask_to_resume(folder)
+
+    peer.events.actions |= {"round": pause, "paused": paused}
+    peer.run()
+    assert seen == [(BY_COMMAND, False)]
+    assert [e["path"] for e in peer.events.of("paused")] == [1]
+    begun = peer.events.of("training")
+    assert [e["path"] for e in begun] == [1, 1]
+    # What it had trained and its AdamW state are there again.
+    assert begun[1]["path_step"] > 0
+    assert begun[1]["resumed_optimizer"]
+    assert peer.directory.peers[-1] is None
+    assert "paused" in {record.state for record in peer.directory.peers if record is not None}
 
 
 def everywhere_but(path: int) -> tuple[Claim, ...]:

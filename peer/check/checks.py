@@ -351,15 +351,12 @@ def check_main_memory(
     return warning("memory", value, remedy)
 
 
-def check_cache_is_free(folder: Path, is_used: bool) -> Check | None:
-    """Whether another peer works with the same cache folder; None: there is nothing to say."""
+def check_cache_is_free(folder: Path, is_used: bool) -> tuple[Check, ...]:
+    """Whether another peer works with the same cache folder; nothing is said when none does."""
     if not is_used:
-        return None
-    return warning(
-        "cache folder",
-        f"a peer is running with {folder}",
-        "a second one needs --cache-dir and --port of its own",
-    )
+        return ()
+    remedy = "a second one needs --cache-dir and --port of its own"
+    return (warning("cache folder", f"a peer is running with {folder}", remedy),)
 
 
 def _shown_mbit(rate: float) -> str:

@@ -9,9 +9,9 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from dipaco.dht.identity import let_go, take_lock
+from dipaco.dht.identity import is_in_use
 from dipaco.modules.errors import ConfigurationError, DipacoError
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.settings import PeerSettings
@@ -71,10 +71,8 @@ def examine_all(settings: PeerSettings) -> Iterator[c.Check]:
     yield c.check_system(system)
     yield c.check_versions(m.look_at_versions())
     yield c.check_open_files(m.look_at_open_files())
-    is_running = _is_in_use(settings)
-    in_use = c.check_cache_is_free(settings.cache_folder, is_running)
-    if in_use is not None:
-        yield in_use
+    is_running = is_in_use(settings.identity_path or settings.cache_folder / "identity.key")
+    yield from c.check_cache_is_free(settings.cache_folder, is_running)
     taken = ports_taken(settings.listen_maddrs())
     yield c.check_ports(settings.listen_maddrs(), taken, peer_is_running=is_running)
     report = SwarmReport()
@@ -152,6 +150,9 @@ def _machine_checks(
     except ConfigurationError as error:
         yield c.problem("device", str(error), "give another --device")
         return
+    if gpu is not None and settings.vram_gb is not None:
+        most = int(settings.vram_gb * 2**30)
+        gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
     has_hardware = m.look_for_gpu_hardware()
     yield c.check_gpu(gpu, settings.device, torch.__version__, has_hardware)
     if plan is None:
@@ -192,16 +193,3 @@ def greatest_shard_bytes(plan: RunPlan, shards: ShardIndex | None, path: int | N
     return max(
         (files[shard.train_sha256] + files[shard.validation_sha256] for shard in wanted), default=0
     )
-
-
-def _is_in_use(settings: PeerSettings) -> bool:
-    """Tell whether a peer with the same identity is running; nothing is made."""
-    key = settings.identity_path or settings.cache_folder / "identity.key"
-    lock = key.with_name(key.name + ".lock")
-    if not lock.exists():
-        return False
-    try:
-        let_go(take_lock(lock, str(key), "--cache-dir", lambda line: None, patience_s=0.0))
-    except DipacoError:
-        return True
-    return False

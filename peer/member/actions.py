@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dipaco.dht.coverage import Scope
+from dipaco.dht.records import ClaimState
 from dipaco.modules.state import StateReference
 
-ClaimState = Literal["joining", "training", "leaving", "serving"]
 Purpose = Literal["begin", "adopt", "keep"]
 
 
@@ -317,6 +317,16 @@ class Stay:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """Nothing is trained until further notice: keep what a return needs, and free the device."""
+
+    path: int | None
+    """What was in training; None for nothing."""
+    reason: str
+    kind: Literal["pause"] = "pause"
+
+
+@dataclass(frozen=True)
 class Begun:
     """The path is in training: say so."""
 
@@ -405,6 +415,7 @@ Action = (
     | EndRound
     | Move
     | Stay
+    | Pause
     | Begun
     | Warn
     | TakeStep

@@ -125,6 +125,13 @@ class Claiming:
         self._horizon.settle()
         self._say("training", self.decision)
 
+    def pause(self, reason: str) -> None:
+        """Claim nothing, and say why."""
+        self._phase, self._chosen, self.decision = _Phase.IDLE, None, None
+        known = self._known
+        pinned = known.settings.pinned is not None
+        known.do(Say("paused", None, known.now_s, reason, pinned))
+
     def leave(self) -> None:
         """Withdraw the claim."""
         self._phase = _Phase.IDLE

@@ -238,6 +238,22 @@ class SuccessorReady:
 
 
 @dataclass(frozen=True)
+class PauseWanted:
+    """The machine is needed, or may not train now: until `ResumeWanted`."""
+
+    reason: str
+    """For the person at the machine; not empty."""
+    kind: Literal["pause_wanted"] = "pause_wanted"
+
+
+@dataclass(frozen=True)
+class ResumeWanted:
+    """The machine may train again."""
+
+    kind: Literal["resume_wanted"] = "resume_wanted"
+
+
+@dataclass(frozen=True)
 class LeaveWanted:
     """Somebody pressed Ctrl+C, or the machine is needed."""
 
@@ -266,5 +282,7 @@ Event = (
     | Offered
     | OfferAnswered
     | SuccessorReady
+    | PauseWanted
+    | ResumeWanted
     | LeaveWanted
 )

@@ -19,40 +19,17 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 
+from . import events as e
 from .actions import Action, Begun, EndRound, Left, Move, SaveAll, Stay, TakeStep, Wait, Warn
 from .adoption import Adoption
 from .beginning import LIMIT_S, Beginning
 from .chains import Chains
 from .claiming import Claiming
-from .events import (
-    Answered,
-    Averaged,
-    AverageFailed,
-    CallAnswered,
-    ChainFetched,
-    Checked,
-    Event,
-    FetchFailed,
-    LeaveWanted,
-    LookFailed,
-    OfferAnswered,
-    Offered,
-    OuterStepFailed,
-    OuterStepped,
-    PathFailed,
-    PathReady,
-    SnapshotTaken,
-    StateFetched,
-    Stepped,
-    SuccessorReady,
-    Turn,
-    Viewed,
-)
 from .horizon import Horizon
 from .keeping import Keeping
 from .knowledge import Knowledge, MemberSettings
 from .outer import OuterRounds
-from .parting import Parting
+from .parting import Parting, Pausing
 from .rounds import round_position
 
 # Of a leave: until when last work is merged, and until when all of it is done (promise 10).
@@ -68,6 +45,7 @@ class _Phase(Enum):
     TRAINING = auto()
     THINKING = auto()
     PARTING = auto()
+    PAUSED = auto()
     SERVING = auto()
     LEAVING = auto()
     GONE = auto()
@@ -97,6 +75,7 @@ class Member:
         self._outer = OuterRounds(known, self.position, self._adoption, self._chains)
         self._keeping = Keeping(known, self._chains)
         self._parting = Parting(known, self.position, self._outer)
+        self._pausing = Pausing(known, self._beginning, self._claiming, self._outer)
         self._moving: Decision | None = None
         self._phase = _Phase.NEW
         self._since_s = 0.0
@@ -124,7 +103,7 @@ class Member:
         """Whether the member has left."""
         return self._phase is _Phase.GONE
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
+    def handle(self, event: e.Event, now_s: float) -> list[Action]:
         """Take note of an event at `now_s`, swarm time, and return what is to be done, in order.
 
         Events after `Left` change nothing.
@@ -137,13 +116,15 @@ class Member:
             self.position.clock_went_back(now_s)
             for part in (self._outer, self._adoption, self._chains, self._keeping):
                 part.clock_went_back()
-        if isinstance(event, Turn):
+        if isinstance(event, e.Turn):
             self._on_turn(event)
-        elif isinstance(event, Viewed):
+        elif isinstance(event, e.Viewed):
             self._on_view(event)
-        elif isinstance(event, LeaveWanted):
+        elif isinstance(event, e.LeaveWanted):
             self._part_or_leave()
-        elif isinstance(event, SuccessorReady):
+        elif isinstance(event, e.PauseWanted | e.ResumeWanted):
+            self._pause_or_resume(event.reason if isinstance(event, e.PauseWanted) else "")
+        elif isinstance(event, e.SuccessorReady):
             self._successor = True
         else:
             self._on_answer(event)
@@ -151,54 +132,54 @@ class Member:
         actions, known.actions = known.actions, []
         return actions
 
-    def _on_answer(self, event: Event) -> None:
+    def _on_answer(self, event: e.Event) -> None:
         """Hand what came of an action to the part that wanted it."""
         running = self._outer.running
         match event:
-            case LookFailed():
+            case e.LookFailed():
                 self._on_look_failed(event)
-            case PathReady() | PathFailed():
+            case e.PathReady() | e.PathFailed():
                 self._beginning.on_path(event)
-            case StateFetched(purpose="begin") | FetchFailed(purpose="begin"):
+            case e.StateFetched(purpose="begin") | e.FetchFailed(purpose="begin"):
                 self._beginning.on_state(event)
-            case StateFetched(purpose="adopt") | FetchFailed(purpose="adopt"):
+            case e.StateFetched(purpose="adopt") | e.FetchFailed(purpose="adopt"):
                 self._adoption.on_state(event)
-            case StateFetched() | FetchFailed():
+            case e.StateFetched() | e.FetchFailed():
                 self._keeping.on_state(event)
-            case ChainFetched():
+            case e.ChainFetched():
                 self._chains.on_fetched(event)
                 self._outer.on_chain(event.reference.module)
                 if self._phase is _Phase.TRAINING:
                     self._adoption.on_chain(event.reference.module, running)
                 self._keeping.on_chain()
-            case SnapshotTaken():
+            case e.SnapshotTaken():
                 self._outer.on_snapshot(event)
-            case Averaged():
+            case e.Averaged():
                 self._outer.on_averaged(event)
-            case AverageFailed():
+            case e.AverageFailed():
                 self._outer.on_average_failed(event)
-            case Answered():
+            case e.Answered():
                 self._outer.on_answered(event)
-            case CallAnswered():
+            case e.CallAnswered():
                 self._on_call_answered(event)
-            case OuterStepped():
+            case e.OuterStepped():
                 self._outer.on_stepped(event)
                 self._keeping.on_commit(event.module)
-            case OuterStepFailed():
+            case e.OuterStepFailed():
                 self._outer.on_step_failed(event)
-            case Checked():
+            case e.Checked():
                 self._adoption.on_checked(event, running)
-            case Offered():
+            case e.Offered():
                 self.known.meet([event.peer])
                 self._keeping.on_offered(event)
-            case OfferAnswered():
+            case e.OfferAnswered():
                 self._keeping.on_offer_answered(event)
-            case Stepped():
+            case e.Stepped():
                 self.position.stepped()
 
     # -- the swarm was read
 
-    def _on_view(self, event: Viewed) -> None:
+    def _on_view(self, event: e.Viewed) -> None:
         self._horizon.learn(event.view)
         if event.is_answer:
             self._on_look()
@@ -225,14 +206,14 @@ class Member:
             else:
                 self._move_if_better()
 
-    def _on_look_failed(self, event: LookFailed) -> None:
+    def _on_look_failed(self, event: e.LookFailed) -> None:
         self._claiming.on_look_failed()
         self._thinks = False
         if self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self.known.do(Warn(f"thinks about moving another time: {event.reason}"))
 
-    def _on_call_answered(self, event: CallAnswered) -> None:
+    def _on_call_answered(self, event: e.CallAnswered) -> None:
         known = self.known
         known.on_call_answered(event)
         self._chains.on_called(event)
@@ -243,16 +224,16 @@ class Member:
 
     # -- one turn
 
-    def _on_turn(self, turn: Turn) -> None:
+    def _on_turn(self, turn: e.Turn) -> None:
         """Say what the shell does now: an inner step, or wait, or leave."""
         known = self.known
         if self._phase is _Phase.NEW:
-            self._since_s = known.now_s
-            if known.settings.trains:
-                self._phase = _Phase.CLAIMING
-                self._claiming.begin()
-            else:
-                self._phase = _Phase.SERVING
+            self._phase = _Phase.PAUSED if known.settings.trains else _Phase.SERVING
+            if self._pausing.reason:
+                self._pausing.begin()
+        if self._phase is _Phase.PAUSED and not self._pausing.reason:
+            self._phase, self._since_s = _Phase.CLAIMING, known.now_s
+            self._claiming.begin()
         if self._phase is _Phase.CLAIMING:
             self._turn_claiming()
         if self._phase is _Phase.BEGINNING:
@@ -263,6 +244,8 @@ class Member:
             known.do(Wait("a new view of the swarm", 0.0))
         elif self._phase is _Phase.SERVING:
             known.do(Wait("", 0.0))
+        elif self._phase is _Phase.PAUSED:
+            self._turn_paused()
         elif self._phase is _Phase.PARTING:
             self._turn_parting(turn)
         elif self._phase is _Phase.LEAVING:
@@ -328,7 +311,7 @@ class Member:
         newest = max(anchor.last_round for anchor in known.anchors.values())
         return max(newest + 1, round_of_others(known.view, known.grid, known.path, known.me))
 
-    def _turn_training(self, turn: Turn) -> None:
+    def _turn_training(self, turn: e.Turn) -> None:
         """Start what is due, apply what is here, then step or wait.
 
         What is here is applied before a boundary takes its copy: a level's next round starts from
@@ -363,7 +346,7 @@ class Member:
         else:
             self._wait_to_step(turn)
 
-    def _wait_to_step(self, turn: Turn) -> None:
+    def _wait_to_step(self, turn: e.Turn) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
         known, position = self.known, self.position
         start_s = known.schedule.start_s
@@ -440,6 +423,27 @@ class Member:
         self._enter_round()
         known.do(Stay(known.path, reason))
 
+    # -- pausing
+
+    def _pause_or_resume(self, reason: str) -> None:
+        """Train nothing as long as there is a reason, once last work is merged (design 4.5)."""
+        was_wanted, self._pausing.reason = bool(self._pausing.reason), reason
+        if not reason or was_wanted or self._leave_s is not None:
+            return
+        if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
+            self._phase, self._moving = _Phase.PARTING, None
+            self._parting.begin(MERGE_BUDGET_S, waits_for_boundaries=True)
+        elif self._phase in (_Phase.CLAIMING, _Phase.BEGINNING):
+            self._phase = _Phase.PAUSED
+            self._pausing.begin()
+
+    def _turn_paused(self) -> None:
+        if self._successor and self.known.settings.follows:
+            self._leave(to_successor=True)
+            self._turn_leaving()
+        else:
+            self.known.do(Wait("", 0.0))
+
     # -- leaving
 
     def _part_or_leave(self) -> None:
@@ -453,12 +457,16 @@ class Member:
         else:
             self._leave(to_successor=False)
 
-    def _turn_parting(self, turn: Turn) -> None:
+    def _turn_parting(self, turn: e.Turn) -> None:
         if not self._parting.on_turn(turn.step_s):
             self.known.do(Wait("the last work on this path to be merged", self._parting.left_s))
         elif self._moving is not None:
             self._move(self._moving)
             self._turn_claiming()
+        elif self._leave_s is None:
+            self._phase = _Phase.PAUSED
+            self._pausing.begin()
+            self._turn_paused()
         else:
             self._leave(to_successor=False)
             self._turn_leaving()

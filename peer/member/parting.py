@@ -3,11 +3,15 @@
 A peer that is told to leave takes part in the outer rounds that are under way and in those that
 begin and end before its time is over. What nobody else trains it commits at once: nobody has to
 be waited for, and whoever takes the path over begins with it. One that moves to another path has
-no such hurry, but trains nothing while it waits; so it commits what is its alone, and goes.
+no such hurry, but trains nothing while it waits; so it commits what is its alone, and goes. One
+whose owner needs the machine parts like one that leaves, and stays in the swarm without a path.
 """
 
 from __future__ import annotations
 
+from .actions import Pause, SaveAll
+from .beginning import Beginning
+from .claiming import Claiming
 from .gathering import possible_peers
 from .knowledge import Knowledge
 from .outer import OuterRounds
@@ -84,3 +88,31 @@ class Parting:
         first_s = FIRST_SHARE * self._known.plan.rounds.window_s
         took_s = self._outer.took_s.get(level, first_s)
         return boundary_s + took_s <= self._begin_s + self._limit_s
+
+
+class Pausing:
+    """A peer that trains nothing for a while: it serves what it holds, and has no path."""
+
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        beginning: Beginning,
+        claiming: Claiming,
+        outer: OuterRounds,
+    ) -> None:
+        self._known = knowledge
+        self._beginning = beginning
+        self._claiming = claiming
+        self._outer = outer
+        self.reason = ""
+        """Why nothing is to be trained; empty when something is."""
+
+    def begin(self) -> None:
+        """Let go of the path, with all that waits for it; what is not merged by now is given up."""
+        known = self._known
+        known.do(SaveAll(), Pause(known.path, self.reason))
+        known.path, known.anchors = None, {}
+        self._beginning.stop()
+        self._outer.begin_path()
+        self._outer.adoption.begin_path()
+        self._claiming.pause(self.reason)

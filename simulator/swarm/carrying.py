@@ -71,6 +71,7 @@ class Carrying:
             actions.Offer: self._offer,
             actions.EndRound: self._end_round,
             actions.Begun: self._begun,
+            actions.Pause: self._pause,
             actions.SaveAll: self._save_all,
         }
 
@@ -187,6 +188,16 @@ class Carrying:
             self._hold(state, save=False)
         self.fetching.fetched.clear()
         world.watch.started(machine)
+
+    def _pause(self, action: actions.Pause) -> None:
+        machine = self._machine
+        if machine.path != action.path:
+            self._wrong(f"pauses path {action.path} while it trains path {machine.path}")
+        machine.count_steps()
+        for module in list(machine.works):
+            self._world.watch.lost(machine, module, "it paused")
+        machine.works, machine.path = {}, None
+        self.averaging.end()
 
     def _begun(self, action: actions.Begun) -> None:
         self._machine.round_index = action.round_index

@@ -265,6 +265,25 @@ class _History:
             machine.suspend(min(seconds, self._end_s - self._engine.now_s))
             self._engine.after(seconds, self._note_fault)
 
+    def _add_pause(self) -> None:
+        """Let owners need their machines for a while: some at night, some for a minute."""
+        engine = self._engine
+        for machine in self._trainers():
+            time_s = START_S
+            while engine.chance(0.75):
+                time_s += engine.between(0.0, 5.0) * self._round_s
+                length_s = engine.random.choice((0.02, 0.5, 3.0)) * self._round_s
+                length_s *= engine.between(0.5, 1.5)
+                if time_s + length_s > self._end_s:
+                    break
+                engine.at(time_s, self._pause, machine, True)
+                engine.at(time_s + length_s, self._pause, machine, False)
+                time_s += length_s
+
+    def _pause(self, machine: Machine, pause: bool) -> None:
+        self._note_fault()
+        machine.ask_to_pause(pause=pause)
+
     def _add_clock(self) -> None:
         engine = self._engine
         for _ in range(engine.random.randint(1, self._drawn.members)):

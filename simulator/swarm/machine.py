@@ -19,7 +19,15 @@ from typing import Any
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
-from dipaco.peer.member.events import Event, LeaveWanted, Stepped, Turn, Viewed
+from dipaco.peer.member.events import (
+    Event,
+    LeaveWanted,
+    PauseWanted,
+    ResumeWanted,
+    Stepped,
+    Turn,
+    Viewed,
+)
 
 from .carrying import Carrying
 from .network import Link, Reply
@@ -117,6 +125,12 @@ class Machine(Body):
         """Put the clock forward or back."""
         self.world.say(self.peer, "!", f"its clock jumps by {seconds:.1f} s")
         self.clock_error_s += seconds
+
+    def ask_to_pause(self, *, pause: bool) -> None:
+        """Say that the machine is needed, or that it is not needed any more."""
+        event = PauseWanted("its owner needs it") if pause else ResumeWanted()
+        if self.link.is_up:
+            self.world.network.run(self.peer, self.link.life, self.deliver, event)
 
     def ask_to_leave(self) -> None:
         """Press Ctrl+C."""

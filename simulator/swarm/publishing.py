@@ -12,6 +12,7 @@ from dipaco.dht.records import (
     MAX_ENTRIES,
     PROGRESS_LIFE_S,
     RENEWED_AFTER,
+    ClaimState,
     HeldState,
     ModuleRecord,
     PeerRecord,
@@ -22,7 +23,6 @@ from dipaco.dht.records import (
     refresh_period_s,
 )
 from dipaco.modules.state import StateReference
-from dipaco.peer.member.actions import ClaimState
 
 from .world import Body, World
 

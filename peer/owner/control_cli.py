@@ -1,0 +1,94 @@
+"""`dipaco-peer pause` and `dipaco-peer resume`: tell the peer on this machine to stop and go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from dipaco.dht.identity import is_in_use
+from dipaco.modules.command_line import Command, Option, Settings
+from dipaco.modules.errors import NetworkError
+from dipaco.peer.settings import default_cache_folder
+
+from .pauses import activity_file, ask_to_pause, ask_to_resume
+
+# Merging last work takes a few seconds, after the inner step under way.
+LIMIT_S = 60.0
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSettings(Settings):
+    """Which peer is meant: the one with this cache folder."""
+
+    cache_folder: Annotated[
+        Path, Option("the cache folder of the peer", "DIR", flag="--cache-dir")
+    ] = field(default_factory=default_cache_folder)
+    identity_path: Annotated[
+        Path | None, Option("its key, if it was started with another one", "FILE")
+    ] = None
+
+
+def pause(settings: ControlSettings) -> int:
+    """Let it train nothing, and wait until it does not."""
+    ask_to_pause(settings.cache_folder)
+    if not _is_running(settings):
+        print(f"no peer is running with {settings.cache_folder}; the next one starts paused")
+        return 0
+    activity = _wait(settings, lambda activity: activity.startswith("paused"))
+    print(f"{activity}; device and memory are free, its states are still served")
+    return 0
+
+
+def resume(settings: ControlSettings) -> int:
+    """Let it train again, and wait until it has begun to, or says why not."""
+    ask_to_resume(settings.cache_folder)
+    if not _is_running(settings):
+        print(f"no peer is running with {settings.cache_folder}; the next one trains at once")
+        return 0
+    print(_wait(settings, lambda activity: "by dipaco-peer pause" not in activity))
+    return 0
+
+
+def _is_running(settings: ControlSettings) -> bool:
+    return is_in_use(settings.identity_path or settings.cache_folder / "identity.key")
+
+
+def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:
+    """Return what the peer says that it does, once it is what was asked for, or it has ended."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        try:
+            activity = activity_file(settings.cache_folder).read_text().strip()
+        except OSError:
+            activity = ""
+        if activity and is_done(activity):
+            return activity
+        if not _is_running(settings):
+            return "the peer has ended"
+        time.sleep(LOOK_S)
+    raise NetworkError(
+        f"the peer did not do so within {LIMIT_S:.0f} s; it may be joining still, or in a long "
+        "inner step, and does it then"
+    )
+
+
+COMMANDS = {
+    "pause": Command(
+        "dipaco-peer pause",
+        ControlSettings,
+        pause,
+        description="Let the running peer train nothing until it is told to go on: it merges its "
+        "last work, gives its path up and frees device and memory, and still serves its states.",
+        epilog="kill -USR1 and -USR2 with the peer's process id do the same.",
+    ),
+    "resume": Command(
+        "dipaco-peer resume",
+        ControlSettings,
+        resume,
+        description="Let a paused peer claim a path again.",
+    ),
+}

@@ -1,0 +1,186 @@
+"""When a peer is to train nothing: its owner said so, the hour is wrong, or the battery is in use.
+
+`dipaco-peer pause` and `resume` make and remove one file in the cache folder, and so do the
+signals SIGUSR1 and SIGUSR2; a peer that starts looks at it too. Beside it the peer writes what it
+does, which is what the commands wait for. The member decides what a pause means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from dipaco.modules.errors import ConfigurationError, StorageError
+from dipaco.modules.files import atomic_write
+
+logger = logging.getLogger("dipaco.peer.owner.pauses")
+
+# Battery and clock are looked at so often; the file at every turn.
+LOOK_EVERY_S = 5.0
+DAY_MINUTES = 24 * 60
+POWER_SUPPLIES = Path("/sys/class/power_supply")
+BY_COMMAND = "by dipaco-peer pause, until dipaco-peer resume"
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Hours of the day, in this machine's local time; they may span midnight."""
+
+    text: str
+    begin_minute: int
+    end_minute: int
+
+    @classmethod
+    def parse(cls, text: str) -> Hours:
+        """Read "22-7" or "22:30-7:15". Raises ConfigurationError."""
+        found = re.fullmatch(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?", text.strip())
+        numbers = [int(part or 0) for part in found.groups()] if found else []
+        if found and max(numbers[0], numbers[2]) <= 24 and max(numbers[1], numbers[3]) < 60:
+            begin = (60 * numbers[0] + numbers[1]) % DAY_MINUTES
+            end = (60 * numbers[2] + numbers[3]) % DAY_MINUTES
+            if begin != end:
+                return cls(text.strip(), begin, end)
+        raise ConfigurationError(
+            f"--hours '{text}' are no hours of a day; for example --hours 22-7 or 22:30-7:15"
+        )
+
+    def contain(self, minute: int) -> bool:
+        """Tell whether a minute of the day is one of them; the end is not."""
+        if self.begin_minute < self.end_minute:
+            return self.begin_minute <= minute < self.end_minute
+        return minute >= self.begin_minute or minute < self.end_minute
+
+
+def is_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
+    """Tell whether this machine runs on its battery: a battery is being emptied, and no line feeds
+    it. Batteries of mice and headphones do not count."""
+    is_emptied = False
+    for supply in sorted(supplies.iterdir()) if supplies.is_dir() else ():
+        kind, scope = _read(supply / "type"), _read(supply / "scope")
+        if kind in ("Mains", "USB") and _read(supply / "online") == "1":
+            return False
+        if kind == "Battery" and scope != "Device":
+            is_emptied |= _read(supply / "status") == "Discharging"
+    return is_emptied
+
+
+class Pauses:
+    """Says whether to train, and tells the commands what the peer does. One thread calls it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        hours: Hours | None = None,
+        *,
+        on_battery: bool = False,
+        supplies: Path = POWER_SUPPLIES,
+        now: Callable[[], datetime] = datetime.now,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._hours = hours
+        self._on_battery = on_battery
+        self._supplies = supplies
+        self._now, self._monotonic = now, monotonic
+        self._looked_s = float("-inf")
+        self._reason = ""
+        self._wanted = self._told = ""
+
+    def change(self) -> str | None:
+        """Return the reason if it is another one than before; None when nothing has changed."""
+        reason = self.reason()
+        if reason == self._wanted:
+            return None
+        self._wanted = reason
+        return reason
+
+    def reason(self) -> str:
+        """Return why nothing is to be trained; empty when something is."""
+        if pause_file(self._folder).exists():
+            return BY_COMMAND
+        if self._monotonic() - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = self._monotonic()
+            self._reason = self._look()
+        return self._reason
+
+    def _look(self) -> str:
+        now = self._now()
+        if self._hours is not None and not self._hours.contain(60 * now.hour + now.minute):
+            return f"outside of --hours {self._hours.text}"
+        if self._on_battery and is_on_battery(self._supplies):
+            return "on battery (--on-battery pause)"
+        return ""
+
+    def tell(self, state: str, path: int | None, why: str) -> None:
+        """Write down what the peer does, for the commands; a full disk does not matter."""
+        activity = state if path is None else f"{state} path {path}"
+        activity += f": {why}" if why else ""
+        if activity == self._told:
+            return
+        self._told = activity
+        with contextlib.suppress(OSError, StorageError):
+            atomic_write(activity_file(self._folder), f"{activity}\n".encode())
+
+    def close(self) -> None:
+        """The peer ends."""
+        with contextlib.suppress(OSError):
+            activity_file(self._folder).unlink(missing_ok=True)
+
+
+def pause_file(folder: Path) -> Path:
+    """Return the file that means: train nothing."""
+    return folder / "paused"
+
+
+def activity_file(folder: Path) -> Path:
+    """Return the file that says what the peer does."""
+    return folder / "activity"
+
+
+def ask_to_pause(folder: Path) -> None:
+    """Let the peer of a cache folder train nothing. Raises StorageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pause_file(folder).touch()
+    except OSError as error:
+        raise StorageError(f"{pause_file(folder)}: {error.strerror}") from None
+
+
+def ask_to_resume(folder: Path) -> None:
+    """Let the peer of a cache folder train again. Raises StorageError."""
+    try:
+        pause_file(folder).unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{pause_file(folder)}: {error.strerror}") from None
+
+
+def install_pause_signals(folder: Path) -> None:
+    """SIGUSR1 pauses, SIGUSR2 resumes. Called before anything is forked."""
+    process = os.getpid()
+
+    def act(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            return
+        try:
+            (ask_to_pause if number == signal.SIGUSR1 else ask_to_resume)(folder)
+        except StorageError as error:
+            logger.warning("%s", error)
+
+    signal.signal(signal.SIGUSR1, act)
+    signal.signal(signal.SIGUSR2, act)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
