@@ -9,8 +9,8 @@ line that says what to do and a documented exit code; and the others have to go 
 the end all processes are killed at once and started again from their folders.
 
 Each accident happens to a peer that has committed since the one before; one that has ended is
-started again with its folder. Those that need a file system of their own need root and are named
-as left out otherwise. Exit code 1 when a peer neither committed nor ended within --limit-s.
+started again with its folder. A full disk is a file system of its own, which needs root; it
+is named as left out otherwise. Exit code 1 when a peer neither committed nor ended in --limit-s.
 """
 
 from __future__ import annotations
@@ -199,8 +199,10 @@ def disk_full(victim: Member) -> list[int]:
     return []
 
 
-def disk_read_only(victim: Member) -> list[int]:
-    subprocess.run(["mount", "-o", "remount,bind,ro", str(cache(victim))], check=True)
+def unwritable(victim: Member) -> list[int]:
+    for folder in cache(victim).glob("*/states"):
+        shutil.rmtree(folder)
+        folder.write_text("no folder")
     return []
 
 
@@ -231,8 +233,10 @@ def own_disk(folder: Path) -> Iterator[bool]:
 def mended(folder: Path) -> None:
     """Give the disk back what was taken from it."""
     place = folder / "victim-cache"
-    subprocess.run(["mount", "-o", "remount,bind,rw", str(place)], check=False)
     (place / "something else").unlink(missing_ok=True)
+    for file in place.glob("*/states"):
+        if file.is_file():
+            file.unlink()
 
 
 def accidents(has_disk: bool) -> dict[str, Accident]:
@@ -243,8 +247,8 @@ def accidents(has_disk: bool) -> dict[str, Accident]:
     }
     found |= {f"suspended for {s:.0f} s": suspended(s) for s in SUSPENDED_S}
     if has_disk:
-        found |= {"disk full": disk_full, "disk read-only": disk_read_only}
-    return found | {"files deleted": disk_gone}
+        found["disk full"] = disk_full
+    return found | {"states cannot be written": unwritable, "files deleted": disk_gone}
 
 
 def main() -> int:
@@ -283,7 +287,7 @@ def main() -> int:
     report.figures["outcomes"] = rows
     report.notes.append(f"seconds since the accident; rounds of {chosen.round_s:g} s")
     if not has_disk:
-        report.notes.append("left out, they need root: disk full, disk read-only")
+        report.notes.append("left out, it needs root: disk full")
     report.print(chosen.json)
     return 0 if all(outcome.is_well for outcome in outcomes) else 1
 

@@ -110,7 +110,10 @@ class OuterSteps:
         try:
             averager = self._pool.for_level(self._grid.level_of(action.module))
         except DipacoError as error:
-            return e.AverageFailed(action.module, action.attempt, str(error))
+            # What the others make of it without this peer is not known.
+            return e.AverageFailed(
+                action.module, action.attempt, str(error), members=action.candidates
+            )
         self._awaited[action.module] = action.awaited
         self._executor.submit(self._average, action, snapshot, averager)
         return None

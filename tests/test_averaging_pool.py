@@ -17,8 +17,11 @@ from support.lone_member import grid_of, small_plan
 class Process:
     """An averager's process, as far as the pool looks at it."""
 
-    def __init__(self) -> None:
+    listens_at = "/unix/tmp/first"
+
+    def __init__(self, replaces: str = "") -> None:
         self.lives, self.hangs = True, False
+        self.replaces = replaces
 
     def is_alive(self) -> bool:
         return self.lives
@@ -32,7 +35,7 @@ class Process:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> AveragingPool:
-    monkeypatch.setattr(AveragingPool, "_make", lambda self, level: Process())
+    monkeypatch.setattr(AveragingPool, "_make", lambda self, level, replaces="": Process(replaces))
     plan, nobody = small_plan(), None
     return AveragingPool(nobody, plan, grid_of(plan), AveragingRule(CODECS["none"]))  # type: ignore[arg-type]
 
@@ -45,7 +48,9 @@ def test_one_that_serves_is_used_again(pool: AveragingPool) -> None:
 def test_one_that_has_ended_is_replaced(pool: AveragingPool) -> None:
     first: Any = pool.for_level("L0")
     first.lives = False
-    assert pool.for_level("L0") is not first
+    second: Any = pool.for_level("L0")
+    assert second is not first
+    assert second.replaces == first.listens_at, "p2pd still has its handlers"
 
 
 def test_one_that_hangs_is_ended_and_replaced(pool: AveragingPool) -> None:

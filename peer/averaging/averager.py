@@ -64,6 +64,7 @@ class ExactAverager(multiprocessing.Process):
     :param matchmaking_s: seconds in which a group forms, `RoundsConfig.matchmaking_s`
     :param paths_of_module: for each module of the level, the paths through it
     :param silence_s: a member that sends nothing for this long has failed
+    :param replaces: `listens_at` of one that has ended without a word, whose place this one takes
     :param client_mode: this peer cannot be reached: it follows and never reduces
     :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
     :param start: start the process now; otherwise call `run_in_background`
@@ -83,6 +84,7 @@ class ExactAverager(multiprocessing.Process):
         matchmaking_s: float,
         paths_of_module: Mapping[str, Collection[int]],
         silence_s: float = 30.0,
+        replaces: str = "",
         client_mode: bool | None = None,
         bandwidth_mbit: int | None = None,
         start: bool = True,
@@ -97,6 +99,7 @@ class ExactAverager(multiprocessing.Process):
         self._codec = PartCodec(rule.codec)
         self._matchmaking_s = matchmaking_s
         self._silence_s = silence_s
+        self._replaces = replaces
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
         self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
         self._scratch = torch.zeros(size, dtype=torch.float32).share_memory_()
@@ -191,6 +194,12 @@ class ExactAverager(multiprocessing.Process):
         self._log(module, round_index, notices)
         table = canonical_table(Contribution(*row) for row in rows)
         return AveragingOutcome(average, table, matchmaking_s, reduce_s)
+
+    @property
+    def listens_at(self) -> str:
+        """Where p2pd reaches the process; empty while it is not ready."""
+        is_ready = self._ready.done() and not self._ready.exception()
+        return str(self._ready.result()) if is_ready else ""
 
     @property
     def hangs(self) -> bool:
@@ -349,6 +358,7 @@ class ExactAverager(multiprocessing.Process):
         loop = asyncio.get_running_loop()
         try:
             p2p = await self._dht.replicate_p2p(BoundedP2P)
+            p2p.replaced = self._replaces
             p2p.limit_bytes = greatest_message_bytes(self._codec, self._rule.part_bytes)
             service = AveragingService(
                 p2p,
@@ -367,7 +377,7 @@ class ExactAverager(multiprocessing.Process):
             return
         commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         loop.add_reader(self._inner_pipe.fileno(), self._receive, commands)
-        self._ready.set_result(None)
+        self._ready.set_result(p2p.listens_at)
         while True:
             command, *arguments = await commands.get()
             if command == "shutdown":

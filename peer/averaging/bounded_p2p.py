@@ -18,6 +18,9 @@ from dipaco.dht.repetition import Complaints
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import StreamHandler
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from multiaddr import Multiaddr
 
 from .codec import PartCodec
 
@@ -66,6 +69,9 @@ class BoundedP2P(P2P):
 
     limit_bytes: int = LEAST_LIMIT_BYTES
     expected: Collection[str] = frozenset()
+    replaced: str = ""
+    """Where one listened that has ended without a word: p2pd keeps its handlers until they are
+    called, and takes no others of the same name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +104,26 @@ class BoundedP2P(P2P):
             finally:
                 self._streams -= Counter([peer])
 
+        if self.replaced:
+            await self._remove_handler(name, Multiaddr(self.replaced))
         is_ours = name in self._message_handlers
         await super().add_binary_stream_handler(name, serve if is_ours else handler, balanced)
+
+    @property
+    def listens_at(self) -> str:
+        """Where p2pd hands streams over."""
+        return str(self._client.control.listen_maddr)
+
+    async def _remove_handler(self, name: str, listened_at: Multiaddr) -> None:
+        """Have p2pd forget a handler of a process that has ended, if it is still there."""
+        reader, writer = await self._client.control.daemon_connector.open_connection()
+        try:
+            request = p2pd_pb2.RemoveStreamHandlerRequest(addr=listened_at.to_bytes(), proto=[name])
+            kind = p2pd_pb2.Request.REMOVE_STREAM_HANDLER
+            await write_pbmsg(writer, p2pd_pb2.Request(type=kind, removeStreamHandler=request))
+            await read_pbmsg_safe(reader, p2pd_pb2.Response())
+        finally:
+            writer.close()
 
     async def call_binary_stream_handler(
         self, peer_id: PeerID, handler_name: str

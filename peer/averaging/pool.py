@@ -38,7 +38,7 @@ class AveragingPool:
         for level in grid.level_names:
             self._averagers[level] = self._make(level)
 
-    def _make(self, level: str) -> ExactAverager:
+    def _make(self, level: str, replaces: str = "") -> ExactAverager:
         grid, rounds = self._grid, self._plan.rounds
         modules = [module for module in grid.modules() if grid.level_of(module) == level]
         return ExactAverager(
@@ -48,6 +48,7 @@ class AveragingPool:
             rule=self.rule,
             matchmaking_s=rounds.matchmaking_s,
             paths_of_module={module: grid.paths_of_module(module) for module in modules},
+            replaces=replaces,
             silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),
         )
 
@@ -60,7 +61,7 @@ class AveragingPool:
             averager.join(ENDED_S)
         if not averager.is_alive():
             logger.warning("the averager of %s had died and is started again", level)
-            averager = self._averagers[level] = self._make(level)
+            averager = self._averagers[level] = self._make(level, averager.listens_at)
         return averager
 
     def members_together(self, level: str) -> int:
