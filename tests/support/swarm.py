@@ -162,7 +162,7 @@ class Swarm:
             name,
             [
                 *program, "--initial-peers", address,
-                "--host-maddrs", LOOPBACK, "--threads", "1",
+                "--host-maddrs", LOOPBACK, "--threads", "1", "--nice", "0",
                 "--cache-dir", str(self.folder / f"{name}-cache"), *extra,
             ],
         )  # fmt: skip
