@@ -26,5 +26,9 @@ def is_best_keeper(view: SwarmView, me: str, path: int, copies: int) -> bool:
     rendezvous hashing names among the others, bootstrap nodes included.
     """
     lead = view.lead(path)
-    others = [p for p, record in view.peers.items() if p != lead and record.state != "leaving"]
+    others = [
+        peer
+        for peer, record in view.peers.items()
+        if peer != lead and record.state != "leaving" and record.reachable != "outgoing"
+    ]
     return me in keepers(f"best/{path}", others, copies - (lead is not None))

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 from dipaco.modules.errors import (
     AddressError,
@@ -16,6 +17,7 @@ from dipaco.modules.errors import (
     RunSelectionError,
     UnreachableError,
 )
+from hivemind.proto import dht_pb2
 from multiaddr import Multiaddr
 
 from .directory import Directory
@@ -140,6 +142,20 @@ def join_dht(
         dht.shutdown()
         raise
     return dht
+
+
+def be_client(dht: GuardedDHT, is_client: bool) -> None:
+    """Ask others to leave this node out of their routing tables, for they cannot call it, or not.
+
+    Raises `NetworkError`.
+    """
+    dht.call(_be_client, is_client)
+
+
+async def _be_client(node: Any, is_client: bool) -> None:
+    """Runs in the DHT process: every request says who sends it, and a client does not."""
+    node_id = b"" if is_client else node.protocol.node_id.to_bytes()
+    node.protocol.node_info = dht_pb2.NodeInfo(node_id=node_id)
 
 
 def _explain(error: Exception, initial_peers: Sequence[str]) -> DipacoError:

@@ -37,7 +37,7 @@ MOST_ALIKE = 3
 # Of many modules, paths or peers so many are named.
 NAMED = 3
 # How a peer without an address that others can call says so.
-CANNOT_BE_CALLED = ("unknown", "outgoing")
+CANNOT_BE_CALLED = ("outgoing",)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ class Record(BaseModel):
     peer_id: PeerId
 
 
-Reachability = Literal["direct", "relayed", "unknown"]
+# How others call a peer, as two of them have tried: by an address of its own, through a relay, or
+# not at all, so that it calls them. Unknown until that was tried.
+Reachability = Literal["direct", "relayed", "outgoing", "unknown"]
 
 
 class Claim(Record):

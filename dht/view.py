@@ -24,6 +24,7 @@ from .records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
+    Reachability,
 )
 
 logger = logging.getLogger("dipaco.dht.view")
@@ -153,6 +154,13 @@ class SwarmView:
         """Return the peers that announce a state."""
         held = self.holdings.get(state.module, ())
         return tuple(holding.peer_id for holding in held if holding.digest == state.digest)
+
+    def reachable(self, peer: str) -> Reachability:
+        """Return how others call a peer, as it says in any of its records."""
+        said = (self.claims.get(peer), self.peers.get(peer))
+        found: set[Reachability] = {one.reachable for one in said if one is not None}
+        ways: tuple[Reachability, ...] = ("outgoing", "relayed", "direct")
+        return next((way for way in ways if way in found), "unknown")
 
     def claimants(self, path: int) -> tuple[Claim, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""

@@ -13,6 +13,8 @@ from dataclasses import replace
 from types import FrameType
 
 import torch
+from dipaco.dht.node import be_client
+from dipaco.dht.records import Reachability
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
     be_nice,
@@ -30,7 +32,7 @@ from .averaging.pool import AveragingPool
 from .background import Background
 from .display import Display
 from .events import EventLog
-from .exchange.reachability import classify
+from .exchange.reachability import ReachabilityWatch
 from .keeper import BestParametersCopies, Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
 from .owner.pauses import Hours, Pauses, install_pause_signals
@@ -188,7 +190,6 @@ def start_background(
     best_copies = BestParametersCopies(node, status, lambda: publisher.announce(), events)
     best_copies.load_from_disk()
     status.addresses = visible_addresses(node.dht)
-    status.reachable = classify(status.addresses, node.initial_peers or status.addresses)
     publisher = Publisher(
         node.directory,
         node.plan,
@@ -215,11 +216,35 @@ def start_background(
         best_copies=best_copies,
     )
     publisher.add_annex(best_copies)
+    _watch_reachability(node, status, publisher, background, events)
 
     publisher.start(node.fetcher.all_blobs)
     publisher.refresh()
     keeper.start()
     return publisher, keeper
+
+
+def _watch_reachability(
+    node: Node, status: PeerStatus, publisher: Publisher, background: Background, events: EventLog
+) -> None:
+    """Find out how others call this node, and tell them."""
+
+    def tell(addresses: tuple[str, ...], reachable: Reachability) -> None:
+        if reachable != status.reachable:
+            be_client(node.dht, reachable in ("relayed", "outgoing"))
+            events.emit("reachable", how=reachable, addresses=list(addresses))
+        status.addresses, status.reachable = addresses, reachable
+        publisher.announce()
+        publisher.look_often()
+
+    watch = ReachabilityWatch(
+        node.exchange,
+        node.me,
+        lambda: visible_addresses(node.dht, attempts=1),
+        background.thread,
+        tell,
+    )
+    publisher.on_view(watch.on_view)
 
 
 def write_address_file(settings: NodeSettings, addresses: Sequence[str]) -> None:

@@ -99,7 +99,18 @@ def _commit_line(v: Mapping[str, Any]) -> str:
     )
 
 
+def _reachable_line(v: Mapping[str, Any]) -> str:
+    closed = "other peers cannot call this one: it calls them, and reduces nothing for others"
+    return {
+        "direct": "other peers can call this one",
+        "relayed": f"{closed}; states go through a relay",
+        "outgoing": f"{closed}; to help more, forward its port (--port, --announce-maddrs)",
+        "unknown": "whether other peers can call this one is not known at its new addresses",
+    }[v["how"]]
+
+
 _LINES = {
+    "reachable": _reachable_line,
     "claimed": lambda v: f"claimed path {v['path']}: {v['reason']}",
     "training": lambda v: (
         f"training path {v['path']} from its step {v['path_step']}"

@@ -15,6 +15,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from dipaco.dht.certificates import Certificate
+from dipaco.dht.records import Reachability
+from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import (
     ConfigurationError,
     CorpusError,
@@ -122,6 +124,7 @@ class Errands:
         # one that it wanted before is let go.
         self._wanted: dict[tuple[a.Purpose, str], str] = {}
         self._fetched: dict[tuple[a.Purpose, str], ModuleState] = {}
+        self._reachable: Reachability = "unknown"
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -129,6 +132,13 @@ class Errands:
         self._stopping.set()
         for threads in (self._executor, self._copiers, self._offerers):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def see(self, view: SwarmView) -> None:
+        """Report that the swarm was read, and before it whether others can call this peer."""
+        if self._status.reachable != self._reachable:
+            self._reachable = self._status.reachable
+            self._report(e.Probed(self._reachable))
+        self._report(e.Viewed(view))
 
     def carry_out(self, action: a.Action) -> bool:
         """Do an action, or begin to; returns whether it is one of these."""

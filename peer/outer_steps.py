@@ -173,6 +173,7 @@ class OuterSteps:
             usual=self._pool.rule.usual(snapshot.anchor),
             awaited=(lambda: self._awaited[action.module]) if is_counted else None,
             exclude=action.excluded,
+            undialable=action.undialable,
         )
 
     def take_step(self, action: a.TakeOuterStep, snapshot: Snapshot) -> None:

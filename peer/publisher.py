@@ -27,6 +27,7 @@ from dipaco.dht.records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
+    Reachability,
     clean_text,
     record_life_s,
     refresh_period_s,
@@ -41,7 +42,6 @@ from .background import Background
 from .exchange.clock import Clock
 from .exchange.exchange import Exchange
 from .exchange.held_states import HeldStates
-from .exchange.reachability import Reachability
 from .member.rounds import RoundSchedule
 
 logger = logging.getLogger("dipaco.peer.publisher")

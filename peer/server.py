@@ -52,7 +52,7 @@ class Server:
             shell.report,
         )
         background.on_failure(shell.wake)
-        publisher.on_view(lambda view: shell.report(e.Viewed(view)))
+        publisher.on_view(self._errands.see)
         node.exchange.set_offer_handler(self._note_offer)
 
     def _note_offer(self, peer: str, offered: StateReference) -> bool:

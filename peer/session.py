@@ -125,7 +125,7 @@ class Session:
         self._background.on_failure(shell.wake)
         self._publisher.add_annex(self._scoring)
         self._publisher.add_annex(self._watch)
-        self._publisher.on_view(lambda view: shell.report(e.Viewed(view)))
+        self._publisher.on_view(self._errands.see)
         self._certifier.listen(
             lambda certificate: shell.report(e.ChainFetched(certificate.reference, (certificate,)))
         )

@@ -145,6 +145,16 @@ def test_an_offer_leads_to_a_fetch(nodes: Nodes, blobs: BlobStore) -> None:
     assert fetch(keeper, blobs, leaver.peer_id, sha=HELD.digest).read_bytes() == CONTENT
 
 
+def test_a_node_is_called_back_where_it_announces_itself(nodes: Nodes) -> None:
+    server, client = nodes.serving(Held()), nodes.asking()
+    own = [str(address) for address in nodes.client_dht.get_visible_maddrs()]
+    elsewhere = [address.replace("127.0.0.1", "127.0.0.9") for address in own]
+    assert client.call_back(server.peer_id, elsewhere).result == "elsewhere"
+    answer = client.call_back(server.peer_id, own)
+    assert (answer.result, answer.near) == ("reached", True)
+    assert client.call_back(server.peer_id, own).result == "untried", "not again at once"
+
+
 def test_a_piece_of_a_content_can_be_asked_for(nodes: Nodes) -> None:
     server, client = nodes.serving(Held(CONTENT, states=(HELD,))), nodes.asking()
     assert client.sample(server.peer_id, HELD.digest, 7, 100) == CONTENT[7:107]

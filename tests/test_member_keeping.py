@@ -72,6 +72,30 @@ def test_copies_are_offered_in_rendezvous_order_until_there_are_enough() -> None
     assert peer.offered() == []
 
 
+def test_copies_lie_where_others_can_fetch_them() -> None:
+    """Who cannot be called keeps nothing for others, and its own copy does not count."""
+    closed = [record(peer, "serving", "outgoing") for peer in ORDER[:2]]
+    peer = Trainer(serving=ORDER[2:])
+    peer.serving += [*closed]
+    peer.happen(e.Probed("outgoing"))
+    assert peer.offered() == list(ORDER[2 : 2 + COPIES])
+
+
+def test_who_only_calls_is_asked_for_a_state_when_nobody_else_has_it() -> None:
+    peer = Trainer(serving=("Ps",))
+    peer.serving.append(record("Pc", "serving", "outgoing"))
+    state = peer.family.commit(peer.state, 3, ["V", "W"])
+    known = peer.member.known
+    peer.held = {"Pc": [state]}
+    peer.look()
+    assert known.holders(state) == ("Pc",)
+    peer.held = {"Pc": [state], "Ps": [state]}
+    peer.look()
+    assert known.holders(state) == ("Ps",)
+    known.hear(state, "Pc")
+    assert set(known.holders(state)) == {"Ps", "Pc"}
+
+
 def test_an_offer_names_the_state_and_its_limit() -> None:
     peer = Trainer(serving=SERVING)
     offer = of(a.Offer, peer.look())[0]

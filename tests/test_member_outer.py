@@ -66,6 +66,19 @@ def test_who_can_be_called_leads_the_longest_in_training_first() -> None:
     peer.look()
     (meeting,) = of(a.Average, peer.at(boundary_s(3)))
     assert meeting.candidates == ("Pc", "Pa", ME, "Pd")
+    assert meeting.undialable == ("Pd",)
+
+
+def test_who_cannot_be_called_knows_it_from_the_next_round_on() -> None:
+    peer = group("Pa")
+    peer.happen(e.Probed("outgoing"))
+    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
+    assert (meeting.candidates, meeting.undialable) == (("Pa", ME), (ME,))
+    peer.averaged(MODULE, ["Pa", ME])
+    peer.stepped(MODULE, ["Pa", ME], 3)
+    peer.happen(e.Probed("direct"))
+    (meeting,) = of(a.Average, peer.at(boundary_s(4)))
+    assert meeting.undialable == ()
 
 
 def test_a_peer_that_is_about_to_join_is_met() -> None:

@@ -45,7 +45,7 @@ def spoiled(peers: int, *sizes: int) -> Records:
         if index % 3 == 2:
             records.hold(holders[0], module, 29, chain="b")
     for name, record in list(records.peers.items())[::2]:
-        records.peers[name] = record.model_copy(update={"reachable": "unknown"})
+        records.peers[name] = record.model_copy(update={"reachable": "outgoing"})
     for path in list(records.progress)[::5]:
         records.progress[path] = records.progress[path].model_copy(update={"last_round": 0})
     return records
@@ -131,11 +131,11 @@ def test_rows_in_trouble_are_shown_before_others(sign: Any) -> None:
         entry = records.progress[path].model_copy(update={"last_round": 2})
         records.progress[path] = entry
     name = peer_name(400)
-    records.peers[name] = records.peers[name].model_copy(update={"reachable": "unknown"})
+    records.peers[name] = records.peers[name].model_copy(update={"reachable": "outgoing"})
     lines = shown(FittedStatus(make_status(sign, records)), 120, 24)
     assert any(line.startswith("200 ") for line in lines)
     assert any(line.startswith("255 ") for line in lines)
-    assert any(line.startswith(f"..{name[-8:]}") and "unknown" in line for line in lines)
+    assert any(line.startswith(f"..{name[-8:]}") and "outgoing only" in line for line in lines)
 
 
 def test_a_small_swarm_fits_whole(sign: Any) -> None:

@@ -65,7 +65,6 @@ class ExactAverager(multiprocessing.Process):
     :param paths_of_module: for each module of the level, the paths through it
     :param silence_s: a member that sends nothing for this long has failed
     :param replaces: `listens_at` of one that has ended without a word, whose place this one takes
-    :param client_mode: this peer cannot be reached: it follows and never reduces
     :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
     :param start: start the process now; otherwise call `run_in_background`
 
@@ -85,14 +84,12 @@ class ExactAverager(multiprocessing.Process):
         paths_of_module: Mapping[str, Collection[int]],
         silence_s: float = 30.0,
         replaces: str = "",
-        client_mode: bool | None = None,
         bandwidth_mbit: int | None = None,
         start: bool = True,
         shutdown_timeout: float = 3.0,
     ) -> None:
         super().__init__(daemon=True)
         self.prefix = prefix
-        self.client_mode = dht.client_mode if client_mode is None else client_mode
         self._dht = dht
         self._peer_id = dht.peer_id
         self._rule = rule
@@ -138,12 +135,14 @@ class ExactAverager(multiprocessing.Process):
         usual: Usual = UNKNOWN,
         awaited: Callable[[], frozenset[str] | None] | None = None,
         exclude: Collection[str] = (),
+        undialable: Collection[str] = (),
     ) -> AveragingOutcome:
         """Average `flat` with the candidates that come, until `close_s`.
 
         Called on any one thread at a time; blocks until `end_s` at most. `flat` is never changed.
         `candidates` are peer ids in leading order, this peer among them, the same on all members
-        or nearly so; who is in `exclude` is not admitted when this peer leads. Times are on this
+        or nearly so; who is in `exclude` is not admitted when this peer leads. Who is `undialable`
+        is not called and does not lead; if that is this peer, it reduces nothing. Times are on this
         machine's clock. All come in the `matchmaking_s` before `close_s`, which is the same
         instant for all; in a later attempt, at any time before it.
         With `awaited` (fixed steps) members come at any time and `close_s` is this peer's own
@@ -156,7 +155,8 @@ class ExactAverager(multiprocessing.Process):
         Raises NetworkError when the averager's process is gone, and ValueError for arguments that
         no run can have.
         """
-        own = self._row(contribution, module, round_index, anchor_digest)
+        can_reduce = contribution.peer not in undialable
+        own = self._row(contribution, module, round_index, anchor_digest, can_reduce)
         rules = GroupRules(own, self._paths_of_module[module], greatest_tokens, usual)
         # What others would refuse is found here.
         try:
@@ -177,6 +177,7 @@ class ExactAverager(multiprocessing.Process):
             end_s=end_s,
             awaited=None if awaited is None else awaited() or frozenset(),
             exclude=frozenset(exclude),
+            undialable=frozenset(undialable),
         )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("an averager serves one call at a time")
@@ -262,7 +263,12 @@ class ExactAverager(multiprocessing.Process):
             self.shutdown()
 
     def _row(
-        self, contribution: Contribution, module: str, round_index: int, anchor_digest: str
+        self,
+        contribution: Contribution,
+        module: str,
+        round_index: int,
+        anchor_digest: str,
+        can_reduce: bool,
     ) -> GatherRow:
         if module not in self._paths_of_module:
             raise ValueError(f"{module} is not a module of {self.prefix}")
@@ -274,7 +280,7 @@ class ExactAverager(multiprocessing.Process):
             path=contribution.path,
             peer=contribution.peer,
             tokens=contribution.tokens,
-            bandwidth_mbit=0 if self.client_mode else self._bandwidth_mbit,
+            bandwidth_mbit=self._bandwidth_mbit if can_reduce else 0,
         )
 
     def _check(self, flat: torch.Tensor, close_s: float, end_s: float) -> None:
@@ -367,7 +373,6 @@ class ExactAverager(multiprocessing.Process):
                 rule=self._rule,
                 codec=self._codec,
                 silence_s=self._silence_s,
-                client_mode=self.client_mode,
                 tell=self._note_together,
             )
             await service.open()

@@ -297,6 +297,8 @@ class AveragingRequest:
     """With fixed steps: the group is complete when these are in it."""
     exclude: frozenset[str] = frozenset()
     """Peers that are neither called nor admitted."""
+    undialable: frozenset[str] = frozenset()
+    """Candidates that are not called and do not lead."""
 
 
 def as_failure(

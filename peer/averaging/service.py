@@ -48,13 +48,11 @@ class AveragingService(ServicerBase):
         rule: AveragingRule,
         codec: PartCodec,
         silence_s: float,
-        client_mode: bool,
         tell: Callable[[int], None],
     ) -> None:
         self._p2p, self._prefix, self._flat = p2p, prefix, flat
         self._rule, self._codec = rule, codec
         self._silence_s = silence_s
-        self._client_mode = client_mode
         self._tell = tell
         self._room = MeetingRoom(p2p, f"{prefix}::meet/1")
         self._running: dict[bytes, asyncio.Future[ExactAllReduceRunner | None]] = {}
@@ -64,17 +62,15 @@ class AveragingService(ServicerBase):
         self._task: asyncio.Task[Any] | None = None
 
     async def open(self) -> None:
-        """Let others in, unless nobody can reach this peer."""
-        if not self._client_mode:
-            await self.add_p2p_handlers(self._p2p, namespace=self._prefix)
-            await self._room.open()
+        """Let others in."""
+        await self.add_p2p_handlers(self._p2p, namespace=self._prefix)
+        await self._room.open()
 
     async def close(self) -> None:
         """End what is under way and let nobody in any more."""
         self.give_up()
-        if not self._client_mode:
-            await self._room.close()
-            await self.remove_p2p_handlers(self._p2p, namespace=self._prefix)
+        await self._room.close()
+        await self.remove_p2p_handlers(self._p2p, namespace=self._prefix)
 
     def expect(self, peers: frozenset[str] | None) -> None:
         """The group that forms waits for these; None: for nobody any more."""
@@ -133,7 +129,7 @@ class AveragingService(ServicerBase):
                 give_up_s=request.give_up_s,
                 awaited=request.awaited,
                 excluded=request.exclude,
-                undialable=(rules.own.peer,) if self._client_mode else (),
+                undialable=request.undialable,
                 first_number=first_number,
             )
 

@@ -169,11 +169,11 @@ def check_clock(offset_s: float, neighbours: int, system: System) -> Check:
 def check_reachability(
     addresses: Sequence[str], reachable: str, port: int, system: System
 ) -> Check:
-    """Whether others can call this machine, told from its addresses."""
+    """Whether others could call this machine when they were asked to."""
     places = [address.partition("/p2p/")[0] for address in addresses]
     shown = ", ".join(dict.fromkeys(places)) or "it has no address"
     if reachable == "direct":
-        return ok("reachable", f"direct, as it seems: {shown}")
+        return ok("reachable", f"others have called it: {shown}")
     shown_port = port or 31337
     remedy = (
         f"forward TCP port {shown_port} of the router to this machine and give --port {shown_port} "
@@ -185,10 +185,14 @@ def check_reachability(
             f"netsh interface portproxy (docs/windows.md); then {remedy}"
         )
     elif system.notebook:
-        remedy = "notebooks cannot be called; this peer takes part through its own calls"
+        remedy = "notebooks cannot be called; nothing needs to be done"
     elif system.is_container:
         remedy = f"publish the port (-p {shown_port}:{shown_port}); then {remedy}"
-    return warning("reachable", f"others may not be able to call it: {shown}", remedy)
+    if reachable == "unknown":
+        what = "nobody could try to call it"
+    else:
+        what = "others cannot call it; it takes part through its own calls"
+    return warning("reachable", f"{what}: {shown}", remedy)
 
 
 def check_bandwidth(

@@ -15,7 +15,7 @@ from dipaco.dht.node import check_port_is_free
 from dipaco.modules.errors import AddressError, DipacoError, NetworkError
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.diagnosis import Finding, examine
-from dipaco.peer.exchange.reachability import classify
+from dipaco.peer.exchange.reachability import probe
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.settings import PeerSettings
 
@@ -100,14 +100,19 @@ def _look_around(node: Node, settings: PeerSettings) -> SwarmReport:
         shards=shards,
         failure=failure,
         addresses=addresses,
-        reachable=how_reached(addresses, settings.initial_peers),
+        reachable=how_reached(node, addresses),
         line=_measure_line(node),
     )
 
 
-def how_reached(addresses: tuple[str, ...], initial_peers: tuple[str, ...]) -> str:
-    """Tell how others reach this machine: the one place of the doctor that decides it."""
-    return classify(addresses, initial_peers)
+def how_reached(node: Node, addresses: tuple[str, ...]) -> str:
+    """Have others call this machine back, as a peer does."""
+    given = [address.rpartition("/p2p/")[2] for address in node.initial_peers]
+    try:
+        others = (*given, *node.exchange.connected_peers())
+    except NetworkError:
+        return "unknown"
+    return probe(node.exchange, tuple(dict.fromkeys(others)), addresses)[0]
 
 
 def _measure_line(node: Node) -> Line | None:

@@ -24,6 +24,8 @@ from .clock import ClockSample
 from .hello import SOFTWARE, Hello, ask, clock_samples, say_hello
 from .loop_thread import LoopThread
 from .messages import (
+    CallBackReply,
+    CallBackRequest,
     CertificatesReply,
     CertificatesRequest,
     FetchReply,
@@ -60,6 +62,8 @@ from .transfer import (
 logger = logging.getLogger("dipaco.peer.exchange.exchange")
 
 CALL_TIMEOUT_S = 5.0
+# Longer than the other peer tries to call this one.
+CALL_BACK_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 0.4
@@ -260,6 +264,18 @@ class Exchange:
             return await ask(p2p, peer, "rpc_offer", request, OfferReply, timeout_s)
 
         return self._thread.call(propose(), timeout_s + GRACE_S).accepted
+
+    def call_back(
+        self, peer: str, addresses: Sequence[str], timeout_s: float = CALL_BACK_TIMEOUT_S
+    ) -> CallBackReply:
+        """Ask a peer to call this one at some addresses. Raises a `DipacoError`."""
+
+        async def request() -> CallBackReply:
+            question = CallBackRequest(addresses=tuple(addresses))
+            p2p = self._connection()
+            return await ask(p2p, peer, "rpc_call_back", question, CallBackReply, timeout_s)
+
+        return self._thread.call(request(), timeout_s + GRACE_S)
 
     def sample(
         self, peer: str, sha256: str, offset: int, count: int, timeout_s: float = CALL_TIMEOUT_S

@@ -14,13 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
 from dipaco.dht.certificate_check import MAX_CERTIFICATE_BYTES
-from dipaco.dht.records import AnnouncedState, Count, ModuleName, Sha256, TimeS
+from dipaco.dht.records import AddressText, AnnouncedState, Count, ModuleName, Sha256, TimeS
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_MESSAGE_BYTES = 4096
 # Certificates of two large groups, or of dozens of small ones.
 MAX_CERTIFICATES_BYTES = 2**18
 MAX_CERTIFICATES = 64
+# Addresses at which a peer is called back.
+MAX_CALLED_BACK = 4
 LENGTH_BYTES = 4
 
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -101,6 +103,21 @@ class OfferReply(Message):
     """Whether the offer was noted; the fetch follows in the background."""
 
     accepted: bool
+
+
+class CallBackRequest(Message):
+    """Please try to call me at these addresses."""
+
+    addresses: tuple[AddressText, ...] = Field(max_length=MAX_CALLED_BACK, strict=False)
+
+
+class CallBackReply(Message):
+    """What came of it. elsewhere: the caller is not seen to come from any of them. untried: it
+    was called a moment ago, or there is no telling where it comes from."""
+
+    result: Literal["reached", "silent", "elsewhere", "untried"]
+    near: bool = False
+    """The caller comes from an address that not everybody can call."""
 
 
 class FetchRequest(Message):

@@ -31,6 +31,7 @@ from hivemind.proto import runtime_pb2
 from .content import ContentShelf, ContentSource, OpenContent
 from .messages import (
     MAX_CERTIFICATES_BYTES,
+    CallBackRequest,
     CertificatesReply,
     CertificatesRequest,
     FetchReply,
@@ -49,6 +50,7 @@ from .messages import (
     read_message,
     write_message,
 )
+from .reachability import CallingBack
 from .upload_slots import Upload, UploadSlots
 
 logger = logging.getLogger("dipaco.peer.exchange.service")
@@ -123,6 +125,8 @@ class ExchangeService(ServicerBase):
         self._slots = UploadSlots(max_uploads, max_uploads_per_peer)
         self._system_time = system_time
         self._shelf = ContentShelf()
+        self._calling_back = CallingBack()
+        self._p2p: P2P | None = None
         self._streams: Counter[str] = Counter()
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
@@ -133,6 +137,7 @@ class ExchangeService(ServicerBase):
 
     async def attach(self, p2p: P2P) -> None:
         """Register with the node's libp2p daemon."""
+        self._p2p = p2p
         adding = self.add_p2p_handlers(p2p, namespace=NAMESPACE)
         await asyncio.wait_for(adding, HANDLER_TIMEOUT_S)
         adding = p2p.add_binary_stream_handler(FETCH_HANDLE, self._serve_fetch)
@@ -197,6 +202,19 @@ class ExchangeService(ServicerBase):
             except Exception as error:
                 self._complain(context.remote_id.to_base58(), "an offer", error)
         return _response(OfferReply(accepted=accepted))
+
+    async def rpc_call_back(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Try to open a new connection to the caller, where it says that it can be called."""
+        asked = self._parse(CallBackRequest, request, context)
+        seen: list[str] = []
+        if self._p2p is not None:
+            found = await asyncio.wait_for(self._p2p.list_peers(), HANDLER_TIMEOUT_S)
+            caller = (info for info in found if info.peer_id == context.remote_id)
+            seen = [str(address) for info in caller for address in info.addrs]
+        peer = context.remote_id.to_base58()
+        return _response(await self._calling_back.answer(peer, asked.addresses, seen))
 
     def _parse(
         self, message: type[MessageT], request: runtime_pb2.ExpertRequest, context: P2PContext

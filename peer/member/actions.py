@@ -158,6 +158,9 @@ class Average:
     """Not admitted when this peer leads."""
     awaited: frozenset[str] | None = None
     """With fixed steps: the group closes once these have come, see `Await`; None by the clock."""
+    undialable: tuple[str, ...] = ()
+    """Candidates that others cannot call by an address of theirs: they never lead, and reduce
+    nothing."""
     kind: Literal["average"] = "average"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dipaco.dht.certificates import Certificate
+from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
 from dipaco.modules.outer import Contribution
 from dipaco.modules.state import PathProgress, StateReference
@@ -35,6 +36,14 @@ class LookFailed:
 
     reason: str
     kind: Literal["look_failed"] = "look_failed"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Other peers have tried to call this one: how they reach it."""
+
+    reachable: Reachability
+    kind: Literal["probed"] = "probed"
 
 
 @dataclass(frozen=True)
@@ -264,6 +273,7 @@ class LeaveWanted:
 Event = (
     Viewed
     | LookFailed
+    | Probed
     | Turn
     | Stepped
     | PathReady

@@ -39,15 +39,11 @@ def longest_wait_s(rounds: RoundsConfig) -> float:
 def leading_order(known: Knowledge, peers: Collection[str]) -> tuple[str, ...]:
     """Return peers in the order in which they are asked to lead.
 
-    The longest in training first; those that can be called only through others, last.
+    The longest in training first; those that others cannot call by an address of theirs, last.
     """
-    view = known.view
 
     def order(peer: str) -> tuple[bool, tuple[bool, float, str]]:
-        # The records of one peer say the same; who shares a module has read one of them at least.
-        said = (view.peers.get(peer), view.claims.get(peer))
-        is_relayed = any(one is not None and one.reachable == "relayed" for one in said)
-        return is_relayed, seniority(view, known.me, peer)
+        return not known.can_lead(peer), seniority(known.view, known.me, peer)
 
     return tuple(sorted(peers, key=order))
 

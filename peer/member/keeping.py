@@ -128,7 +128,9 @@ class Keeping:
         care = self._care.setdefault(module, _Care())
         care.offered = {p: until_s for p, until_s in care.offered.items() if until_s > known.now_s}
         trainers = expected_group(view, known.grid, module) | {known.me}
+        # A copy where nobody can fetch it counts for nothing.
         holders = {known.me} | (self._holders(state) & trainers)
+        holders = set(filter(known.can_serve, holders))
         fresh = {
             peer
             for peer, round_index in care.acknowledged.items()
@@ -171,7 +173,10 @@ class Keeping:
         others = [
             peer
             for peer, record in view.peers.items()
-            if peer != known.me and peer not in trainers and record.state != "leaving"
+            if peer != known.me
+            and peer not in trainers
+            and record.state != "leaving"
+            and known.can_serve(peer)
         ]
         order = keepers(module, others, len(others))
         return tuple(sorted(order, key=lambda peer: not known.doubts.has_shown_itself(peer)))
@@ -229,7 +234,9 @@ class Keeping:
         others = [
             peer
             for peer in {known.me, *known.view.peers}
-            if peer not in trainers and known.doubts.has_shown_itself(peer)
+            if peer not in trainers
+            and known.can_serve(peer)
+            and known.doubts.has_shown_itself(peer)
         ]
         most = GREATEST_PLACE * known.plan.rounds.copies
         if known.me not in keepers(state.module, others, most):
@@ -291,8 +298,9 @@ class Keeping:
         for module, state in sorted(known.held.items()):
             if module in known.anchors or state.version == 0:
                 continue
-            shown = (peer for peer in known.view.peers if known.doubts.has_shown_itself(peer))
-            if known.me in keepers(module, {known.me, *shown}, GREATEST_PLACE * copies):
+            able = filter(known.can_serve, (known.me, *known.view.peers))
+            shown = filter(known.doubts.has_shown_itself, able)
+            if known.me in keepers(module, shown, GREATEST_PLACE * copies):
                 continue
             others = [
                 held
@@ -300,6 +308,7 @@ class Keeping:
                 if held.peer_id != known.me
                 and known.is_here(held.peer_id)
                 and known.doubts.has_shown_itself(held.peer_id)
+                and known.can_serve(held.peer_id)
                 and known.descent.is_certified(held.reference)
                 and held.version >= state.version
             ]

@@ -10,7 +10,7 @@ from random import Random
 from dipaco.dht.agreement import possible_group
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.coverage import Scope
-from dipaco.dht.records import Claim, PeerRecord, refresh_period_s
+from dipaco.dht.records import Claim, PeerRecord, Reachability, refresh_period_s
 from dipaco.dht.view import SwarmView, plausible_state, present_round
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
@@ -59,7 +59,7 @@ class MemberSettings:
     trains: bool = True
     """A bootstrap node trains nothing; it keeps copies."""
     can_be_called: bool = True
-    """Whether others can open a connection to this peer."""
+    """False when it is known from the start that nobody can; otherwise `Probed` tells."""
     follows: bool = True
     """Move to a successor of the run."""
     seed: str = ""
@@ -92,6 +92,8 @@ class Knowledge:
         self.doubts = Doubts(self.settings.me)
         self.descent = Descent(self.book, self.doubts.weigh)
         self.random = Random(self.settings.seed or self.settings.me)
+        self.own_reachable: Reachability = "unknown" if self.settings.can_be_called else "outgoing"
+        """How others call this peer, as it was tried last."""
         self._was_isolated = False
         self._leapt_s: float | None = None
         """When the clock leapt, until others say that so much time has passed."""
@@ -245,10 +247,30 @@ class Knowledge:
         return tuple(state for _, state in sorted(announced.items()))
 
     def holders(self, state: StateReference) -> tuple[str, ...]:
-        """Return the others that announce a state, or said that they hold it."""
+        """Return the others that announce a state, or said that they hold it.
+
+        Who only announces it and cannot be called is left out if there are others.
+        """
         told = self.told.get(state.digest, ())
         announced = self.view.holders(state) if self._view is not None else ()
-        return tuple(dict.fromkeys(p for p in (*told, *announced) if p != self.me))
+        callable_ = (*told, *filter(self.can_serve, announced))
+        found = [p for p in dict.fromkeys(callable_) if p != self.me]
+        return tuple(found or (p for p in dict.fromkeys(announced) if p != self.me))
+
+    def reachable(self, peer: str) -> Reachability:
+        """Return how others call a peer, this one too."""
+        return self.own_reachable if peer == self.me else self.view.reachable(peer)
+
+    def can_serve(self, peer: str) -> bool:
+        """Tell whether others can fetch from a peer, if only through a relay."""
+        return self.reachable(peer) != "outgoing"
+
+    def can_lead(self, peer: str) -> bool:
+        """Tell whether others can call a peer by an address of its own, as far as is known.
+
+        Who cannot leads no group and reduces nothing: so much is nothing for a relay.
+        """
+        return self.reachable(peer) not in ("relayed", "outgoing")
 
     def hear(self, state: StateReference, peer: str) -> None:
         """Remember that a peer said that it holds a state; nonsense is not remembered."""

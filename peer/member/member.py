@@ -120,6 +120,8 @@ class Member:
             self._on_turn(event)
         elif isinstance(event, e.Viewed):
             self._on_view(event)
+        elif isinstance(event, e.Probed):
+            known.own_reachable = event.reachable
         elif isinstance(event, e.LeaveWanted):
             self._part_or_leave()
         elif isinstance(event, e.PauseWanted | e.ResumeWanted):

@@ -244,6 +244,7 @@ class OuterRounds:
         self, running: RoundUnderWay, possible: frozenset[str], close_s: float, end_s: float
     ) -> None:
         known = self.known
+        candidates = leading_order(known, possible)
         running.phase, running.close_s = Phase.MEETING, close_s
         known.do(
             Average(
@@ -251,12 +252,13 @@ class OuterRounds:
                 running.boundary.round_index,
                 running.attempt,
                 known.anchors[running.module].digest,
-                leading_order(known, possible),
+                candidates,
                 max(known.now_s, running.boundary.time_s),
                 close_s,
                 end_s,
                 self._culprits.excluded(running.boundary.round_index, running.culprits),
                 running.awaited,
+                tuple(peer for peer in candidates if not known.can_lead(peer)),
             )
         )
 

@@ -69,7 +69,7 @@ class Averaging:
             return
         key = f"{action.module}/{action.round_index}/{action.attempt}/{action.anchor}"
         average = _Average(action, key, snapshot)
-        rounds, links = self._world.plan.rounds, self._world.network.links
+        rounds = self._world.plan.rounds
         now_s = self._world.now_s
         close_s = machine.true_s(action.close_s)
         self._meetings += 1
@@ -85,7 +85,7 @@ class Averaging:
             give_up_s=min(machine.true_s(action.end_s), close_s + 2 * rounds.matchmaking_s),
             awaited=action.awaited,
             excluded=action.excluded,
-            undialable=[p for p in action.candidates if p in links and not links[p].can_be_called],
+            undialable=action.undialable,
             first_number=self._meetings * NUMBERS,
         )
         self._under_way[key] = average

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dipaco.peer.member.actions import Adopt, Commit
+from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
 from .work import SimulatedState, contents_by_peer, counts_of
 from .world import Body, World
@@ -211,8 +212,11 @@ class Invariants:
         honest = self._honest()
         untrained = sum(m.path is None and m.trains for m in honest)
         before_s = world.now_s - COPY_ROUNDS * self._round_s
+        # A keeper decides thrice before it has a copy, each time between two of its steps.
         reachable = sum(
-            m.link.can_be_called and self._up_since.get(m.peer, world.now_s) <= before_s
+            m.link.can_be_called
+            and 3 * m.step_s < OFFER_LIMIT_S
+            and self._up_since.get(m.peer, world.now_s) <= before_s
             for m in honest
         )
         for module in world.grid.modules():

@@ -99,7 +99,7 @@ class Publishing:
         now_round = machine.round_index
         if not plan.rounds.inner_steps:
             now_round = max(0, plan.rounds.round_at(machine.believed_s - plan.start_s))
-        reachable: Reachability = "direct" if machine.link.can_be_called else "relayed"
+        reachable: Reachability = "direct" if machine.link.can_be_called else "outgoing"
         return make_standing(
             claim.state,
             claim.path,
