@@ -50,6 +50,7 @@ def run(settings: ServeSettings) -> int:
         identity_path=settings.identity_path or folder / "identity.key",
         host_maddrs=settings.listen_maddrs(),
         announce_maddrs=settings.announce_maddrs,
+        is_relay=True,
         own_manifest=manifest_path.read_bytes(),
         run_folder=folder,
         say=display.say,

@@ -29,6 +29,10 @@ from .record_validator import record_validators
 logger = logging.getLogger("dipaco.dht.node")
 
 STARTUP_TIMEOUT_S = 60.0
+DEFAULT_PORT = 31337
+PORTS_TRIED = 100
+# Of this process, by the first that was tried: what holds the port's name, and the port.
+_taken: dict[int, tuple[socket.socket, int]] = {}
 EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
 EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
@@ -95,6 +99,30 @@ def check_port_is_free(address: str) -> None:
                 ) from None
 
 
+def take_port(first: int = DEFAULT_PORT) -> int:
+    """Return the first port from `first` on that no other node and no program uses.
+
+    p2pd would share a port with another p2pd that starts at the same moment, and each would get
+    calls for the other. So a node holds a name for its port as long as it lives: an abstract
+    socket, which the kernel removes with it. Raises `AddressError` when all are taken.
+    """
+    if first in _taken:
+        return _taken[first][1]
+    for port in range(first, first + PORTS_TRIED):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0dipaco-port-{port}")
+            check_port_is_free(f"/ip4/0.0.0.0/tcp/{port}")
+        except (OSError, AddressError):
+            name.close()
+            continue
+        _taken[first] = name, port
+        return port
+    raise AddressError(
+        f"ports {first} to {first + PORTS_TRIED - 1} are all in use; give a free one with --port"
+    )
+
+
 def join_dht(
     initial_peers: Sequence[str],
     *,
@@ -102,8 +130,13 @@ def join_dht(
     host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
     announce_maddrs: Sequence[str] = (),
     client_mode: bool = False,
+    is_relay: bool = False,
 ) -> GuardedDHT:
     """Start this node's DHT process and p2pd, and join through `initial_peers` if there are any.
+
+    A node that its operator has made public relays for others that nobody can call (`is_relay`);
+    one that joins lets the nodes relay for it through which it joins. Which of them need it,
+    libp2p finds out by itself.
 
     Raises `AddressError` for an address that cannot be used, `UnreachableError` when nobody
     answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
@@ -117,6 +150,8 @@ def join_dht(
         check_listen_address(address, "--host-maddrs")
         if not client_mode:
             check_port_is_free(address)
+    # Nobody calls a client, and the first node of a swarm knows no relay.
+    needs_relay = bool(initial_peers) and not client_mode and not is_relay
     dht = GuardedDHT(
         initial_peers=list(initial_peers) or None,
         start=False,
@@ -131,6 +166,10 @@ def join_dht(
         # The daemon must not give up while a slow machine still imports.
         idle_timeout=120.0,
         use_relay=True,
+        use_auto_relay=needs_relay,
+        trusted_relays=list(initial_peers) if needs_relay else None,
+        # libp2p relays only where it knows that it is public, and nobody tells the first node.
+        force_reachability="public" if is_relay else None,
     )
     try:
         dht.run_in_background(timeout=STARTUP_TIMEOUT_S + 15.0)

@@ -34,7 +34,7 @@ from .display import Display
 from .events import EventLog
 from .exchange.reachability import ReachabilityWatch
 from .keeper import BestParametersCopies, Keeper
-from .node import SOFTWARE, Node, join_run, visible_addresses
+from .node import SOFTWARE, KnownPeers, Node, join_run, visible_addresses
 from .owner.pauses import Hours, Pauses, install_pause_signals
 from .publisher import PeerStatus, Publisher
 from .session import Session
@@ -217,6 +217,8 @@ def start_background(
     )
     publisher.add_annex(best_copies)
     _watch_reachability(node, status, publisher, background, events)
+    known = KnownPeers(node.cache_folder)
+    publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))
 
     publisher.start(node.fetcher.all_blobs)
     publisher.refresh()

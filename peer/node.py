@@ -9,10 +9,12 @@ line. Peers (`session.py`), bootstrap nodes (`dipaco.bootstrap.serve`) and read-
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,10 +23,12 @@ from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
-from dipaco.dht.node import join_dht, select_run
+from dipaco.dht.node import check_peer_address, join_dht, select_run
+from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
+    AddressError,
     DipacoError,
     NetworkError,
     ProtocolVersionError,
@@ -50,6 +54,81 @@ logger = logging.getLogger("dipaco.peer.node")
 SOFTWARE = f"dipaco/{version('dipaco')}"
 MANIFEST_WAIT_S = 20.0
 ADDRESSES_LIMIT_S = 15.0
+# Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
+# many are tried at once. A view is looked at again after a while.
+MOST_KNOWN, MOST_NEW, MOST_RUNS, MOST_TRIED = 64, 32, 8, 16
+MOST_FILE_BYTES = 2**20
+REMEMBER_EVERY_S = 60.0
+
+
+class KnownPeers:
+    """Addresses of peers by run, the newest first, in a file of the cache folder: with them a peer
+    comes back when all that it was given are gone.
+
+    They count for nothing unless one of the addresses given is among them: who names the peers of
+    another swarm gets no others. What cannot be read or written is as if there were none.
+    """
+
+    def __init__(self, cache_folder: Path) -> None:
+        self._path = cache_folder / "known_peers.json"
+        self._written_s = -math.inf
+
+    def beside(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return addresses of other peers in the runs of those that are given."""
+        ids = {_peer_of(address) for address in given}
+        found = [
+            address
+            for addresses in self._read().values()
+            if ids & {_peer_of(address) for address in addresses}
+            for address in addresses
+            if address not in given
+        ]
+        return tuple(found[:MOST_TRIED])
+
+    def note(self, run_id: str, given: Sequence[str], view: SwarmView, me: str) -> None:
+        """Remember whom a view shows and others can call; seldom more often than once a minute."""
+        if time.monotonic() < self._written_s + REMEMBER_EVERY_S:
+            return
+        direct = [
+            address
+            for peer, record in sorted(view.peers.items())
+            if peer != me and record.reachable == "direct"
+            for address in record.addresses
+            if _peer_of(address) == peer and "/p2p-circuit" not in address
+        ]
+        # Loopback addresses are worth something where there are no others.
+        direct = [a for a in direct if "/127.0.0.1/" not in a] or direct
+        if not direct:
+            return
+        self._written_s = time.monotonic()
+        known = self._read()
+        newest = dict.fromkeys((*direct[:MOST_NEW], *given, *known.pop(run_id, ())))
+        runs = {run_id: list(newest)[:MOST_KNOWN], **known}
+        text = json.dumps(dict(list(runs.items())[:MOST_RUNS]), indent=0)
+        with contextlib.suppress(DipacoError, OSError):
+            atomic_write(self._path, [text.encode()])
+
+    def _read(self) -> dict[str, tuple[str, ...]]:
+        """Return the addresses by run, those that can be used."""
+        try:
+            said = json.loads(self._path.read_bytes()[:MOST_FILE_BYTES])
+            return {
+                str(run): tuple(address for address in addresses if _is_usable(address))
+                for run, addresses in said.items()
+            }
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+
+def _peer_of(address: str) -> str:
+    return address.rpartition("/p2p/")[2]
+
+
+def _is_usable(address: object) -> bool:
+    try:
+        return isinstance(address, str) and bool(check_peer_address(address))
+    except AddressError:
+        return False
 
 
 @dataclass
@@ -198,28 +277,45 @@ def join_run(
     host_maddrs: tuple[str, ...] = (),
     announce_maddrs: tuple[str, ...] = (),
     client_mode: bool = False,
+    is_relay: bool = False,
     own_manifest: bytes | None = None,
     run_folder: Path | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Node:
     """Join a swarm and a run of it, and return the joined node.
 
-    A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up.
+    A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up, and
+    relays for peers that nobody can call. When none of `initial_peers` answers, those are tried
+    that were in their swarm the last time.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
     make_folder(cache_folder)
+    given = initial_peers
     identity = load_or_create_identity(identity_path or cache_folder / "identity.key", say)
-    try:
-        dht = join_dht(
-            initial_peers,
+
+    def join(through: tuple[str, ...]) -> GuardedDHT:
+        return join_dht(
+            through,
             identity=identity,
             host_maddrs=host_maddrs or ("/ip4/0.0.0.0/tcp/0",),
             announce_maddrs=announce_maddrs,
             client_mode=client_mode,
+            is_relay=is_relay,
         )
+
+    try:
+        try:
+            dht = join(initial_peers)
+        except UnreachableError:
+            remembered = KnownPeers(cache_folder).beside(initial_peers)
+            if not remembered:
+                raise
+            say(f"nobody answers there; tries {len(remembered)} peers that were there before")
+            dht = join(remembered)
+            initial_peers = (*remembered, *given)
     except UnreachableError:
         identity.release()
-        diagnose(initial_peers)
+        diagnose(given)
         raise
     except BaseException:
         identity.release()

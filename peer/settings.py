@@ -30,8 +30,14 @@ class NodeSettings(Settings):
         tuple[str, ...], Option("addresses of any peers of the swarm; one is enough", "ADDR")
     ]
     port: Annotated[
-        int, Option("TCP port to listen on (default: a free one)", "PORT", least=0, most=65535)
-    ] = 0
+        int | None,
+        Option(
+            "TCP port to listen on (default: 31337, or the next that is free); 0 takes any",
+            "PORT",
+            least=0,
+            most=65535,
+        ),
+    ] = None
     host_maddrs: Annotated[
         tuple[str, ...], Option("addresses to listen on (default: /ip4/0.0.0.0/tcp/PORT)", "ADDR")
     ] = ()
@@ -60,8 +66,16 @@ class NodeSettings(Settings):
             raise ConfigurationError("give --port or --host-maddrs, not both")
 
     def listen_maddrs(self) -> tuple[str, ...]:
-        """Return the addresses to listen on."""
-        return self.host_maddrs or (f"/ip4/0.0.0.0/tcp/{self.port}",)
+        """Return the addresses to listen on; a default port is this process's from here on."""
+        if self.host_maddrs:
+            return self.host_maddrs
+        port = self.port
+        if port is None:
+            # Not before a peer starts: --help does not wait for what this imports.
+            from dipaco.dht.node import take_port
+
+            port = take_port()
+        return (f"/ip4/0.0.0.0/tcp/{port}",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ def _swarm_checks(
     plan = report.plan
     yield c.ok("run", f"'{plan.name}' ({plan.run_id}), {needs.grid_of(plan).path_count} paths")
     if port_is_free:
-        yield c.check_reachability(report.addresses, report.reachable, settings.port, system)
+        yield c.check_reachability(report.addresses, report.reachable, settings.port or 0, system)
     needed = busiest_mbit_per_s(plan)
     if report.line is None:
         yield c.check_bandwidth(None, needed)
