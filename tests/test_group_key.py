@@ -7,8 +7,10 @@ import hashlib
 
 import msgpack
 import pytest
+from dipaco.modules.outer import Usual
 from dipaco.peer.averaging.call_codec import GREATEST_KEY_CHARACTERS
 from dipaco.peer.averaging.group import (
+    GREATEST_BANDWIDTH_MBIT,
     BadRowError,
     GatherRow,
     GroupRules,
@@ -121,6 +123,25 @@ def test_a_group_is_named_by_its_rows() -> None:
 def test_impossible_groups_are_refused(peers: list[str], rows: list[GatherRow]) -> None:
     with pytest.raises(BadRowError):
         agree(b"id", peers, [row.to_bytes() for row in rows], RULES)
+
+
+def test_a_lied_count_or_bandwidth_is_cut_down_for_every_member() -> None:
+    """By what the anchor says, in the table that goes into weights, counts and certificates."""
+    liar = dataclasses.replace(
+        ROW, peer="QmZ", tokens=10**12, bandwidth_mbit=GREATEST_BANDWIDTH_MBIT
+    )
+    members = [dataclasses.replace(ROW, peer=f"Qm{n}") for n in range(3)] + [liar]
+    peers, rows = [row.peer for row in members], [row.to_bytes() for row in members]
+    seen = [
+        agree(b"id", peers, rows, GroupRules(own, frozenset({0, 2}), 10**13, Usual({2: 300})))
+        for own in members
+    ]
+    assert all(group == seen[0] for group in seen)
+    assert [row.tokens for row in seen[0].table] == [4096, 4096, 4096, 16 * 4096]
+    assert seen[0].usual == Usual({2: 300})
+    assert 2 * seen[0].shares[3] == pytest.approx(sum(seen[0].shares), rel=1e-4)
+    unbounded = agree(b"id", peers, rows, GroupRules(liar, frozenset({2}), 10**13))
+    assert [row.tokens for row in unbounded.table] == [4096, 4096, 4096, 16 * 4096]
 
 
 def test_rows_are_small() -> None:
