@@ -249,3 +249,26 @@ def test_streams_of_a_stranger_do_not_fill_an_averager(host: HostProcess) -> Non
         dht.shutdown()
     print(f"peak grew by {grown:.1f} MiB")
     assert grown < 32
+
+
+def test_the_handlers_of_one_that_has_ended_without_a_word_are_taken_over() -> None:
+    async def serve(*_: object) -> None:
+        pass
+
+    async def take_over() -> None:
+        daemon = await P2P.create(
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_relay=False, startup_timeout=LIMIT_S
+        )
+        try:
+            ended = await BoundedP2P.replicate(daemon.daemon_listen_maddr)
+            await ended.add_binary_stream_handler("meet", serve)
+            heir = await BoundedP2P.replicate(daemon.daemon_listen_maddr)
+            with pytest.raises(Exception, match="already set"):
+                await heir.add_binary_stream_handler("meet", serve)
+            heir.replaced = ended.listens_at
+            for name in ("meet", "one that it did not have"):
+                await heir.add_binary_stream_handler(name, serve)
+        finally:
+            await daemon.shutdown()
+
+    asyncio.run(asyncio.wait_for(take_over(), 3 * LIMIT_S))

@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import StreamHandler
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
-from multiaddr import Multiaddr
+from hivemind.utils.multiaddr import Multiaddr
 
 from .codec import PartCodec
 
