@@ -1,11 +1,13 @@
 """How a peer's decisions hold in thousands of faulty histories (`dipaco.simulator.swarm`).
 
-    python benchmarks/swarm_faults.py --seeds 20000 --jobs 2 --json
+    python benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2 --json
+    python benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2 --protocol earlier
     python benchmarks/swarm_faults.py --seed 4711 --profile churn --trace
 
 A seed is a whole history: who takes part, what goes wrong, and when. With --seeds it prints how
 many were violated, by invariant, and the first seed of each; with --seed it lives through one, and
-with --trace writes its log. The same seed gives the same history on any machine.
+with --trace writes its log. The same seed gives the same history on any machine. With `--protocol
+earlier` the members decide as they did before certificates (`parts/earlier_protocol.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from dipaco.simulator.swarm.invariants import INVARIANTS
 from dipaco.simulator.swarm.scenario import PROFILES
 from dipaco.simulator.swarm.trace import Trace
 from parts.common import Report, build_parser
+from parts.earlier_protocol import earlier_member, earlier_protocol
 
 # Seeds that a process lives through before it reports.
 CHUNK = 25
+ALL = "all"
 
 
 @dataclass
@@ -79,20 +83,47 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trace", action="store_true", help="print the log of --seed")
     made.add_argument("--every-turn", action="store_true", help="log inner steps and waits too")
     made.add_argument(
-        "--profile", choices=PROFILES, default="mixed", help="what goes wrong (mixed)"
+        "--profile",
+        choices=(*PROFILES, ALL),
+        default="mixed",
+        help="what goes wrong; 'all' takes them in turn, one each seed (mixed)",
     )
     made.add_argument("--members", type=int, help="peers that train (2 to 10, drawn)")
     made.add_argument("--paths", type=int, help="paths of the grid (1 to 4, drawn)")
     made.add_argument("--rounds", type=int, help="rounds with faults (8 to 20, drawn)")
+    made.add_argument(
+        "--protocol",
+        choices=("present", "earlier"),
+        default="present",
+        help="whose rules the members follow (present)",
+    )
     made.add_argument("--jobs", type=int, default=1, help="processes (1)")
     return made
 
 
-def live(first: int, count: int, profile: str, sizes: dict[str, int | None]) -> Found:
+def live_one(
+    seed: int,
+    profile: str,
+    protocol: str,
+    sizes: dict[str, int | None],
+    trace: Trace | None = None,
+) -> Result:
+    """Live through one seed, in this process."""
+    if profile == ALL:
+        profile = PROFILES[seed % len(PROFILES)]
+    if protocol == "present":
+        return run_history(seed, profile, trace=trace, **sizes)
+    with earlier_protocol():
+        return run_history(seed, profile, trace=trace, make_member=earlier_member, **sizes)
+
+
+def live(
+    first: int, count: int, profile: str, protocol: str, sizes: dict[str, int | None]
+) -> Found:
     """Live through some seeds, in this process."""
     found = Found()
     for seed in range(first, first + count):
-        found.add(run_history(seed, profile, **sizes))
+        found.add(live_one(seed, profile, protocol, sizes))
     return found
 
 
@@ -101,14 +132,13 @@ def live_all(options: argparse.Namespace, sizes: dict[str, int | None]) -> Found
     begin, end = options.first_seed, options.first_seed + options.seeds
     chunks = [(first, min(CHUNK, end - first)) for first in range(begin, end, CHUNK)]
     found = Found()
+    given = (options.profile, options.protocol, sizes)
     if options.jobs == 1:
         for first, count in chunks:
-            found.merge(live(first, count, options.profile, sizes))
+            found.merge(live(first, count, *given))
         return found
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
-        running = [
-            pool.submit(live, first, count, options.profile, sizes) for first, count in chunks
-        ]
+        running = [pool.submit(live, first, count, *given) for first, count in chunks]
         for future in running:
             found.merge(future.result())
     return found
@@ -117,7 +147,7 @@ def live_all(options: argparse.Namespace, sizes: dict[str, int | None]) -> Found
 def replay(options: argparse.Namespace, sizes: dict[str, int | None]) -> int:
     """Live through one seed; returns the exit code."""
     trace = Trace(keep=options.trace, quiet=not options.every_turn)
-    result = run_history(options.seed, options.profile, trace=trace, **sizes)
+    result = live_one(options.seed, options.profile, options.protocol, sizes, trace)
     if options.trace:
         print("\n".join(result.trace.lines))
     print(f"{result.scenario}\n{result.figures}")
@@ -158,6 +188,7 @@ def main() -> int:
     ]
     report.figures = {
         "profile": options.profile,
+        "protocol": options.protocol,
         "first_seed": options.first_seed,
         "seeds": found.seeds,
         "events": found.events,

@@ -9,7 +9,7 @@ from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import DropPart, JoinParts
 from dipaco.peer.member.descent import Descent
 from dipaco.peer.member.ledger import MOST_PARTS, STALE_ROUNDS, Ledger
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.family import Family, genesis
 
@@ -284,6 +284,8 @@ def live_through(chance: random.Random, rounds: int) -> Trainer:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
+@example(208)
+@example(1800)
 def test_while_all_parts_are_remembered_work_is_counted_exactly_once(seed: int) -> None:
     peer = live_through(random.Random(seed), MOST_PARTS)
     assert peer.counted() == peer.trained

@@ -70,6 +70,19 @@ def before_me(path: int) -> str:
     return next(f"P{n}" for n in range(99) if rendezvous(f"P{n}", path) < rendezvous(ME, path))
 
 
+def test_a_claim_of_a_clock_that_was_ahead_is_made_anew_when_it_is_put_back() -> None:
+    claimer = Claimer()
+    path = claimer.claim().path
+    claimer.claiming.train()
+    assert of(a.Say, taken(claimer.known))[-1].since_s > START_S - 900.0
+    claimer.known.now_s = START_S - 900.0
+    claimer.claiming.clock_went_back()
+    (said,) = of(a.Say, taken(claimer.known))
+    assert (said.state, said.path, said.since_s) == ("training", path, START_S - 900.0)
+    claimer.claiming.clock_went_back()
+    assert taken(claimer.known) == []
+
+
 def test_it_claims_the_path_that_nobody_trains() -> None:
     peer = Claimer(*(claim(f"P{path}", path) for path in (0, 1, 3)))
     assert peer.claim().path == 2

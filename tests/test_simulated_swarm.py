@@ -7,8 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.records import (
@@ -34,6 +37,7 @@ from dipaco.simulator.swarm.trace import Trace
 from dipaco.simulator.swarm.work import Content, ModuleWork, add, counts_of, steps_in
 from dipaco.simulator.swarm.world import Decider, World
 from hivemind.utils import MSGPackSerializer
+from parts.earlier_protocol import earlier_member, earlier_protocol
 from support.certificates import certificate
 
 # Seeds of each profile that every run of the tests lives through; the benchmark lives through many.
@@ -51,8 +55,10 @@ def test_members_hold_in_histories_with_faults(profile: str) -> None:
 FOUND = (
     ("latency", 7, 5, 6),  # A slow peer joined parts of its work between which a chain parted.
     ("clock", 13, 3, 6),  # A peer alone on a path committed in rounds far ahead.
+    ("latency", 99, 5, 6),  # Of three that nobody can call, two had seen each other.
     ("hostile", 67, 5, 6),  # An offered copy was taken for the genesis state to compare with.
     ("mixed", 46, 4, 8),  # Whoever was alone for long forgot what it had trained first.
+    ("mixed", 124, 2, 8),  # A claim made by a clock that was ahead was believed by nobody.
     ("mixed", 47, 5, 6),  # Two clocks that were ahead believed each other.
 )
 
@@ -61,6 +67,13 @@ FOUND = (
 def test_what_was_found_is_mended(profile: str, seed: int, members: int, rounds: int) -> None:
     result = run_history(seed, profile, members=members, rounds=rounds)
     assert result.violations == [], result.command
+
+
+def test_the_earlier_rules_lose_work_in_a_history_in_which_members_lose_none() -> None:
+    with earlier_protocol():
+        result = run_history(0, "split", members=4, rounds=8, make_member=earlier_member)
+    assert {violation.invariant for violation in result.violations} == {"work"}
+    assert run_history(0, "split", members=4, rounds=8).violations == []
 
 
 def test_a_seed_is_the_same_history_on_any_machine() -> None:

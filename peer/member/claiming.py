@@ -34,6 +34,7 @@ class Claiming:
         self._until_s = math.inf
         self._looks = 0
         self._since_s = 0.0
+        self._said = ""
         self._chosen: Decision | None = None
         self.decision: Decision | None = None
         """What was claimed, once nobody is in the way."""
@@ -65,7 +66,7 @@ class Claiming:
         self._horizon.look()
 
     def _say(self, state: str, decision: Decision) -> None:
-        known = self._known
+        known, self._said = self._known, state
         known.do(
             Say(
                 "training" if state == "training" else "joining",
@@ -108,6 +109,12 @@ class Claiming:
             self._phase = _Phase.CHECKING
             self._horizon.look()
 
+    def clock_went_back(self) -> None:
+        """Say again what was said to have begun later than now: nobody believes that."""
+        if self._chosen is not None and self._said and self._since_s > self._known.now_s:
+            self._since_s = self._known.now_s
+            self._say(self._said, self._chosen)
+
     def stop(self) -> None:
         """Choose no more; what was said last stands."""
         self._phase = _Phase.IDLE
@@ -134,7 +141,7 @@ class Claiming:
 
     def leave(self) -> None:
         """Withdraw the claim."""
-        self._phase = _Phase.IDLE
+        self._phase, self._said = _Phase.IDLE, ""
         path = self.decision.path if self.decision is not None else None
         self._known.do(
             Say("leaving", path, self._since_s, "", self._known.settings.pinned is not None)

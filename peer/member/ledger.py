@@ -47,6 +47,8 @@ class Ledger:
         """Those that are not in the anchor."""
         self._rows: dict[int, frozenset[int]] = {}
         """The parts that the contribution of a round has in it."""
+        self._merged_in: dict[int, int] = {}
+        """The round of the step by which a part came into the anchor."""
         self._joinable: set[int] = set()
         """Parts of a commit in which nobody stood aside: no fork lies before them."""
         self._whole: int | None = None
@@ -81,6 +83,7 @@ class Ledger:
         before among them. `is_last_signed`: these have all signed the commit before this one."""
         self._base_round = round_index
         row = self._rows[round_index]
+        self._merged_in |= dict.fromkeys(row & {*self.unmerged}, round_index)
         self.unmerged = [part for part in self.unmerged if part not in row]
         if self._group is not None and self._group <= group and row == {round_index}:
             self._followed.add(round_index)
@@ -97,12 +100,14 @@ class Ledger:
 
     def adopt(self, state: StateReference, own: StateReference, descent: Descent) -> Reckoning:
         """Work out what of the own work a state contains, and note that it is the anchor."""
-        contained: set[int] = set()
-        for round_index, row in self._rows.items():
+        contained: dict[int, int] = {}
+        for round_index, row in sorted(self._rows.items(), reverse=True):
             if descent.contains(state, self._me, round_index):
-                contained |= row
-        contained |= self._surely_shared(state, own, descent)
+                contained |= dict.fromkeys(row, round_index)
+        for part in self._surely_shared(state, own, descent) - contained.keys():
+            contained[part] = self._merged_in.get(part, part)
         on_top = [part for part in self.parts if part not in contained]
+        self._merged_in = {part: contained[part] for part in self.parts if part in contained}
         is_merged = any(part in contained for part in self.unmerged)
         oldest = min((part - 1 for part in on_top), default=self._base_round)
         age = max(0, state.last_round - min(oldest, self._base_round))
@@ -128,7 +133,8 @@ class Ledger:
         certificate = descent.book.get(state.module, ancestor)
         if certificate is None:
             return set()
-        return {part for part in merged if part <= certificate.statement.round_index}
+        fork = certificate.statement.round_index
+        return {part for part in merged if self._merged_in.get(part, part) <= fork}
 
     def _make_room(self, own: StateReference, descent: Descent) -> list[Action]:
         """Join parts between which no fork lies, as far as one can tell, or do without the
@@ -137,7 +143,10 @@ class Ledger:
         while len(self.parts) > MOST_PARTS:
             pair = self._pair_to_join(own, descent)
             if pair is None:
-                oldest = self.parts.pop(0)
+                # What no anchor has is in the local parameters, and has to be known by its name.
+                oldest = next(part for part in self.parts if part not in self.unmerged)
+                self.parts.remove(oldest)
+                self._merged_in.pop(oldest, None)
                 self._rows = {r: row - {oldest} for r, row in self._rows.items()}
                 done.append(DropPart(self._module, oldest))
                 continue
@@ -149,6 +158,7 @@ class Ledger:
                     near.discard(newer)
             if older in self.unmerged:
                 self.unmerged.remove(older)
+            self._merged_in.pop(older, None)
             self._rows = {
                 r: (row - {older}) | {newer} if older in row else row
                 for r, row in self._rows.items()

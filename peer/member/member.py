@@ -114,7 +114,8 @@ class Member:
             return []
         if went_back:
             self.position.clock_went_back(now_s)
-            for part in (self._outer, self._adoption, self._chains, self._keeping):
+            parts = (self._claiming, self._outer, self._adoption, self._chains, self._keeping)
+            for part in parts:
                 part.clock_went_back()
         if isinstance(event, e.Turn):
             self._on_turn(event)

@@ -6,9 +6,11 @@ can be called: they never meet. Who takes long over an inner step may be behind,
 unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
 were no numbers) the last steps may be missing: those after its last merged boundary.
 `descent`: no honest member replaces a chain by one with fewer certified contributors that train
-since their common ancestor, as far as its certificates go.
+since their common ancestor, as far as its certificates go. Of two peers that cannot be called none
+can show itself to the other, and what has not shown itself weighs nothing (design 4.4).
 `liveness`: while an honest trainer of a module lives, connected to more than half of those that
-train it, the module commits at least every `LIVENESS_ROUNDS` rounds.
+train it, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as many where rounds are
+counted and peers move: each begins its rounds when it comes, and may have to meet the others anew.
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
 `copies`: two rounds after a commit, three peers hold that state or a later one, where three honest
@@ -174,9 +176,14 @@ class Invariants:
         if ancestor is None:
             return
         # Names that only sign are nobody.
-        real = self._world.machines.keys()
-        mine = book.contributors_since(module, before, ancestor) & real
-        theirs = book.contributors_since(module, new, ancestor) & real
+        real = self._world.machines
+        shown = {
+            peer
+            for peer, other in real.items()
+            if other is machine or other.link.can_be_called or machine.link.can_be_called
+        }
+        mine = book.contributors_since(module, before, ancestor) & shown
+        theirs = book.contributors_since(module, new, ancestor) & real.keys()
         if len(theirs) < len(mine):
             self._violated(
                 "descent",
@@ -243,7 +250,10 @@ class Invariants:
             self._alive_since.pop(module, None)
             return
         since_s = self._alive_since.setdefault(module, now_s)
-        if now_s - since_s > (LIVENESS_ROUNDS + 0.5) * self._round_s:
+        moves = sum(m.trains for m in self._honest()) < self._world.grid.path_count
+        is_counted = self._world.plan.rounds.inner_steps > 0
+        rounds = LIVENESS_ROUNDS * (2 if moves and is_counted else 1)
+        if now_s - since_s > (rounds + 0.5) * self._round_s:
             self._violated(
                 "liveness",
                 f"{module} has not committed for {(now_s - since_s) / self._round_s:.1f} rounds; "
