@@ -20,6 +20,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
 from dipaco.peer.node import Node, join_run, visible_addresses
+from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from dipaco.peer.server import Server
 from dipaco.routing.run_folder import RunFolder
@@ -53,6 +54,7 @@ def run(settings: ServeSettings) -> int:
         is_relay=True,
         own_manifest=manifest_path.read_bytes(),
         run_folder=folder,
+        uplink=Uplink(settings.max_upload_mbps),
         say=display.say,
     )
     joined.set()

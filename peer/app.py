@@ -30,12 +30,14 @@ from hivemind.utils.limits import increase_file_limit
 
 from .averaging.pool import AveragingPool
 from .background import Background
+from .check.needs import too_slow
 from .display import Display
 from .events import EventLog
 from .exchange.reachability import ReachabilityWatch
 from .keeper import BestParametersCopies, Keeper
 from .node import SOFTWARE, KnownPeers, Node, join_run, visible_addresses
-from .owner.pauses import Hours, Pauses, install_pause_signals
+from .owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
+from .owner.uplink import Uplink
 from .publisher import PeerStatus, Publisher
 from .session import Session
 from .settings import NodeSettings, PeerSettings
@@ -57,6 +59,7 @@ def run_peer(settings: PeerSettings) -> int:
     increase_file_limit(4096, 16384)
     events = EventLog(settings.log_json)
     events.add_listener(display.on_event)
+    uplink = Uplink(settings.max_upload_mbps)
     node: Node | None = None
     try:
         node = join_run(
@@ -66,6 +69,7 @@ def run_peer(settings: PeerSettings) -> int:
             identity_path=settings.identity_path,
             host_maddrs=settings.listen_maddrs(),
             announce_maddrs=settings.announce_maddrs,
+            uplink=uplink,
             say=display.say,
         )
         joined.set()
@@ -77,7 +81,7 @@ def run_peer(settings: PeerSettings) -> int:
         while following is not None:
             node = following
             _greet(node, display)
-            settings, following = _train(settings, node, display, events, stopping)
+            settings, following = _train(settings, node, display, events, stopping, uplink)
             display.stop()
             node = following or node
     finally:
@@ -114,15 +118,21 @@ def _train(
     display: Display,
     events: EventLog,
     stopping: threading.Event,
+    uplink: Uplink,
 ) -> tuple[PeerSettings, Node | None]:
     """Start the background work in the order that forking needs, then run the session.
 
     Returns the node of the successor that the peer moves to, if it does, and the settings there.
     """
     rule = AveragingRule.of(node.plan, node.load_shard_index())
-    pool = AveragingPool(node.dht, node.plan, node.grid, rule)
+    pool = AveragingPool(node.dht, node.plan, node.grid, rule, uplink)
     hours = Hours.parse(settings.hours) if settings.hours is not None else None
-    pauses = Pauses(settings.cache_folder, hours, on_battery=settings.on_battery == "pause")
+    budget = UploadBudget(settings.cache_folder, settings.max_upload_gb_month, uplink)
+    pauses = Pauses(
+        settings.cache_folder, hours, on_battery=settings.on_battery == "pause", budget=budget
+    )
+    for line in too_slow(node.plan, settings.max_upload_mbps):
+        logger.warning("%s", line)
     try:
         device, reason = choose_device(settings.device)
         limit_memory(device, settings.vram_gb)

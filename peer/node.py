@@ -48,6 +48,7 @@ from .exchange.exchange import Exchange
 from .exchange.fetching import ContentFetcher, core_blobs
 from .exchange.held_states import HeldStates
 from .member.rounds import RoundSchedule
+from .owner.uplink import Uplink
 
 logger = logging.getLogger("dipaco.peer.node")
 
@@ -280,6 +281,7 @@ def join_run(
     is_relay: bool = False,
     own_manifest: bytes | None = None,
     run_folder: Path | None = None,
+    uplink: Uplink | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Node:
     """Join a swarm and a run of it, and return the joined node.
@@ -320,7 +322,7 @@ def join_run(
     except BaseException:
         identity.release()
         raise
-    exchange = Exchange(dht, software=SOFTWARE, protocol_version=PROTOCOL_VERSION)
+    exchange = Exchange(dht, software=SOFTWARE, protocol_version=PROTOCOL_VERSION, uplink=uplink)
     membership = Membership(identity, dht, exchange, Clock(), initial_peers)
     try:
         exchange.start()

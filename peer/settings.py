@@ -55,6 +55,14 @@ class NodeSettings(Settings):
             "FILE",
         ),
     ] = None
+    max_upload_mbps: Annotated[
+        float | None,
+        Option(
+            "upload of reduces, states and blobs at most, in Mbit/s (default: all there is)",
+            "MBPS",
+            least=0.1,
+        ),
+    ] = None
     address_file: Annotated[
         Path | None, Option("write the addresses of this node to FILE", "FILE")
     ] = None
@@ -131,6 +139,14 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     vram_gb: Annotated[
         float | None,
         Option("GPU memory to take at most, in GiB (default: all)", "GIB", least=0.1),
+    ] = None
+    max_upload_gb_month: Annotated[
+        float | None,
+        Option(
+            "pause, and send nothing, once so many GB were sent in a month (default: no limit)",
+            "GB",
+            least=0.001,
+        ),
     ] = None
     name: Annotated[
         str, Option("what status calls this peer, 32 characters (default: its id alone)", "NAME")

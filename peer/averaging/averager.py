@@ -31,6 +31,7 @@ from dipaco.modules.outer import (
     canonical_table,
 )
 from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import switch_to_uvloop
@@ -66,6 +67,7 @@ class ExactAverager(multiprocessing.Process):
     :param silence_s: a member that sends nothing for this long has failed
     :param replaces: `listens_at` of one that has ended without a word, whose place this one takes
     :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
+    :param uplink: what all processes of this peer may send
     :param start: start the process now; otherwise call `run_in_background`
 
     Create it early, before CUDA is used, on a thread that lives as long as the peer: the process
@@ -85,6 +87,7 @@ class ExactAverager(multiprocessing.Process):
         silence_s: float = 30.0,
         replaces: str = "",
         bandwidth_mbit: int | None = None,
+        uplink: Uplink | None = None,
         start: bool = True,
         shutdown_timeout: float = 3.0,
     ) -> None:
@@ -98,6 +101,7 @@ class ExactAverager(multiprocessing.Process):
         self._silence_s = silence_s
         self._replaces = replaces
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
+        self._uplink = uplink
         self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
         self._scratch = torch.zeros(size, dtype=torch.float32).share_memory_()
         self._call_lock = threading.Lock()
@@ -366,6 +370,7 @@ class ExactAverager(multiprocessing.Process):
             p2p = await self._dht.replicate_p2p(BoundedP2P)
             p2p.replaced = self._replaces
             p2p.limit_bytes = greatest_message_bytes(self._codec, self._rule.part_bytes)
+            p2p.uplink = self._uplink
             service = AveragingService(
                 p2p,
                 self.prefix,

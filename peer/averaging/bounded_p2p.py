@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dipaco.dht.repetition import Complaints
+from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import StreamHandler
@@ -68,6 +69,7 @@ class BoundedP2P(P2P):
     """
 
     limit_bytes: int = LEAST_LIMIT_BYTES
+    uplink: Uplink | None = None
     expected: Collection[str] = frozenset()
     replaced: str = ""
     """Where one listened that has ended without a word: p2pd keeps its handlers until they are
@@ -100,7 +102,7 @@ class BoundedP2P(P2P):
                 return
             self._streams[peer] += 1
             try:
-                await handler(stream, _Complaining(reader, self, peer), writer)
+                await handler(stream, _Complaining(reader, self, peer), self._paced(writer))
             finally:
                 self._streams -= Counter([peer])
 
@@ -130,7 +132,11 @@ class BoundedP2P(P2P):
     ) -> tuple[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream on which the other side can answer no more than `limit_bytes` at once."""
         info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
-        return info, BoundedReader(reader, self.limit_bytes), writer  # type: ignore[return-value]
+        bounded: Any = BoundedReader(reader, self.limit_bytes)
+        return info, bounded, self._paced(writer)
+
+    def _paced(self, writer: asyncio.StreamWriter) -> Any:
+        return writer if self.uplink is None else _PacedWriter(writer, self.uplink)
 
     def admits(self, peer: str) -> bool:
         """Tell whether a peer may open one more stream."""
@@ -144,6 +150,27 @@ class BoundedP2P(P2P):
 
     def _complain(self, peer: str, what: str) -> None:
         logger.log(self._complaints.level(peer), "refused a stream of %s: %s", peer, what)
+
+
+class _PacedWriter:
+    """A stream's writer whose messages have gone, at the rate that the owner allows, once they are
+    drained. Everything else is the writer's own."""
+
+    def __init__(self, writer: asyncio.StreamWriter, uplink: Uplink) -> None:
+        self._writer, self._uplink = writer, uplink
+        self._written_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._written_bytes += len(data)
+        self._writer.write(data)
+
+    async def drain(self) -> None:
+        count, self._written_bytes = self._written_bytes, 0
+        await self._writer.drain()
+        await self._uplink.reduce(count)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
 
 
 class _Complaining(BoundedReader):

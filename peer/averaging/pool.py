@@ -13,6 +13,7 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import AveragingRule
 from dipaco.modules.plan import RunPlan
+from dipaco.peer.owner.uplink import Uplink
 
 from .averager import ExactAverager
 from .group import averager_prefix
@@ -29,8 +30,16 @@ ENDED_S = 5.0
 class AveragingPool:
     """Makes, replaces and stops the averagers. Used by the session, on the main thread."""
 
-    def __init__(self, dht: GuardedDHT, plan: RunPlan, grid: Grid, rule: AveragingRule) -> None:
+    def __init__(
+        self,
+        dht: GuardedDHT,
+        plan: RunPlan,
+        grid: Grid,
+        rule: AveragingRule,
+        uplink: Uplink | None = None,
+    ) -> None:
         self._dht = dht
+        self._uplink = uplink or Uplink()
         self._plan = plan
         self._grid = grid
         self.rule = rule
@@ -49,6 +58,8 @@ class AveragingPool:
             matchmaking_s=rounds.matchmaking_s,
             paths_of_module={module: grid.paths_of_module(module) for module in modules},
             replaces=replaces,
+            bandwidth_mbit=self._uplink.stated_mbit_per_s,
+            uplink=self._uplink,
             silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),
         )
 

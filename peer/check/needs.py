@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 from dipaco.modules.codecs import CODECS, Codec
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.config import (
     AveragingConfig,
     GridConfig,
@@ -183,6 +184,29 @@ def round_mbit_per_s(run: Run, grid: Grid) -> float:
     codec = run.averaging.codec
     sent = sum(gradient_bytes(run, grid, level)[codec] for level in grid.level_names)
     return 8e-6 * (sent + sum(copy_bytes(run, grid))) / run.rounds.duration_s
+
+
+def too_slow(run: Run, upload_mbit_per_s: float | None) -> list[str]:
+    """Return a line for each level whose outer gradients cannot be sent in time with an upload
+    limit, with the limit that would do; none without a limit.
+
+    Whoever states little upload reduces little, so what has to be sent is one's own contribution,
+    half of what everybody sends with equal shares, in the first half of the commit window.
+    """
+    if upload_mbit_per_s is None:
+        return []
+    grid, rounds, lines = grid_of(run), run.rounds, []
+    time_s = rounds.window_s / 2 - rounds.matchmaking_s
+    for level in grid.level_names:
+        sent = gradient_bytes(run, grid, level)[run.averaging.codec] // 2
+        needed = 8e-6 * sent / max(time_s, 0.1)
+        if needed > upload_mbit_per_s:
+            lines.append(
+                f"{level}: an outer step sends {shown_bytes(sent)} in {time_s:.0f} s, which "
+                f"--max-upload-mbps {upload_mbit_per_s:g} does not carry: this peer's work on it "
+                f"will not be averaged with others'; give at least --max-upload-mbps {needed:.2g}"
+            )
+    return lines
 
 
 def all_reduce_bytes(elements: int, peers: int, codec: Codec, part_bytes: int) -> int:

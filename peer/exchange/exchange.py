@@ -18,6 +18,7 @@ from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import StateReference
+from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import P2P, PeerID
 
 from .clock import ClockSample
@@ -87,6 +88,7 @@ class Exchange:
         protocol_version: int = PROTOCOL_VERSION,
         max_uploads: int = MAX_UPLOADS,
         max_uploads_per_peer: int = MAX_UPLOADS_PER_PEER,
+        uplink: Uplink | None = None,
     ) -> None:
         self._dht = dht
         self._software = software
@@ -97,6 +99,7 @@ class Exchange:
             protocol_version=protocol_version,
             max_uploads=max_uploads,
             max_uploads_per_peer=max_uploads_per_peer,
+            uplink=uplink,
         )
         self._p2p: P2P | None = None
         self._download_slots = asyncio.Semaphore(MAX_DOWNLOADS)

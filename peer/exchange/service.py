@@ -24,6 +24,7 @@ from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.repetition import Complaints
 from dipaco.modules.state import StateReference
+from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import runtime_pb2
@@ -113,6 +114,7 @@ class ExchangeService(ServicerBase):
         protocol_version: int,
         max_uploads: int = MAX_UPLOADS,
         max_uploads_per_peer: int = MAX_UPLOADS_PER_PEER,
+        uplink: Uplink | None = None,
         system_time: Callable[[], float] = time.time,
     ) -> None:
         self.software = software
@@ -122,6 +124,7 @@ class ExchangeService(ServicerBase):
         self.chains: ChainSource | None = None
         self.offer_handler: OfferHandler = refuse_offer
         self.bytes_up = 0
+        self._uplink = uplink or Uplink()
         self._slots = UploadSlots(max_uploads, max_uploads_per_peer)
         self._system_time = system_time
         self._shelf = ContentShelf()
@@ -257,7 +260,9 @@ class ExchangeService(ServicerBase):
     async def _answer_fetch(
         self, peer: str, request: FetchRequest, writer: asyncio.StreamWriter
     ) -> None:
-        upload = self._slots.take(peer, writer.transport.abort)
+        upload = None
+        if self._uplink.serves:
+            upload = self._slots.take(peer, writer.transport.abort)
         if upload is None:
             await _reply(writer, FetchReply(status="busy", retry_after_s=RETRY_AFTER_S))
             return
@@ -282,8 +287,10 @@ class ExchangeService(ServicerBase):
             if not data:
                 raise EOFError("the file was cut off while it was served")
             view = memoryview(data)
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
+            step = min(CHUNK_BYTES, self._uplink.piece_bytes or CHUNK_BYTES)
+            for start in range(0, len(view), step):
+                chunk = view[start : start + step]
+                await self._uplink.content(len(chunk))
                 writer.write(chunk)
                 await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
                 self.bytes_up += len(chunk)

@@ -1,4 +1,5 @@
-"""When a peer is to train nothing: its owner said so, the hour is wrong, or the battery is in use.
+"""When a peer is to train nothing: its owner said so, the hour is wrong, the battery is in use, or
+the upload of the month is used up.
 
 `dipaco-peer pause` and `resume` make and remove one file in the cache folder, and so do the
 signals SIGUSR1 and SIGUSR2; a peer that starts looks at it too. Beside it the peer writes what it
@@ -8,6 +9,7 @@ does, which is what the commands wait for. The member decides what a pause means
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -21,6 +23,8 @@ from types import FrameType
 
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.files import atomic_write
+
+from .uplink import Uplink
 
 logger = logging.getLogger("dipaco.peer.owner.pauses")
 
@@ -73,6 +77,52 @@ def is_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     return is_emptied
 
 
+class UploadBudget:
+    """What was sent this month, kept on disk; `uplink` counts since the start. One thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_gb: float | None,
+        uplink: Uplink,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._file = folder / "upload.json"
+        self._limit_bytes = limit_gb * 1e9 if limit_gb is not None else None
+        self._limit_gb = limit_gb
+        self._uplink, self._now = uplink, now
+        self._counted = uplink.sent_bytes
+        self._month, self._bytes = self._load()
+
+    def reason(self) -> str:
+        """Return why nothing more is to be sent this month; empty while something is left."""
+        self.count()
+        is_used_up = self._limit_bytes is not None and self._bytes >= self._limit_bytes
+        self._uplink.serves = not is_used_up
+        if not is_used_up:
+            return ""
+        return f"{self._limit_gb:g} GB were sent this month (--max-upload-gb-month)"
+
+    def count(self) -> None:
+        """Write down what was sent; another month begins at nothing."""
+        sent, month = self._uplink.sent_bytes, f"{self._now():%Y-%m}"
+        if month != self._month:
+            self._month, self._bytes = month, 0
+        self._bytes += sent - self._counted
+        if sent != self._counted or not self._file.exists():
+            written = json.dumps({"month": self._month, "bytes": self._bytes})
+            with contextlib.suppress(OSError, StorageError):
+                atomic_write(self._file, f"{written}\n".encode())
+        self._counted = sent
+
+    def _load(self) -> tuple[str, int]:
+        try:
+            kept = json.loads(self._file.read_text())
+            return str(kept["month"]), max(0, int(kept["bytes"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return "", 0
+
+
 class Pauses:
     """Says whether to train, and tells the commands what the peer does. One thread calls it."""
 
@@ -82,6 +132,7 @@ class Pauses:
         hours: Hours | None = None,
         *,
         on_battery: bool = False,
+        budget: UploadBudget | None = None,
         supplies: Path = POWER_SUPPLIES,
         now: Callable[[], datetime] = datetime.now,
         monotonic: Callable[[], float] = time.monotonic,
@@ -90,6 +141,7 @@ class Pauses:
         self._hours = hours
         self._on_battery = on_battery
         self._supplies = supplies
+        self._budget = budget
         self._now, self._monotonic = now, monotonic
         self._looked_s = float("-inf")
         self._reason = ""
@@ -113,12 +165,14 @@ class Pauses:
         return self._reason
 
     def _look(self) -> str:
+        # Counted also while something else is the reason.
+        used_up = self._budget.reason() if self._budget is not None else ""
         now = self._now()
         if self._hours is not None and not self._hours.contain(60 * now.hour + now.minute):
             return f"outside of --hours {self._hours.text}"
         if self._on_battery and is_on_battery(self._supplies):
             return "on battery (--on-battery pause)"
-        return ""
+        return used_up
 
     def tell(self, state: str, path: int | None, why: str) -> None:
         """Write down what the peer does, for the commands; a full disk does not matter."""
@@ -132,6 +186,8 @@ class Pauses:
 
     def close(self) -> None:
         """The peer ends."""
+        if self._budget is not None:
+            self._budget.count()
         with contextlib.suppress(OSError):
             activity_file(self._folder).unlink(missing_ok=True)
 

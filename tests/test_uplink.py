@@ -1,0 +1,171 @@
+"""What a peer sends is limited: one clock for all its processes, reduces first, months counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dipaco.peer.averaging.bounded_p2p import _PacedWriter
+from dipaco.peer.check.needs import too_slow
+from dipaco.peer.owner.pauses import Pauses, UploadBudget
+from dipaco.peer.owner.uplink import LONGEST_WAIT_S, PIECE_S, REDUCE_PAUSE_S, Uplink
+from support.tiny_run import make_tiny_run
+
+
+class FakeTime:
+    """A clock that the test moves; sleeping moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(asyncio, "sleep", self._sleep)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    return FakeTime(monkeypatch)
+
+
+def test_bytes_take_the_time_that_the_limit_gives_them(clock: FakeTime) -> None:
+    uplink = Uplink(8.0, clock)  # A million bytes a second.
+
+    async def send() -> None:
+        for _ in range(10):
+            await uplink.reduce(300_000)
+            await uplink.content(100_000)
+
+    asyncio.run(send())
+    # After each reduce, content waits a moment for the next one.
+    assert clock.now_s - 100.0 == pytest.approx(4.0 + 10 * REDUCE_PAUSE_S, rel=0.2)
+    assert uplink.sent_bytes == 4_000_000
+
+
+def test_what_was_not_used_is_not_saved_up(clock: FakeTime) -> None:
+    uplink = Uplink(8.0, clock)
+    clock.now_s += 1000.0
+    assert uplink.reserve(500_000, is_reduce=True) == pytest.approx(0.5)
+    assert uplink.reserve(500_000, is_reduce=True) == pytest.approx(1.0)
+
+
+def test_reduces_go_first(clock: FakeTime) -> None:
+    uplink = Uplink(8.0, clock)
+    uplink.reserve(2_000_000, is_reduce=True)
+    asyncio.run(uplink.content(1000))
+    assert clock.now_s - 100.0 >= 2.0 + REDUCE_PAUSE_S
+    # A piece of content under way delays a reduce by no more than the piece.
+    uplink.reserve(uplink.piece_bytes or 0, is_reduce=False)
+    assert uplink.reserve(0, is_reduce=True) <= 1.1 * PIECE_S
+    # A reduce without an end does not silence content for ever.
+    uplink.reserve(10**9, is_reduce=True)
+    began_s = clock.now_s
+    assert uplink.is_busy()
+
+    async def one_piece() -> None:
+        await asyncio.wait_for(uplink.content(0), None)
+
+    asyncio.run(one_piece())
+    assert clock.now_s - began_s >= LONGEST_WAIT_S
+
+
+def test_without_a_limit_nothing_waits(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    asyncio.run(uplink.reduce(10**9))
+    asyncio.run(uplink.content(10**9))
+    assert clock.now_s == 100.0
+    assert uplink.sent_bytes == 2 * 10**9
+    assert uplink.piece_bytes is None
+    assert uplink.stated_mbit_per_s is None
+    assert Uplink(0.5).stated_mbit_per_s == 1
+
+
+def test_all_processes_share_it() -> None:
+    uplink = Uplink(8.0)
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: uplink.reserve(10**9, is_reduce=True)
+    )
+    child.start()
+    child.join()
+    assert uplink.sent_bytes == 10**9
+    assert uplink.is_busy()
+    assert uplink.reserve(0, is_reduce=False) > 900.0
+
+
+def test_a_process_that_died_with_the_lock_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dipaco.peer.owner.uplink.LOCK_LIMIT_S", 0.01)
+    uplink = Uplink(8.0)
+    child = multiprocessing.get_context("fork").Process(target=uplink._lock.acquire)
+    child.start()
+    child.join()
+    assert uplink.reserve(10**6, is_reduce=True) > 0.5
+    assert uplink.reserve(10**6, is_reduce=True) > 1.0
+    assert uplink.sent_bytes == 2 * 10**6
+
+
+def test_a_message_is_paced_when_it_is_drained(clock: FakeTime) -> None:
+    class Writer:
+        written = b""
+        transport = "its own"
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+        async def drain(self) -> None: ...
+
+    inner: Any = Writer()
+    writer = _PacedWriter(inner, Uplink(8.0, clock))
+    writer.write(b"x" * 400_000)
+    writer.write(b"y" * 100_000)
+    asyncio.run(writer.drain())
+    assert clock.now_s - 100.0 == pytest.approx(0.5)
+    assert len(inner.written) == 500_000
+    assert writer.transport == "its own"
+
+
+def test_a_month_s_upload(tmp_path: Path) -> None:
+    month = {"now": datetime(2026, 1, 30)}
+    uplink = Uplink()
+
+    def budget(limit_gb: float | None = 1.0) -> UploadBudget:
+        return UploadBudget(tmp_path, limit_gb, uplink, lambda: month["now"])
+
+    first = budget()
+    uplink.reserve(600_000_000, is_reduce=False)
+    assert first.reason() == ""
+    # It goes on where it was after a restart, and counts without a limit too.
+    uplink.reserve(300_000_000, is_reduce=True)
+    unlimited = budget(None)
+    assert unlimited.reason() == ""
+    first.count()
+    second = budget()
+    uplink.reserve(200_000_000, is_reduce=True)
+    assert second.reason() == "1 GB were sent this month (--max-upload-gb-month)"
+    assert not uplink.serves
+    assert json.loads((tmp_path / "upload.json").read_text())["month"] == "2026-01"
+    watch = Pauses(tmp_path, budget=second)
+    assert watch.change() == "1 GB were sent this month (--max-upload-gb-month)"
+    month["now"] = datetime(2026, 2, 1)
+    assert second.reason() == ""
+    assert uplink.serves
+    (tmp_path / "upload.json").write_text("nonsense")
+    assert budget().reason() == ""
+
+
+def test_a_limit_that_no_round_fits_in_is_told_beforehand(tmp_path: Path) -> None:
+    plan = make_tiny_run(tmp_path / "run", duration_s=60.0).plan()
+    assert too_slow(plan, None) == []
+    assert too_slow(plan, 1000.0) == []
+    lines = too_slow(plan, 0.001)
+    assert [line.partition(":")[0] for line in lines] == ["L0", "L1"]
+    needed = float(lines[0].rpartition(" ")[2])
+    assert too_slow(plan, 1.1 * needed)[:1] != lines[:1]
+    assert "--max-upload-mbps 0.001 does not carry" in lines[0]
