@@ -11,7 +11,7 @@ from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import Usual
 from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import reduce_shares
-from dipaco.peer.averaging.parts import AveragingFailed
+from dipaco.peer.averaging.parts import AveragingFailed, as_failure
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 from hypothesis import HealthCheck, given, settings
@@ -104,6 +104,20 @@ def test_silent_peer_fails_everybody(kind: str) -> None:
     results = asyncio.run(group.run(stall))
     assert_no_result(results, group, may_have_it=1 if kind == "average" else None)
     assert any(silent.to_base58() in failure.culprits for failure in failures(results))
+
+
+def test_a_reducer_that_knows_no_such_group_makes_it_one_that_has_not_formed() -> None:
+    forgetful = make_peer_id(1)
+
+    async def forget(transit: Transit, message: Message) -> Message:
+        if transit.source == forgetful and transit.kind == "average":
+            return Message(code=averaging_pb2.BAD_GROUP_ID)
+        return message
+
+    failed = failures(asyncio.run(Group.random(2, 8_000).run(forget)))
+    (failure,) = [f for f in failed if f.culprits == (forgetful.to_base58(),)]
+    told = as_failure(failure, failure.peers_seen, ())
+    assert (told.peers_seen, told.culprits) == ((), failure.culprits)
 
 
 def _nan(message: Message) -> None:

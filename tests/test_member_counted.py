@@ -64,6 +64,15 @@ def test_survivors_of_a_broken_group_wait_for_the_living_alone() -> None:
     assert (again.attempt, again.awaited) == (1, {"Pa", ME})
 
 
+def test_a_group_of_which_a_member_knows_nothing_meets_again_with_that_member() -> None:
+    peer = counted("Pa")
+    peer.turn()
+    fail(peer, 0, (), ("Pa",))
+    peer.now_s += AGAIN_AFTER_S
+    (again,) = of(a.Average, peer.turn())
+    assert (again.attempt, again.awaited, again.excluded) == (0, {"Pa", ME}, ())
+
+
 def test_a_claim_that_expires_is_waited_for_no_more() -> None:
     peer = counted("Pa", "Pc")
     peer.turn()

@@ -42,6 +42,7 @@ from .group import AgreedGroup
 from .parts import (
     AveragingFailed,
     FirstFailure,
+    NoGroup,
     PartedVector,
     PartRoot,
     ReducedPart,
@@ -324,6 +325,8 @@ class ExactAllReduceRunner:
         ):
             reason = f"peer {name} reports that peer {blamed} failed"
             return AveragingFailed(reason, members, (), (), blamed)
+        if message.code == averaging_pb2.BAD_GROUP_ID:
+            return NoGroup(f"peer {name} knows nothing of the group", members, (name,))
         code = averaging_pb2.MessageCode.Name(message.code)
         return AveragingFailed(f"peer {name} sent {code} instead of a part", members, (name,))
 

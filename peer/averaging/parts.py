@@ -58,6 +58,10 @@ class AveragingFailed(AllreduceException):
         return self.reason
 
 
+class NoGroup(AveragingFailed):
+    """A reducer knows no such group, so nobody can have its average: as if none had formed."""
+
+
 class FirstFailure:
     """Why an all-reduce has failed here, if it has; whoever waits for anything waits for this."""
 
@@ -308,7 +312,7 @@ def as_failure(
     if isinstance(error, AveragingFailed):
         return AveragingFailed(
             error.reason,
-            error.peers_seen or members,
+            () if isinstance(error, NoGroup) else error.peers_seen or members,
             error.culprits,
             error.notices or notices,
             error.reported,
