@@ -414,17 +414,12 @@ class Session:
         """Score a state in place of an anchor, and the anchors."""
         state = self._errands.look_up(action.digest)
         data = self._path_data
-        losses, steps = Comparison(), None
+        found = Comparison()
         if state is not None and data is not None and len(data.validation):
             rows = data.validation[:LOSS_CHECK_SEQUENCES]
             skip = self.node.plan.routing.prefix_tokens
-            losses = self._trainer.compare(action.module, state, rows, skip)
-            steps = self._trainer.steps_apart(action.module, state)
-        return e.Checked(
-            *(action.module, action.digest, losses.before, losses.after, steps),
-            coasting_before=losses.coasting_before,
-            coasting_after=losses.coasting_after,
-        )
+            found = self._trainer.compare(action.module, state, rows, skip)
+        return e.Checked(action.module, action.digest, *found)
 
     def _adopt(self, action: a.Adopt) -> None:
         state = self._errands.take(action.reference, "adopt")

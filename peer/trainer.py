@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from dipaco.modules.best_parameters import BestParameters
@@ -95,16 +96,16 @@ class _ModuleProgress:
         return base
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Held-out losses with the anchor of a module and with another state in its place.
 
     None where there is nothing to score with. `coasting` is one outer step further on, without a
-    gradient.
+    gradient; `steps_apart` is of the method of that name.
     """
 
     before: float | None = None
     after: float | None = None
+    steps_apart: float | None = None
     coasting_before: float | None = None
     coasting_after: float | None = None
 
@@ -302,9 +303,9 @@ class PathTrainer:
         usual = max(progress.steps, default=0.0)
         if usual <= 0.0:
             return None
-        momentum = float(torch.linalg.vector_norm(state.momentum))
-        coasting = outer.learning_rate * outer.momentum**2 * momentum
-        return max(_distance(state, progress.anchor), coasting) / usual
+        return (
+            max(_distance(state, progress.anchor), _distance(coasted(state, outer), state)) / usual
+        )
 
     def discard(self, module: str) -> None:
         """Go back to the anchor: the local parameters are no longer numbers."""
@@ -353,6 +354,7 @@ class PathTrainer:
         return Comparison(
             before=loss(own),
             after=loss(state),
+            steps_apart=self.steps_apart(module, state),
             coasting_before=loss(coasted(own, outer)),
             coasting_after=loss(coasted(state, outer)),
         )

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.outer import AGAIN_AFTER_S
 from support.lone_member import ME, LoneMember, claim, of, small_plan
-
-MODULE = "L0.E0"
-
-
-def fail(
-    peer: LoneMember,
-    attempt: int = 0,
-    members: tuple[str, ...] = (),
-    culprits: tuple[str, ...] = (),
-) -> list[a.Action]:
-    return peer.happen(e.AverageFailed(MODULE, attempt, "it broke", culprits, members))
-
-
-def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Action]:
-    found: dict[str, StateReference | None] = dict.fromkeys(alive)
-    return peer.happen(e.Answered(MODULE, {**found, **held}))
+from support.outer_rounds import MODULE, answers, fail
 
 
 def counted(*peers: str, steps: int = 4, round_index: int = 0) -> LoneMember:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dipaco.peer.averaging.bounded_p2p import _PacedWriter
 from dipaco.peer.check.needs import too_slow
-from dipaco.peer.owner.pauses import Pauses, UploadBudget
+from dipaco.peer.owner.pauses import BY_COMMAND, Pauses, UploadBudget, ask_to_pause
 from dipaco.peer.owner.uplink import LONGEST_WAIT_S, PIECE_S, REDUCE_PAUSE_S, Uplink
 from support.tiny_run import make_tiny_run
 
@@ -153,6 +153,15 @@ def test_a_month_s_upload(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "upload.json").read_text())["month"] == "2026-01"
     watch = Pauses(tmp_path, budget=second)
     assert watch.change() == "1 GB were sent this month (--max-upload-gb-month)"
+    second._limit_bytes = 2e9
+    ask_to_pause(tmp_path)
+    paused = Pauses(tmp_path, budget=second)
+    assert paused.change() == BY_COMMAND
+    assert uplink.serves, "what is left may be served in a pause"
+    second._limit_bytes = 1e9
+    paused = Pauses(tmp_path, budget=second)
+    assert paused.change() == BY_COMMAND
+    assert not uplink.serves, "and no more than that"
     month["now"] = datetime(2026, 2, 1)
     assert second.reason() == ""
     assert uplink.serves

@@ -85,7 +85,7 @@ async def _unless_reset(
     wait_s = RESET_WAIT_S
     while True:
         try:
-            return await call(request, timeout=timeout_s)
+            return await call(request, timeout=until_s - time.monotonic())
         except Exception as error:
             if not was_reset(error) or time.monotonic() + wait_s > until_s:
                 raise

@@ -18,6 +18,7 @@ from .pauses import activity_file, ask_to_pause, ask_to_resume
 # Merging last work takes a few seconds, after the inner step under way.
 LIMIT_S = 60.0
 LOOK_S = 0.1
+ENDED = "the peer has ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,10 @@ def pause(settings: ControlSettings) -> int:
         print(f"no peer is running with {settings.cache_folder}; the next one starts paused")
         return 0
     activity = _wait(settings, lambda activity: activity.startswith("paused"))
-    print(f"{activity}; device and memory are free, its states are still served")
+    if activity == ENDED:
+        print(f"{ENDED}; the next one starts paused")
+    else:
+        print(f"{activity}; device and memory are free, its states are still served")
     return 0
 
 
@@ -68,7 +72,7 @@ def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:
         if activity and is_done(activity):
             return activity
         if not _is_running(settings):
-            return "the peer has ended"
+            return ENDED
         time.sleep(LOOK_S)
     raise NetworkError(
         f"the peer did not do so within {LIMIT_S:.0f} s; it may be joining still, or in a long "

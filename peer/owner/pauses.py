@@ -157,12 +157,10 @@ class Pauses:
 
     def reason(self) -> str:
         """Return why nothing is to be trained; empty when something is."""
-        if pause_file(self._folder).exists():
-            return BY_COMMAND
         if self._monotonic() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = self._monotonic()
             self._reason = self._look()
-        return self._reason
+        return BY_COMMAND if pause_file(self._folder).exists() else self._reason
 
     def _look(self) -> str:
         # Counted also while something else is the reason.
