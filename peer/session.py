@@ -412,13 +412,11 @@ class Session:
 
     def _check(self, action: a.CheckState) -> e.Checked:
         """Score a state in place of an anchor, and the anchors."""
-        state = self._errands.look_up(action.digest)
-        data = self._path_data
+        state, data = self._errands.look_up(action.digest), self._path_data
         found = Comparison()
         if state is not None and data is not None and len(data.validation):
             rows = data.validation[:LOSS_CHECK_SEQUENCES]
-            skip = self.node.plan.routing.prefix_tokens
-            found = self._trainer.compare(action.module, state, rows, skip)
+            found = self._trainer.compare(action.module, state, rows)
         return e.Checked(action.module, action.digest, *found)
 
     def _adopt(self, action: a.Adopt) -> None:

@@ -342,11 +342,13 @@ class PathTrainer:
         with self.model_of(self.path, states) as model:
             return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
 
-    def compare(
-        self, module: str, state: ModuleState, tokens: torch.Tensor, skip_tokens: int
-    ) -> Comparison:
-        """Score another state of a module in place of the anchor, both also one step further on."""
+    def compare(self, module: str, state: ModuleState, tokens: torch.Tensor) -> Comparison:
+        """Score another state of a module in place of the anchor, both also one step further on.
+
+        `tokens` are rows [sequences, length], whose routing prefix is not scored.
+        """
         own, outer = self.anchor(module), self.plan.outer
+        skip_tokens = self.plan.routing.prefix_tokens
 
         def loss(one: ModuleState) -> float | None:
             return self.loss_of_anchors(tokens, skip_tokens, {module: one}).loss

@@ -174,7 +174,7 @@ def test_what_a_momentum_does_to_the_loss_is_seen_before_a_step_is_taken(peer: P
     direction = torch.randn(len(state.momentum), generator=torch.Generator().manual_seed(0))
     loaded = replace(state, momentum=1e3 * direction)
     rows = torch.arange(4 * 32).view(4, 32) % peer.trainer.plan.model.vocabulary_size
-    found = peer.trainer.compare(peer.module, loaded, rows, 8)
+    found = peer.trainer.compare(peer.module, loaded, rows)
     assert found.after == found.before
     assert found.coasting_before is not None
     assert found.coasting_after is not None

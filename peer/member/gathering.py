@@ -17,6 +17,9 @@ from dipaco.modules.config import RoundsConfig
 from .knowledge import ISOLATED_ROUNDS, Knowledge
 from .quorum import RECENT_ROUNDS, counting_peers, is_majority
 
+ATTEMPTS = 2
+# A group that closes sooner than this from now cannot form any more.
+SHORTEST_MEETING_S = 0.3
 # With fixed steps: the longest that a group waits for its members, whatever `duration_s` is.
 LONGEST_WAIT_S = 3000.0
 # Who is missing from the newest view, but was in one so many refresh periods ago, may still be
@@ -29,6 +32,11 @@ def close_after_s(rounds: RoundsConfig, attempt: int) -> float:
     if attempt == 0:
         return rounds.matchmaking_s
     return max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
+
+
+def latest_s(rounds: RoundsConfig) -> float:
+    """Return when after the boundary no group can form any more by the clock, not even a second."""
+    return close_after_s(rounds, ATTEMPTS - 1) - SHORTEST_MEETING_S
 
 
 def longest_wait_s(rounds: RoundsConfig) -> float:

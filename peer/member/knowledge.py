@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-from dipaco.dht.agreement import possible_group
+from dipaco.dht.agreement import possible_group, round_of_others
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.coverage import Scope
 from dipaco.dht.records import Claim, PeerRecord, Reachability, refresh_period_s
@@ -215,6 +215,12 @@ class Knowledge:
     def present_round(self) -> int:
         """The round that the run is in."""
         return present_round(self.plan, self.view)
+
+    def round_after_anchors(self) -> int:
+        """Return the counted round after the newest in the anchors, or a later one of others."""
+        assert self.path is not None
+        newest = max(anchor.last_round for anchor in self.anchors.values())
+        return max(newest + 1, round_of_others(self.view, self.grid, self.path, self.me))
 
     @property
     def is_isolated(self) -> bool:

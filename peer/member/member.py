@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from dipaco.dht.agreement import round_of_others, trained_in_sight
+from dipaco.dht.agreement import trained_in_sight
 from dipaco.dht.certificates import CertificateBook
 from dipaco.dht.policy import Decision, lead_rank
 from dipaco.modules.grid import Grid
@@ -304,15 +304,8 @@ class Member:
 
     def _enter_round(self) -> None:
         """Take part from now on; with fixed steps also a peer that moves never goes back."""
-        round_index = max(self.position.round_index, self._round_after_anchors())
+        round_index = max(self.position.round_index, self.known.round_after_anchors())
         self.position.enter(self.known.now_s, round_index)
-
-    def _round_after_anchors(self) -> int:
-        """Return the counted round after the newest in the anchors, or a later one of others."""
-        known = self.known
-        assert known.path is not None
-        newest = max(anchor.last_round for anchor in known.anchors.values())
-        return max(newest + 1, round_of_others(known.view, known.grid, known.path, known.me))
 
     def _turn_training(self, turn: e.Turn) -> None:
         """Start what is due, apply what is here, then step or wait.
@@ -377,7 +370,7 @@ class Member:
         ended = position.round_index
         self.rounds_done += 1
         self._rounds_on_path += 1
-        position.next_round(known.now_s, self._round_after_anchors())
+        position.next_round(known.now_s, self.known.round_after_anchors())
         known.do(EndRound(ended, position.round_index, known.is_save_due(ended)))
         most = known.settings.max_rounds
         if most and self.rounds_done >= most:

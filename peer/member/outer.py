@@ -32,6 +32,8 @@ from .adoption import Adoption
 from .chains import Chains
 from .events import Answered, Averaged, AverageFailed, OuterStepFailed, OuterStepped, SnapshotTaken
 from .gathering import (
+    ATTEMPTS,
+    SHORTEST_MEETING_S,
     awaited,
     close_after_s,
     gathering_text,
@@ -39,6 +41,7 @@ from .gathering import (
     is_cut_off,
     is_last_signed,
     is_whole,
+    latest_s,
     leading_order,
     longest_wait_s,
     out_of_sight,
@@ -51,9 +54,6 @@ from .quorum import PATIENCE_ROUNDS, is_majority
 from .round_under_way import Culprits, Phase, RoundUnderWay
 from .rounds import Boundary, RoundPosition
 
-ATTEMPTS = 2
-# A group that closes sooner than this from now cannot form any more.
-SHORTEST_MEETING_S = 0.3
 # With fixed steps: after this an attempt in which no group formed begins anew.
 AGAIN_AFTER_S = 0.5
 # How long a failed attempt waits for certificates before it goes on without them.
@@ -141,7 +141,7 @@ class OuterRounds:
         late_s = known.now_s - boundary.time_s
         if level in self._running:
             self._skip(module, boundary, "the round before had not ended")
-        elif self._is_too_late(boundary):
+        elif not self._is_counted and late_s > latest_s(known.plan.rounds):
             self._skip(module, boundary, f"came {late_s:.1f} s after the boundary")
         elif known.descent.contains(known.anchors[module], known.me, boundary.round_index):
             # Before it came to this path, or in an earlier life: work is named by peer and round.
@@ -162,11 +162,6 @@ class OuterRounds:
             what = f"{missing} inner steps were not done before the boundary of {boundary.level}"
             remedy = "give the run a longer duration_s or fewer inner_steps"
             self.known.do(Warn(f"round {boundary.round_index}: {what}; {remedy}"))
-
-    def _is_too_late(self, boundary: Boundary) -> bool:
-        """Tell whether no group can form any more, not even a second one."""
-        last_s = boundary.time_s + close_after_s(self.known.plan.rounds, ATTEMPTS - 1)
-        return not self._is_counted and self.known.now_s > last_s - SHORTEST_MEETING_S
 
     def on_snapshot(self, event: SnapshotTaken) -> None:
         """The copy is there: average it, unless it is not fit for that."""
