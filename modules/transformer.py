@@ -65,6 +65,18 @@ class KeyValueCache:
         self.length = 0
         self._stored: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * block_count
 
+    def positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of the next `length` tokens: int64 [T], or [B, T] by row."""
+        return torch.arange(self.length, self.length + length, device=device)
+
+    def mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """Return what each of the next `length` tokens sees of what `extend` returns, bool, of a
+        shape that [B, heads, T, stored] broadcasts with; None for what is causal by itself."""
+        if not self.length or length == 1:
+            return None
+        seen = torch.ones(length, self.length + length, dtype=torch.bool, device=device)
+        return seen.tril(self.length)
+
     def extend(
         self, block: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,6 +104,12 @@ class KeyValueCache:
             grown[:, :, : self.length] = stored[which][:, :, : self.length]
         return grown
 
+    def stored(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of one block, [B, heads, length, D]."""
+        stored = self._stored[block]
+        assert stored is not None, "nothing was stored yet"
+        return stored[0][:, :, : self.length], stored[1][:, :, : self.length]
+
     def advance(self, tokens: int) -> None:
         """Count `tokens` as stored, after all blocks were extended by them."""
         self.length += tokens
@@ -118,19 +136,15 @@ class Attention(nn.Module):
         keys = self._split(self.k_proj(hidden), self.kv_heads)
         values = self._split(self.v_proj(hidden), self.kv_heads)
         queries, keys = rotate(queries, rotation), rotate(keys, rotation)
-        past = 0
+        mask = None
         if cache is not None:
-            past = cache.length
+            mask = cache.mask(length, hidden.device)
             keys, values = cache.extend(block, keys, values)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        mask = None
-        if past and length > 1:
-            mask = torch.ones(length, past + length, dtype=torch.bool, device=hidden.device)
-            mask = mask.tril(past)
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=past == 0 and length > 1
+            queries, keys, values, attn_mask=mask, is_causal=mask is None and length > 1
         )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -200,7 +214,11 @@ class PathModel(nn.Module):
 
         With a `cache`, `tokens` continue what the cache holds, and are added to it.
         """
-        hidden = self.model.norm(self.hidden_states(tokens, cache))
+        return self.logits(self.hidden_states(tokens, cache))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them."""
+        hidden = self.model.norm(hidden)
         if self.config.tied_embedding:
             return F.linear(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
@@ -209,8 +227,11 @@ class PathModel(nn.Module):
         self, tokens: torch.Tensor, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
         """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1)."""
-        past = cache.length if cache is not None else 0
-        rotation = self._rotation(past, tokens.shape[1], tokens.device)
+        if cache is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        else:
+            positions = cache.positions(tokens.shape[1], tokens.device)
+        rotation = self._rotation(positions)
         hidden = self.model.embed_tokens(tokens)
         for index, block in enumerate(self.model.layers):
             hidden = block(hidden, rotation, index, cache)
@@ -222,16 +243,18 @@ class PathModel(nn.Module):
         """Return an empty cache for generation with this model."""
         return KeyValueCache(self.config.block_count)
 
-    def _rotation(self, first: int, length: int, device: torch.device) -> Rotation:
-        """Return cosines and sines [T, D/2] of the positions from `first`, in fp32.
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        """Return cosines and sines of `positions` in fp32: [T, D/2] for [T], [B, 1, T, D/2] for
+        [B, T].
 
         Computed in each pass: they cost nothing beside a block, and no buffer can get stale.
         """
         width = self.config.hidden_size // self.config.head_count
-        exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+        exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
         frequencies = self.config.rope_theta**-exponents
-        positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
-        angles = positions[:, None] * frequencies
+        angles = positions.to(torch.float32)[..., None] * frequencies
+        if positions.ndim == 2:
+            angles = angles[:, None]
         return angles.cos(), angles.sin()
 
 
