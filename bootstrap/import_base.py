@@ -71,7 +71,7 @@ class ImportedBase:
         size = stored.vocabulary_size + self._new_pieces
         return parse_config(
             ModelConfig,
-            {**stored.model_dump(mode="json"), "vocabulary_size": size},
+            {**stored.all_values(), "vocabulary_size": size},
             str(self.folder / CONFIG_FILE),
         )
 
@@ -82,7 +82,7 @@ class ImportedBase:
         Raises ConfigurationError naming the field and both values.
         """
         model = self.model
-        kept = model.model_dump(mode="json")
+        kept = model.all_values()
         resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
         for key, value in given.items() if isinstance(given, dict) else ():
             if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:

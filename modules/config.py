@@ -10,13 +10,29 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from .codecs import CodecName
 from .errors import ConfigurationError, nearest_name
 
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
+# Settings of `ModelConfig` that runs of before do not have.
+_OF_SOME_FAMILIES = (
+    "family",
+    "head_width",
+    "attention_bias",
+    "feed_forward_bias",
+    "rope_scaling",
+)
 
 
 class Config(BaseModel):
@@ -25,13 +41,35 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class RopeScaling(Config):
+    """How the rotary frequencies of an imported base were stretched for longer texts."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(ge=1, le=4096, description="How many times slower positions turn.")
+    low_frequency_factor: float = Field(1.0, gt=0, description="Of llama3.")
+    high_frequency_factor: float = Field(4.0, gt=0, description="Of llama3.")
+    original_sequence_length: int = Field(8192, ge=1, description="Of llama3.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise ValueError("high_frequency_factor must be greater than low_frequency_factor")
+        return self
+
+
 class ModelConfig(Config):
-    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
+    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention).
+
+    The settings that only some families have are left out of what is written where they have
+    their defaults: a run without them has the plan, and so the id, that it always had.
+    """
 
     vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
     block_count: int = Field(6, ge=1, le=1024, description="Transformer blocks in a path.")
     hidden_size: int = Field(128, ge=8, description="Width of the residual stream.")
-    head_count: int = Field(4, ge=1, description="Query heads; must divide hidden_size.")
+    head_count: int = Field(
+        4, ge=1, description="Query heads; must divide hidden_size, unless head_width is given."
+    )
     kv_head_count: int | None = Field(
         None, ge=1, description="Key and value heads; must divide head_count. Default: head_count."
     )
@@ -42,20 +80,60 @@ class ModelConfig(Config):
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
     tied_embedding: bool = Field(True, description="Use the embedding as the output head.")
+    family: Literal["llama", "qwen2", "qwen3"] = Field(
+        "llama",
+        description="qwen2 has biases on queries, keys and values; qwen3 norms queries and keys.",
+    )
+    head_width: int | None = Field(
+        None, ge=2, le=1024, description="Width of a head. Default: hidden_size / head_count."
+    )
+    attention_bias: bool = Field(
+        False, description="Biases on all projections of attention (llama, qwen3)."
+    )
+    feed_forward_bias: bool = Field(False, description="Biases in the SwiGLU (llama).")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="How the rotary frequencies are stretched."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.hidden_size % self.head_count:
+        if self.head_width is None and self.hidden_size % self.head_count:
             raise ValueError(
                 f"head_count {self.head_count} does not divide hidden_size {self.hidden_size}"
             )
-        if (self.hidden_size // self.head_count) % 2:
-            raise ValueError("hidden_size / head_count must be even for rotary embeddings")
+        if self.width_of_head % 2:
+            raise ValueError(
+                "hidden_size / head_count (or head_width) must be even for rotary embeddings"
+            )
+        if self.family == "qwen2" and self.attention_bias:
+            raise ValueError("family qwen2 has its own biases; leave attention_bias out")
+        if self.family != "llama" and self.feed_forward_bias:
+            raise ValueError(f"family {self.family} has no feed_forward_bias")
         if self.head_count % self.kv_heads:
             raise ValueError(
                 f"kv_head_count {self.kv_heads} does not divide head_count {self.head_count}"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        return {
+            name: value
+            for name, value in written.items()
+            if name not in _OF_SOME_FAMILIES
+            or getattr(self, name) != type(self).model_fields[name].default
+        }
+
+    def all_values(self) -> dict[str, Any]:
+        """Return every setting as a plain value, also those that are left out when written."""
+        defaults = {name: type(self).model_fields[name].default for name in _OF_SOME_FAMILIES}
+        return {**defaults, **self.model_dump(mode="json")}
+
+    @property
+    def width_of_head(self) -> int:
+        """Width of a head, the default resolved."""
+        return self.head_width or self.hidden_size // self.head_count
 
     @property
     def kv_heads(self) -> int:

@@ -1,4 +1,4 @@
-"""A path as a Llama checkpoint of Hugging Face, and such a checkpoint as the base of a run.
+"""A path as a checkpoint of Hugging Face (Llama, Qwen2, Qwen3), and such a one as a run's base.
 
 The parameter names and the arithmetic are the same, so only the configuration is translated. Of
 what a `config.json` may ask for, everything that `PathModel` does not do is refused by name.
@@ -20,7 +20,11 @@ from .errors import ConfigurationError, IntegrityError, StorageError
 from .grid import parameter_shapes
 from .transformer import EMBEDDING, HEAD
 
-ARCHITECTURE = "LlamaForCausalLM"
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,41 +41,102 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("sequence_length", "max_position_embeddings", 2048),
     ("norm_epsilon", "rms_norm_eps", 1e-6),
     ("tied_embedding", "tie_word_embeddings", False),
+    ("head_width", "head_dim", None),
 )
+# Where a family has another default.
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+}
 _DEFAULT_ROPE_THETA = 10_000.0
+# Our name and that in config.json, of what stretches the rotary frequencies.
+_SCALING_FIELDS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+        "original_sequence_length": "original_max_position_embeddings",
+    },
+}
+# What other models of these names have, and the values with which a path does the same.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish", None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False, None),
+    "use_sliding_window": (False, None),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+    "n_routed_experts": (0, None),
+    "clip_qkv": (None,),
+    "logit_scale": (1, None),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "logits_scaling": (1, None),
+    "no_rope_layers": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+}
 
 
-def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`."""
+def llama_config(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    begin: int = BEGIN_TOKEN,
+    end: int = END_TOKEN,
+    pad: int = PAD_TOKEN,
+) -> dict[str, Any]:
+    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`.
+
+    `begin`, `end` and `pad` are the numbers of these tokens in the tokenizer beside it.
+    """
     stored = str(dtype).removeprefix("torch.")
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling is not None:
+        names = _SCALING_FIELDS[model.rope_scaling.kind]
+        values = {theirs: getattr(model.rope_scaling, ours) for ours, theirs in names.items()}
+        rope |= {"rope_type": model.rope_scaling.kind, **values}
+    config = {
+        "architectures": [FAMILIES[model.family]],
+        "model_type": model.family,
         "vocab_size": model.vocabulary_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.feed_forward,
         "num_hidden_layers": model.block_count,
         "num_attention_heads": model.head_count,
         "num_key_value_heads": model.kv_heads,
-        "head_dim": model.hidden_size // model.head_count,
+        "head_dim": model.width_of_head,
         "hidden_act": "silu",
         "max_position_embeddings": model.sequence_length,
         "rms_norm_eps": model.norm_epsilon,
         # Older versions of transformers read the one, newer ones the other.
         "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "attention_bias": False,
-        "mlp_bias": False,
+        "rope_parameters": rope,
+        "attention_bias": model.attention_bias,
+        "mlp_bias": model.feed_forward_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tied_embedding,
-        "bos_token_id": BEGIN_TOKEN,
-        "eos_token_id": END_TOKEN,
-        "pad_token_id": PAD_TOKEN,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "pad_token_id": pad,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": stored,
         "dtype": stored,
     }
+    if model.rope_scaling is not None:
+        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if model.family != "llama":
+        del config["mlp_bias"]
+        config["use_sliding_window"] = False
+    if model.family == "qwen2":
+        del config["attention_bias"]
+    return config
 
 
 def read_llama_config(folder: Path) -> dict[str, Any]:
@@ -80,6 +145,18 @@ def read_llama_config(folder: Path) -> dict[str, Any]:
     Raises StorageError if there is none, ConfigurationError naming the field if it is of another
     architecture or asks for something that a path cannot do. Called when a base is imported.
     """
+    file = folder / CONFIG_FILE
+    config = read_config_file(folder)
+    for field, value, wanted in _unsupported(config):
+        raise ConfigurationError(
+            f"{file}: {field} is {value!r}, and only {wanted} can be imported; give another "
+            f"checkpoint, or train a base of your own with [base]"
+        )
+    return _model_values(config, file)
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` in `folder` as it is. Raises as `read_llama_config` does."""
     file = folder / CONFIG_FILE
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -94,63 +171,73 @@ def read_llama_config(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{file} is not a JSON object")
-    for field, value, wanted in _unsupported(config):
-        raise ConfigurationError(
-            f"{file}: {field} is {value!r}, and only {wanted} can be imported; give another "
-            f"checkpoint, or train a base of your own with [base]"
-        )
-    return {**_model_values(config, file), "rope_theta": _rope_theta(config)}
+    return config
 
 
 def _model_values(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    values = {}
+    values: dict[str, Any] = {}
+    family = config["model_type"]
     for ours, theirs, default in _FIELDS:
-        value = config.get(theirs, default)
+        value = config.get(theirs, _FAMILY_DEFAULTS[family].get(theirs, default))
         if value is ...:
             raise ConfigurationError(f"{file} lacks {theirs}; it must say how large the model is")
         values[ours] = value
+    heads, width = values["head_count"], values["hidden_size"]
+    head_width = values["head_width"]
+    if isinstance(heads, int) and isinstance(head_width, int) and head_width * heads == width:
+        values["head_width"] = None
+    rope = _rope(config)
+    values["family"] = family
+    values["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
+    values["attention_bias"] = family != "qwen2" and bool(config.get("attention_bias"))
+    values["feed_forward_bias"] = family == "llama" and bool(config.get("mlp_bias"))
+    kind = _rope_kind(rope)
+    if kind != "default":
+        names = _SCALING_FIELDS[kind]
+        given = {ours: rope[theirs] for ours, theirs in names.items()}
+        values["rope_scaling"] = {"kind": kind, **given}
     return values
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield what a path does not do: the field, its value, and what would be allowed."""
-    if config.get("model_type") != "llama":
-        yield "model_type", config.get("model_type"), "'llama'"
-    architectures = config.get("architectures") or [ARCHITECTURE]
-    if architectures != [ARCHITECTURE]:
-        yield "architectures", architectures, f"['{ARCHITECTURE}']"
-    for field in ("attention_bias", "mlp_bias"):
-        if config.get(field):
-            yield field, config[field], "false"
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield "hidden_act", config["hidden_act"], "'silu'"
-    if config.get("rope_scaling") is not None:
-        yield "rope_scaling", config["rope_scaling"], "null"
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or not _is_plain_rope(rope):
-        yield "rope_parameters", rope, "rope_type 'default' with a rope_theta"
-    if config.get("partial_rotary_factor", 1) != 1:
-        yield "partial_rotary_factor", config["partial_rotary_factor"], "1"
-    if config.get("quantization_config") is not None:
-        yield "quantization_config", config["quantization_config"], "unquantised parameters"
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    head_width = config.get("head_dim")
-    if head_width is not None and isinstance(heads, int) and head_width * heads != width:
-        yield "head_dim", head_width, "hidden_size / num_attention_heads"
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        yield "model_type", family, " or ".join(f"'{name}'" for name in FAMILIES)
+        return
+    architectures = config.get("architectures") or [FAMILIES[family]]
+    if architectures != [FAMILIES[family]]:
+        yield "architectures", architectures, f"['{FAMILIES[family]}']"
+    for field, allowed in _ONLY.items():
+        if config.get(field) not in allowed:
+            yield field, config[field], json.dumps(allowed[0]).replace('"', "'")
+    layers = set(config.get("layer_types") or ())
+    if layers - {"full_attention"}:
+        yield "layer_types", sorted(layers), "'full_attention'"
+    # Qwen names a window that use_sliding_window switches off.
+    if config.get("sliding_window") and "use_sliding_window" not in config:
+        yield "sliding_window", config["sliding_window"], "null"
+    rope = _rope(config)
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    names = _SCALING_FIELDS.get(_rope_kind(rope), {}).values()
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}
+    if _rope_kind(rope) not in ("default", *_SCALING_FIELDS):
+        kinds = ", ".join(f"'{kind}'" for kind in ("default", *_SCALING_FIELDS))
+        yield field, rope, f"a rope_type of {kinds}"
+    elif set(names) - set(rope) or set(rope) - known:
+        yield field, rope, f"rope_type '{_rope_kind(rope)}' with {', '.join(names) or 'rope_theta'}"
+    elif rope.get("partial_rotary_factor", 1) != 1:
+        yield field, rope, "partial_rotary_factor 1"
 
 
-def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
-    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
-    return (
-        rope.get("rope_type", "default") == "default"
-        and rope.get("partial_rotary_factor", 1) == 1
-        and set(rope) <= known
-    )
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `config.json` says of rotary positions: older ones in two fields, which win."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope if isinstance(rope, dict) else {"rope_type": rope}
 
 
-def _rope_theta(config: Mapping[str, Any]) -> Any:
-    rope = config.get("rope_parameters") or {}
-    return rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def llama_weight_files(folder: Path) -> tuple[Path, ...]:

@@ -1,8 +1,9 @@
 """One path as an ordinary transformer with the parameter names of a Hugging Face Llama.
 
 RMSNorm, rotary positions (halves rotated, as Hugging Face does), SwiGLU and grouped-query
-attention. Because names and arithmetic are Llama's, a trained path is a plain checkpoint for
-other tools. Parameters are zero (norms one) until `initialise` or `load_path` fills them.
+attention; with biases a Qwen2, with norms of queries and keys a Qwen3. Because names and arithmetic
+are theirs, a trained path is a plain checkpoint for other tools. Parameters are zero (norms one)
+until `initialise` or `load_path` fills them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Projection(nn.Linear):
-    """A linear map without bias. Zero at first: drawing here would spend the global generator."""
+    """A linear map. Zero at first: drawing here would spend the global generator."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
         """Fill with zeros."""
         nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -121,11 +124,16 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.head_count, config.kv_heads
-        self.width = config.hidden_size // config.head_count
-        self.q_proj = Projection(config.hidden_size, self.heads * self.width)
-        self.k_proj = Projection(config.hidden_size, self.kv_heads * self.width)
-        self.v_proj = Projection(config.hidden_size, self.kv_heads * self.width)
-        self.o_proj = Projection(self.heads * self.width, config.hidden_size)
+        self.width = config.width_of_head
+        hidden, inside = config.hidden_size, config.attention_bias or config.family == "qwen2"
+        self.q_proj = Projection(hidden, self.heads * self.width, inside)
+        self.k_proj = Projection(hidden, self.kv_heads * self.width, inside)
+        self.v_proj = Projection(hidden, self.kv_heads * self.width, inside)
+        self.o_proj = Projection(self.heads * self.width, hidden, config.attention_bias)
+        self.has_norms = config.family == "qwen3"
+        if self.has_norms:
+            self.q_norm = RMSNorm(self.width, config.norm_epsilon)
+            self.k_norm = RMSNorm(self.width, config.norm_epsilon)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, block: int, cache: KeyValueCache | None
@@ -135,6 +143,8 @@ class Attention(nn.Module):
         queries = self._split(self.q_proj(hidden), self.heads)
         keys = self._split(self.k_proj(hidden), self.kv_heads)
         values = self._split(self.v_proj(hidden), self.kv_heads)
+        if self.has_norms:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = rotate(queries, rotation), rotate(keys, rotation)
         mask = None
         if cache is not None:
@@ -159,9 +169,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.feed_forward)
-        self.up_proj = Projection(config.hidden_size, config.feed_forward)
-        self.down_proj = Projection(config.feed_forward, config.hidden_size)
+        hidden, inside, bias = config.hidden_size, config.feed_forward, config.feed_forward_bias
+        self.gate_proj = Projection(hidden, inside, bias)
+        self.up_proj = Projection(hidden, inside, bias)
+        self.down_proj = Projection(inside, hidden, bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]."""
@@ -249,13 +260,28 @@ class PathModel(nn.Module):
 
         Computed in each pass: they cost nothing beside a block, and no buffer can get stale.
         """
-        width = self.config.hidden_size // self.config.head_count
-        exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
-        frequencies = self.config.rope_theta**-exponents
+        frequencies = rotary_frequencies(self.config, positions.device)
         angles = positions.to(torch.float32)[..., None] * frequencies
         if positions.ndim == 2:
             angles = angles[:, None]
         return angles.cos(), angles.sin()
+
+
+def rotary_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
+    """Return by how much each pair of a head's numbers turns from position to position, [D/2]."""
+    width, scaling = config.width_of_head, config.rope_scaling
+    exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    frequencies = config.rope_theta**-exponents
+    if scaling is None:
+        return frequencies
+    slower = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slower
+    # Llama 3: waves that fit often into the first length keep their speed, long ones do not.
+    fits = scaling.original_sequence_length * frequencies / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = ((fits - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * slower + kept * frequencies
 
 
 def rotate(vectors: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -276,7 +302,7 @@ def initialise(model: PathModel, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             onto_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             deviation = 0.02 * (residual_scale if onto_residual else 1.0)
