@@ -59,7 +59,14 @@ from parts.churn_counts import (
     last_states,
     schedule,
 )
-from parts.common import Report, build_parser, process_tree, ratio, scratch_folder
+from parts.common import (
+    Report,
+    build_parser,
+    process_tree,
+    ratio,
+    scratch_folder,
+    steady_peer,
+)
 from support.swarm import Event, Member, Swarm
 from support.tiny_run import make_tiny_run
 
@@ -69,20 +76,6 @@ START_S = 240.0
 SETTLE_ROUNDS = 6
 LEAVE_S = 30.0
 POLL_S = 0.1
-# As a user starts it, but a step takes a while in which the processor is free.
-STEADY_PEER = """
-import sys, time
-from dipaco.peer.cli import main
-from dipaco.peer.trainer import PathTrainer
-step = PathTrainer.inner_step
-def steady(trainer):
-    end = time.monotonic() + {step_s}
-    loss = step(trainer)
-    time.sleep(max(0.0, end - time.monotonic()))
-    return loss
-PathTrainer.inner_step = steady
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def options() -> argparse.Namespace:
@@ -147,7 +140,7 @@ class World:
         extra = []
         if self.chosen.record:
             extra = ["--record", str(self.folder / f"life{len(self.endings)}-{name}.record")]
-        program = (sys.executable, "-c", STEADY_PEER.format(step_s=self.chosen.step_s))
+        program = steady_peer(self.chosen.step_s)
         peer = self.swarm.start_peer(self.entry, *extra, name=name, program=program)
         self.slots[slot] = peer
         self.endings[peer] = "stayed"
@@ -351,8 +344,6 @@ def figures_of(world: World, counts: Counts) -> dict[str, Any]:
 
 def main() -> int:
     chosen = options()
-    # Whoever ends this ends the peers with it, those that are stopped too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report("churn", ("", "churn", "calm"))
     with output_folder(chosen) as folder:
         faults = [] if chosen.calm else schedule(chosen.peers, chosen.rounds, chosen.seed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ import gpu_path  # noqa: E402
 import idle_memory  # noqa: E402
 import lone_peer  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
-from parts import common  # noqa: E402
+from parts import common, mutations  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
 
 # Prints what each of the scripts named in the arguments says to --help: one process, because
@@ -160,3 +162,18 @@ def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:
     assert run.validation_tokens(plan, 0).shape == (16, 16)
     assert run.genesis_state(plan, "L1.E1").layout.size > 0
     assert run.tokenizer(plan).vocabulary_size == 320
+
+
+def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:
+    sample = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
+
+    def inputs(seed: int) -> list[bytes]:
+        rng = random.Random(seed)
+        return [mutations.mutate(rng, [sample], "json") for _ in range(200)]
+
+    assert inputs(1) == inputs(1) != inputs(2)
+    still_json = 0
+    for data in inputs(1):
+        with contextlib.suppress(ValueError):
+            still_json += json.loads(data) != json.loads(sample)
+    assert still_json > 50

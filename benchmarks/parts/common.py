@@ -32,6 +32,20 @@ validation = "{data}/validation.jsonl.gz"
 text_field = "text"
 label_field = "domain"
 """
+# As a user starts a peer, but a step takes a while in which the processor is free.
+_STEADY_PEER = """
+import sys, time
+from dipaco.peer.cli import main
+from dipaco.peer.trainer import PathTrainer
+step = PathTrainer.inner_step
+def steady(trainer):
+    end = time.monotonic() + {step_s}
+    loss = step(trainer)
+    time.sleep(max(0.0, end - time.monotonic()))
+    return loss
+PathTrainer.inner_step = steady
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
@@ -156,6 +170,11 @@ def run_json(script: str, *arguments: str, timeout_s: float = 300.0) -> dict[str
 def one_thread() -> dict[str, str]:
     """Return an environment in which tensor arithmetic has one thread, as in the peers."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def steady_peer(step_s: float) -> tuple[str, ...]:
+    """Return the program of a peer whose inner steps take at least so long, as on a GPU."""
+    return (sys.executable, "-c", _STEADY_PEER.format(step_s=step_s))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -110,8 +111,14 @@ class Swarm:
         self.folder = folder
         self.run = run
         self.members: list[Member] = []
+        self._terminate: Any = None
 
     def __enter__(self) -> Swarm:
+        # A script that is told to end takes its members with it.
+        if threading.current_thread() is threading.main_thread():
+            self._terminate = signal.signal(
+                signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+            )
         return self
 
     def __exit__(
@@ -129,6 +136,8 @@ class Swarm:
                 member.popen.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 member.kill()
+        if self._terminate is not None:
+            signal.signal(signal.SIGTERM, self._terminate)
 
     def _add(self, name: str, command: list[str]) -> Member:
         for earlier in self.members:
@@ -207,6 +216,10 @@ class Swarm:
                 if event["round"] == round_index:
                     found.setdefault(event["module"], set()).add(event["digest"])
         return found
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def command(
