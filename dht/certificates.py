@@ -87,6 +87,17 @@ class Certificate:
         return Certificate(self.statement, {**other.signatures, **self.signatures})
 
 
+class _Followed:
+    """What was worked out of the certificates of one module; none of them changes meanwhile."""
+
+    def __init__(self) -> None:
+        self.chains: dict[str, tuple[Certificate, ...]] = {}
+        self.ancestors: dict[str, tuple[str, ...]] = {}
+        self.common: dict[tuple[str, str], str | None] = {}
+        self.contributors: dict[tuple[str, str | None], frozenset[str]] = {}
+        self.recent: dict[tuple[str, int], frozenset[str]] = {}
+
+
 class CertificateBook:
     """What a peer knows of the descent of the states of a run, bounded for each module."""
 
@@ -94,6 +105,7 @@ class CertificateBook:
         self._by_module: dict[str, dict[str, Certificate]] = {}
         self._rows: Counter[str] = Counter()
         self._stands_on: dict[str, str] = {}
+        self._followed: dict[str, _Followed] = {}
 
     def keep(self, module: str, digest: str) -> None:
         """Forget the chain of this state last: the peer stands on it.
@@ -113,6 +125,7 @@ class CertificateBook:
         before = known.get(statement.digest)
         if before is None:
             known[statement.digest] = certificate
+            self._followed.pop(statement.module, None)
             self._rows[statement.module] += len(statement.table)
             self._forget_oldest(statement.module)
             return statement.digest in known
@@ -123,6 +136,7 @@ class CertificateBook:
         # Who has all signatures may be kept as it came, and shared.
         has_all = before.signatures.keys() <= certificate.signatures.keys()
         known[statement.digest] = certificate if has_all else before.merged(certificate)
+        self._followed.pop(statement.module, None)
         return True
 
     def _replace(self, before: Certificate, certificate: Certificate) -> bool:
@@ -132,6 +146,7 @@ class CertificateBook:
         if digest in self.ancestors(module, self._stands_on.get(module, "")):
             return False
         self._by_module[module][digest] = certificate
+        self._followed.pop(module, None)
         self._rows[module] += len(certificate.statement.table) - len(before.statement.table)
         self._forget_oldest(module)
         return True
@@ -141,6 +156,7 @@ class CertificateBook:
         if len(known) <= KEPT_PER_MODULE and self._rows[module] <= KEPT_ROWS_PER_MODULE:
             return
         own = {c.statement.digest for c in self.chain(module, self._stands_on.get(module, ""))}
+        self._followed.pop(module, None)
         statements = sorted(
             (certificate.statement for certificate in known.values()),
             key=lambda said: (said.digest in own, said.round_index, said.digest),
@@ -176,9 +192,18 @@ class CertificateBook:
             )
         )
 
+    def _of(self, module: str) -> _Followed:
+        """Return what was worked out of the present certificates of a module."""
+        if module not in self._followed:
+            self._followed[module] = _Followed()
+        return self._followed[module]
+
     def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
         """Return the certificates of a state and of those before it, the newest first."""
-        return tuple(itertools.islice(self._walk(module, digest), LONGEST_CHAIN))
+        found = self._of(module).chains
+        if digest not in found:
+            found[digest] = tuple(itertools.islice(self._walk(module, digest), LONGEST_CHAIN))
+        return found[digest]
 
     def _walk(self, module: str, digest: str) -> Iterator[Certificate]:
         known = self._by_module.get(module, {})
@@ -190,23 +215,31 @@ class CertificateBook:
 
     def ancestors(self, module: str, digest: str) -> tuple[str, ...]:
         """Return the digest itself and those of the states before it, as far as is known."""
-        chain = self.chain(module, digest)
-        return (digest, *(certificate.statement.parent for certificate in chain))
+        found = self._of(module).ancestors
+        if digest not in found:
+            chain = self.chain(module, digest)
+            found[digest] = (digest, *(certificate.statement.parent for certificate in chain))
+        return found[digest]
 
     def common_ancestor(self, module: str, one: str, other: str) -> str | None:
         """Return the newest state that both descend from, either itself included; None if it
         is older than what is known."""
-        others = set(self.ancestors(module, other))
-        return next((d for d in self.ancestors(module, one) if d in others), None)
+        found, pair = self._of(module).common, (one, other)
+        if pair not in found:
+            others = set(self.ancestors(module, other))
+            found[pair] = next((d for d in self.ancestors(module, one) if d in others), None)
+        return found[pair]
 
     def contributors_since(self, module: str, digest: str, ancestor: str | None) -> frozenset[str]:
         """Return who signed the chain of a state behind `ancestor`; None goes back all the way."""
-        signers: set[str] = set()
-        for certificate in self.chain(module, digest):
-            if certificate.statement.digest == ancestor:
-                break
-            signers |= certificate.signers
-        return frozenset(signers)
+        found, pair = self._of(module).contributors, (digest, ancestor)
+        if pair not in found:
+            since = itertools.takewhile(
+                lambda certificate: certificate.statement.digest != ancestor,
+                self.chain(module, digest),
+            )
+            found[pair] = frozenset().union(*(certificate.signers for certificate in since))
+        return found[pair]
 
     def contains(self, module: str, digest: str, peer: str, round_index: int) -> bool:
         """Tell whether what `peer` contributed in a round is in a state, by name.
@@ -223,12 +256,15 @@ class CertificateBook:
 
     def recent_contributors(self, module: str, digest: str, since_round: int) -> frozenset[str]:
         """Return who signed the chain of a state in `since_round` and later."""
-        return frozenset(
-            signer
-            for certificate in self.chain(module, digest)
-            if certificate.statement.round_index >= since_round
-            for signer in certificate.signers
-        )
+        found, pair = self._of(module).recent, (digest, since_round)
+        if pair not in found:
+            found[pair] = frozenset(
+                signer
+                for certificate in self.chain(module, digest)
+                if certificate.statement.round_index >= since_round
+                for signer in certificate.signers
+            )
+        return found[pair]
 
     def add_all(self, certificates: Iterable[Certificate]) -> bool:
         """Take several; returns whether any said anything new."""

@@ -55,6 +55,8 @@ class Descent:
         Whoever holds one of the states chooses the same of them.
         """
         able = [state for state in candidates if self._may_replace(state, own)]
+        if not able:
+            return None
         order = self.in_order((*able, own))
         return order[-1] if order and order[-1].digest != own.digest else None
 
@@ -96,10 +98,14 @@ class Descent:
     ) -> list[StateReference]:
         """Return the known states of all `branches` that begin at `fork`, the worst first."""
         sides = []
-        for digest in branches:
-            side = [known[digest]] if digest in known else []
-            side += self._side(digest, children.get(digest, ()), known, children)
-            sides.append(side)
+        for begin in branches:
+            side, last, made = [], begin, (begin,)
+            while len(made) == 1:
+                (last,) = made
+                if last in known:
+                    side.append(known[last])
+                made = tuple(children.get(last, ()))
+            sides.append([*side, *self._side(last, made, known, children)])
         if len(sides) > 1:
             merits = {side[-1].digest: self._merit(side[-1], fork) for side in sides}
             left = set() if fork is not None else self._left_behind(sides, merits)
