@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 
+import pytest
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import DropPart, JoinParts
 from dipaco.peer.member.descent import Descent
@@ -40,17 +42,24 @@ class Trainer:
         self.trained[round_index] += 1
         self.tail[round_index] += 1
 
-    def cut(self, round_index: int) -> None:
+    def cut(self, round_index: int, stood_on: Collection[int] = ()) -> None:
         self.parts[round_index], self.tail = self.tail, Counter()
-        for action in self.ledger.cut(round_index, self.anchor, self.descent):
+        for action in self.ledger.cut(round_index, self.anchor, self.descent, stood_on):
             if isinstance(action, JoinParts):
                 self.parts[action.newer] += self.parts.pop(action.older)
             elif isinstance(action, DropPart):
                 del self.parts[action.part]
         assert set(self.parts) == set(self.ledger.parts)
 
-    def commit(self, round_index: int, group: str, *, is_whole: bool = False) -> StateReference:
-        self.cut(round_index)
+    def commit(
+        self,
+        round_index: int,
+        group: str,
+        *,
+        is_whole: bool = False,
+        stood_on: Collection[int] = (),
+    ) -> StateReference:
+        self.cut(round_index, stood_on)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
         self.contributions[state.digest] = self.local
         self.ledger.committed(
@@ -195,6 +204,36 @@ def test_parts_between_which_a_known_chain_parts_are_not_joined() -> None:
         peer.commit(round_index, "", is_whole=True)
     peer.adopt(side)
     assert peer.local == Counter({2: 1, 3: 1, 4: 1, 5: 1})
+    assert peer.counted() == peer.trained
+
+
+@pytest.mark.parametrize("fork", range(1, 8))
+@pytest.mark.parametrize("noise", [(), (3,), (2, 6)])
+def test_parts_between_which_others_were_seen_last_are_not_joined(
+    fork: int, noise: tuple[int, ...]
+) -> None:
+    """A split begins between two commits that a peer makes alone, each of them whole."""
+    family = Family()
+    peer = began(family)
+    states = {}
+    for round_index in range(1, 12):
+        stood_on = {r for r in (fork, *noise) if r < round_index - 1}
+        peer.train(round_index)
+        states[round_index] = peer.commit(round_index, "", is_whole=True, stood_on=stood_on)
+    assert len(peer.ledger.parts) == MOST_PARTS
+    peer.adopt(family.commits(states[fork], range(fork + 1, 12), "AB"))
+    assert peer.counted() == peer.trained
+
+
+def test_others_that_fell_behind_at_many_places_keep_the_newest_parts_apart() -> None:
+    family = Family()
+    peer = began(family)
+    states = {}
+    for round_index in range(1, 12):
+        peer.train(round_index)
+        states[round_index] = peer.commit(round_index, "", stood_on=range(1, round_index))
+    assert peer.ledger.parts == [8, 9, 10, 11]
+    peer.adopt(family.commits(states[8], range(9, 12), "AB"))
     assert peer.counted() == peer.trained
 
 

@@ -60,6 +60,8 @@ FOUND = (
     ("mixed", 46, 4, 8),  # Whoever was alone for long forgot what it had trained first.
     ("mixed", 124, 2, 8),  # A claim made by a clock that was ahead was believed by nobody.
     ("mixed", 47, 5, 6),  # Two clocks that were ahead believed each other.
+    ("split", 1011, 5, 8),  # A split began between two commits that a peer made alone ...
+    ("split", 145, 3, 6),  # ... while the records of the others still lived.
 )
 
 

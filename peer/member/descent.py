@@ -97,14 +97,15 @@ class Descent:
         children: Mapping[str, Collection[str]],
     ) -> list[StateReference]:
         """Return the known states of all `branches` that begin at `fork`, the worst first."""
-        sides = []
+        sides: list[list[StateReference]] = []
         for begin in branches:
-            side, last, made = [], begin, (begin,)
+            side: list[StateReference] = []
+            last, made = begin, [begin]
             while len(made) == 1:
                 (last,) = made
                 if last in known:
                     side.append(known[last])
-                made = tuple(children.get(last, ()))
+                made = [*children.get(last, ())]
             sides.append([*side, *self._side(last, made, known, children)])
         if len(sides) > 1:
             merits = {side[-1].digest: self._merit(side[-1], fork) for side in sides}

@@ -177,3 +177,28 @@ def is_last_signed(known: Knowledge, module: str) -> bool:
     """Tell whether all of the group before are known to stand on the anchor."""
     last = known.book.get(module, known.anchors[module].digest)
     return last is not None and last.signers == {row.peer for row in last.statement.table}
+
+
+def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
+    """Return the rounds of the own chain after which others may go another way.
+
+    Somebody was seen last to hold the state of such a round, or one that parted from it, and is
+    not known to have gone on with this peer. When a split shows, it is too late to ask.
+    """
+    book, anchor = known.book, known.anchors[module]
+    signed: dict[str, int] = {}
+    for made in reversed(book.chain(module, anchor.digest)):
+        signed |= dict.fromkeys(made.signers, made.statement.round_index)
+
+    def last_shared(digest: str) -> int:
+        fork = book.get(module, book.common_ancestor(module, digest, anchor.digest) or "")
+        return fork.statement.round_index if fork is not None else -1
+
+    found: set[int] = set()
+    for peer, stand in known.stands(module).items():
+        seen = last_shared(stand.seen)
+        if book.common_ancestor(module, stand.seen, anchor.digest) == stand.seen:
+            # A view is late: who has signed a later state has that.
+            seen = max(seen, signed.get(peer, -1))
+        found.update(r for r in (seen, *map(last_shared, stand.offered)) if r >= seen)
+    return frozenset(found - {-1, anchor.last_round})

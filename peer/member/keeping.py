@@ -147,6 +147,7 @@ class Keeping:
             if known.now_s < care.passed_over.get(peer, -math.inf):
                 continue
             care.offered[peer] = known.now_s + OFFER_LIMIT_S
+            known.note_holder(peer, state.module, state.digest, is_sure=False)
             known.do(Offer(state, peer, OFFER_LIMIT_S))
             missing -= 1
 
@@ -191,6 +192,7 @@ class Keeping:
         if event.is_kept and certificate is not None:
             care.acknowledged[event.peer] = certificate.statement.round_index
             care.refusals.pop(event.peer, None)
+            known.note_holder(event.peer, event.module, event.digest, is_sure=True)
         elif not event.is_kept:
             refusals = care.refusals[event.peer] = care.refusals.get(event.peer, 0) + 1
             period_s = refresh_period_s(known.plan.rounds)

@@ -30,6 +30,8 @@ CALL_PERIODS = 20
 # that reaches nobody commits nothing that others share for so long; after that the others count as
 # gone. Its commits never outweigh theirs (`descent`).
 ISOLATED_ROUNDS = 8
+# Offers to one peer that are remembered.
+GREATEST_OFFERED = 4
 
 
 def is_answer_to(event: StateFetched | FetchFailed, wanted: StateReference) -> bool:
@@ -64,6 +66,16 @@ class MemberSettings:
     """Move to a successor of the run."""
     seed: str = ""
     """What its random waits depend on; the peer id, unless something else is said."""
+
+
+@dataclass
+class Stand:
+    """Which state of a module another peer holds, as far as this one knows."""
+
+    seen: str = ""
+    """What it said that it holds, the last time."""
+    offered: tuple[str, ...] = ()
+    """What it was offered since then. It may have that, whatever it answered."""
 
 
 @dataclass
@@ -102,6 +114,7 @@ class Knowledge:
         self.outlook: SwarmView | None = None
         """The newest view with the buckets that were sampled for it, if any were."""
         self._known: dict[str, tuple[float, int | None]] = {}
+        self._stands: dict[str, dict[str, Stand]] = {}
 
     @property
     def me(self) -> str:
@@ -160,12 +173,37 @@ class Knowledge:
             # Who is out of sight because this member looks elsewhere is not missing.
             in_sight = {peer for peer in self._known if self._is_covered(peer, view.scope)}
             self._known = {p: seen for p, seen in self._known.items() if p in in_sight}
+        self._stands = {module: self._stands.get(module, {}) for module in self.anchors}
+        for module, stands in self._stands.items():
+            for holding in view.holdings.get(module, ()):
+                self.note_holder(holding.peer_id, module, holding.digest, is_sure=True)
+            for peer in said.keys() - self._known.keys():
+                stands.pop(peer, None)
 
     def _is_covered(self, peer: str, scope: Scope) -> bool:
         _, path = self._known[peer]
         if scope.covers_peer(peer, path):
             return True
         return path is not None and any(map(scope.covers_module, self.grid.modules_of_path(path)))
+
+    def note_holder(self, peer: str, module: str, digest: str, *, is_sure: bool) -> None:
+        """Note that another peer holds a state, or may have taken it: once it is out of sight, it
+        may go on from there."""
+        if peer == self.me or module not in self.anchors:
+            return
+        stand = self._stands.setdefault(module, {}).setdefault(peer, Stand())
+        if not is_sure:
+            stand.offered = (*stand.offered[1 - GREATEST_OFFERED :], digest)
+            return
+        if digest in stand.offered:
+            stand.offered = stand.offered[stand.offered.index(digest) + 1 :]
+        stand.seen = digest
+
+    def stands(self, module: str) -> dict[str, Stand]:
+        """Return what others hold of a module in training: of those who have shown themselves, and
+        have not said goodbye."""
+        stands = self._stands.get(module, {})
+        return {p: stand for p, stand in stands.items() if self.doubts.has_shown_itself(p)}
 
     @property
     def has_view(self) -> bool:

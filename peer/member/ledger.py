@@ -9,6 +9,7 @@ trainer, and are done as they are told here.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dipaco.modules.state import StateReference
@@ -58,16 +59,23 @@ class Ledger:
         self._group: frozenset[str] | None = None
         """Who made the anchor, if this peer was among them."""
 
-    def cut(self, round_index: int, own: StateReference, descent: Descent) -> list[Action]:
+    def cut(
+        self,
+        round_index: int,
+        own: StateReference,
+        descent: Descent,
+        stood_on: Collection[int] = (),
+    ) -> list[Action]:
         """Note that a snapshot was taken: what came since the last one is a part.
 
-        Returns what the trainer does to keep few parts. `own` is the anchor.
+        Returns what the trainer does to keep few parts. `own` is the anchor, `stood_on` are the
+        rounds of its chain after which others may go another way.
         """
         if round_index not in self.parts:
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
-        return self._make_room(own, descent)
+        return self._make_room(own, descent, stood_on)
 
     def uncut(self, round_index: int) -> None:
         """Forget a snapshot that nobody else can have averaged: its part goes on growing."""
@@ -136,12 +144,14 @@ class Ledger:
         fork = certificate.statement.round_index
         return {part for part in merged if self._merged_in.get(part, part) <= fork}
 
-    def _make_room(self, own: StateReference, descent: Descent) -> list[Action]:
+    def _make_room(
+        self, own: StateReference, descent: Descent, stood_on: Collection[int]
+    ) -> list[Action]:
         """Join parts between which no fork lies, as far as one can tell, or do without the
         oldest."""
         done: list[Action] = []
         while len(self.parts) > MOST_PARTS:
-            pair = self._pair_to_join(own, descent)
+            pair = self._pair_to_join(own, descent, stood_on)
             if pair is None:
                 # What no anchor has is in the local parameters, and has to be known by its name.
                 oldest = next(part for part in self.parts if part not in self.unmerged)
@@ -167,15 +177,31 @@ class Ledger:
         self._rows = {r: row for r, row in self._rows.items() if row}
         return done
 
-    def _pair_to_join(self, own: StateReference, descent: Descent) -> tuple[int, int] | None:
+    def _pair_to_join(
+        self, own: StateReference, descent: Descent, stood_on: Collection[int]
+    ) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
         tell. Of parts that no anchor has, the first two, whatever became of them."""
         merged = [part for part in self.parts if part not in self.unmerged]
-        for near in (self._joinable, self._followed):
+        if not merged:
+            return self.parts[0], self.parts[1]
+        # Without the oldest, work is lost where somebody goes another way from before it.
+        is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on)
+        for near in (self._joinable, self._followed, set(merged) if is_needed else set()):
             for older, newer in itertools.pairwise(merged):
-                if newer in near and not self._parts_between(older, newer, own, descent):
+                if newer not in near or self._is_stood_between(older, newer, stood_on):
+                    continue
+                if not self._parts_between(older, newer, own, descent):
                     return older, newer
-        return None if merged else (self.parts[0], self.parts[1])
+        return None
+
+    def _is_stood_between(self, older: int, newer: int, stood_on: Collection[int]) -> bool:
+        """Tell whether others may go on from a state that has one of two parts and not the other.
+
+        A chain of theirs would show too late, when they are out of sight.
+        """
+        first, last = (self._merged_in.get(part, part) for part in (older, newer))
+        return any(first <= round_index < last for round_index in stood_on)
 
     def _parts_between(self, older: int, newer: int, own: StateReference, descent: Descent) -> bool:
         """Tell whether a chain is known that has one of two parts in it and not the other.

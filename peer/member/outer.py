@@ -46,6 +46,7 @@ from .gathering import (
     longest_wait_s,
     out_of_sight,
     possible_peers,
+    rounds_stood_on,
     who_counts,
     why_not_alone,
 )
@@ -169,7 +170,8 @@ class OuterRounds:
         if running is None or running.boundary.round_index != event.round_index:
             return
         ledger, anchor = self.adoption.ledgers[event.module], self.known.anchors[event.module]
-        self.known.do(*ledger.cut(event.round_index, anchor, self.known.descent))
+        stood_on = rounds_stood_on(self.known, event.module)
+        self.known.do(*ledger.cut(event.round_index, anchor, self.known.descent, stood_on))
         if not event.is_finite:
             ledger.discard()
             self.known.do(
