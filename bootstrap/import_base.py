@@ -1,30 +1,36 @@
-"""A Llama checkpoint on disk as the base model of a run: `base = "path/to/dir"` in a RUN.toml.
+"""A checkpoint on disk as the base model of a run: `base = "path/to/dir"` in a RUN.toml.
 
-A run needs a SentencePiece model with its special pieces at 0 to 3. Where a checkpoint numbers them
-otherwise or has no padding, as Llama has, pieces and rows of the embedding are renumbered together.
+A run has its special tokens at 0 to 3. Where a checkpoint numbers them otherwise or has no padding,
+as Llama has, pieces and rows of the embedding are renumbered together. A SentencePiece model is
+written anew; a `tokenizer.json` stays as it is, and its numbers come back in exports.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.config import ModelConfig, parse_config
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.files import sha256_of_file, storage_errors
 from dipaco.modules.llama import (
+    CHAT_TEMPLATE,
     CONFIG_FILE,
     TOKENIZER_FILE,
+    TOKENIZER_JSON,
+    TOKENIZER_SETTINGS,
     llama_weight_files,
     read_llama_config,
     read_llama_parameters,
 )
 from dipaco.modules.transformer import EMBEDDING, HEAD
+from dipaco.routing.tokenizer_json import JsonPieces, pack_tokenizer
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
@@ -35,9 +41,9 @@ _Piece = sentencepiece_format.ModelProto.SentencePiece
 
 @dataclass(frozen=True)
 class NumberedTokenizer:
-    """A SentencePiece model with its special pieces in their places.
+    """A run's tokenizer with its special pieces in their places.
 
-    `order` holds for each piece its number in the checkpoint, None for one that is new there.
+    `order` holds for each piece its row in the checkpoint's embedding, None for one that is new.
     """
 
     model: bytes
@@ -68,7 +74,7 @@ class ImportedBase:
         Raises StorageError, ConfigurationError or IntegrityError if it cannot be imported.
         """
         stored = self._stored_model
-        size = stored.vocabulary_size + self._new_pieces
+        size = len(self._numbered.order) if self._numbered else stored.vocabulary_size
         return parse_config(
             ModelConfig,
             {**stored.all_values(), "vocabulary_size": size},
@@ -98,7 +104,7 @@ class ImportedBase:
 
     @property
     def tokenizer(self) -> bytes | None:
-        """The SentencePiece model of the run; None if another one is to be used."""
+        """The tokenizer of the run; None if another one is to be used."""
         return self._numbered.model if self._numbered else None
 
     @cached_property
@@ -121,32 +127,98 @@ class ImportedBase:
                     parameters[name] = _renumbered(parameters[name], self._numbered.order)
         return parameters
 
-    @property
-    def _new_pieces(self) -> int:
-        return sum(old is None for old in self._numbered.order) if self._numbered else 0
-
     @cached_property
     def _numbered(self) -> NumberedTokenizer | None:
         if not self._own_tokenizer:
             return None
+        rows = self._stored_model.vocabulary_size
         file = self.folder / TOKENIZER_FILE
         if not file.is_file():
-            other = "a tokenizer.json, but " if (self.folder / "tokenizer.json").is_file() else ""
-            raise ConfigurationError(
-                f"{self.folder} has {other}no {TOKENIZER_FILE}, and a run needs a SentencePiece "
-                f"model; put it there, or name one with the same pieces as model_file under "
-                f"[tokenizer]"
-            )
+            return read_tokenizer_json(self.folder, rows)
         with storage_errors(self.folder):
             numbered = number_pieces(file.read_bytes(), str(file))
         pieces = sum(old is not None for old in numbered.order)
-        rows = self._stored_model.vocabulary_size
         if pieces > rows:
             raise ConfigurationError(
                 f"{file} has {pieces} pieces, but {self.folder / CONFIG_FILE} has a vocab_size "
                 f"of {rows}; they are of different models"
             )
-        return numbered
+        # Rows without a piece follow.
+        return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
+
+
+def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
+    """Return the tokenizer of a checkpoint that has a `tokenizer.json`, for `rows` of an embedding.
+
+    A new begin has the row of the end, which separates the documents that such a base has seen.
+    Raises ConfigurationError naming what is missing or impossible, IntegrityError if it is broken.
+    """
+    file = folder / TOKENIZER_JSON
+    if not file.is_file():
+        raise ConfigurationError(
+            f"{folder} has neither {TOKENIZER_FILE} nor {TOKENIZER_JSON}; put its tokenizer there, "
+            f"or name a SentencePiece model with the same pieces as model_file under [tokenizer]"
+        )
+    content = _json_object(file)
+    special, template = _special_names(folder), _chat_template(folder)
+    if special[END_TOKEN] is None:
+        raise ConfigurationError(
+            f"{folder} does not say what ends a text; write eos_token in its {TOKENIZER_SETTINGS}"
+        )
+    model, new = pack_tokenizer(content, special, template, str(file))
+    pieces = JsonPieces(model, str(file))
+    numbers = pieces.file_order(max(rows, pieces.vocabulary_size)).tolist()
+    without_row = [number for number in numbers if number >= rows and number not in new]
+    if without_row:
+        raise ConfigurationError(
+            f"{file} has a token {max(without_row)}, but {folder / CONFIG_FILE} has a vocab_size "
+            f"of {rows}; they are of different models"
+        )
+    order = [None if number in new else number for number in numbers]
+    if order[BEGIN_TOKEN] is None:
+        order[BEGIN_TOKEN] = order[END_TOKEN]
+    return NumberedTokenizer(model, tuple(order))
+
+
+def _special_names(folder: Path) -> list[str | None]:
+    """Return what a checkpoint calls unknown, begin, end and padding; None for what it lacks."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", TOKENIZER_SETTINGS):
+        if (folder / name).is_file():
+            found = _json_object(folder / name)
+            settings |= {key: value for key, value in found.items() if value is not None}
+    names: list[str | None] = []
+    for key in ("unk_token", "bos_token", "eos_token", "pad_token"):
+        value = settings.get(key)
+        called = value.get("content") if isinstance(value, dict) else value
+        names.append(called if isinstance(called, str) else None)
+    return names
+
+
+def _chat_template(folder: Path) -> str | None:
+    """Return the chat template, if there is one: in a file of its own, as newer checkpoints."""
+    file = folder / CHAT_TEMPLATE
+    if file.is_file():
+        with storage_errors(folder):
+            return file.read_bytes().decode("utf-8", "replace")
+    settings = folder / TOKENIZER_SETTINGS
+    found = _json_object(settings).get("chat_template") if settings.is_file() else None
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    with storage_errors(file.parent):
+        data = file.read_bytes()
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        raise IntegrityError(f"{file} is not JSON") from None
+    if not isinstance(content, dict):
+        raise IntegrityError(f"{file} is not a JSON object")
+    return content
 
 
 def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
@@ -193,10 +265,10 @@ def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
 
 
 def _renumbered(rows: torch.Tensor, order: tuple[int | None, ...]) -> torch.Tensor:
-    """Return the rows of an embedding in the order of the pieces; rows without a piece follow."""
-    pieces = sum(old is not None for old in order)
-    if order == tuple(range(pieces)):
+    """Return the rows of an embedding in the order of the pieces; a new one has their mean."""
+    if order == tuple(range(len(rows))):
         return rows
-    mean = rows.mean(dim=0)
-    chosen = [mean if old is None else rows[old] for old in order]
-    return torch.cat([torch.stack(chosen), rows[pieces:]])
+    chosen = rows[torch.tensor([0 if old is None else old for old in order])]
+    new = [index for index, old in enumerate(order) if old is None]
+    chosen[new] = rows.mean(dim=0)
+    return chosen

@@ -1,4 +1,4 @@
-"""Writing a path as a folder that `transformers` loads: an ordinary small Llama.
+"""Writing a path as a folder that `transformers` loads: an ordinary small Llama or Qwen.
 
 A folder appears whole or not at all, and notes in `dipaco.json` what it was made of, so an export
 that was stopped goes on where it was.
@@ -17,13 +17,13 @@ from typing import Any, Final
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
+from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.files import storage_errors
-from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, WEIGHTS_FILE, llama_config
-from dipaco.modules.transformer import PathModel
+from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
+from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 
-from .export_tokenizer import tokenizer_config, tokenizer_json
+from .export_tokenizer import file_rows, file_specials, json_bytes, tokenizer_files
 from .sources import StateSource, assemble_path, path_states
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -60,6 +60,7 @@ class Exporter:
         self._linked: set[str] = set()
         self._model: PathModel | None = None
         tokenizer = source.blob(source.plan.blobs.tokenizer)
+        self._rows = file_rows(tokenizer, source.plan.model.vocabulary_size)
         self._files = checkpoint_files(source.plan.model, tokenizer, dtype, exact_tokenizer)
 
     def write_path(self, path: int, folder: Path, readme: Readme | None = None) -> bool:
@@ -77,7 +78,7 @@ class Exporter:
                 self._link_modules(path, staging)
             else:
                 self._model = assemble_path(self.source, path, model=self._model)
-                save_parameters(dict(self._model.named_parameters()), staging, self.dtype)
+                self._save(dict(self._model.named_parameters()), staging)
             self._write_files(staging, provenance, readme(path) if readme else None)
         self.source.forget(path)
         return True
@@ -96,9 +97,11 @@ class Exporter:
         check_replaceable(folder, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
         model = self.source.base_model(torch.device("cpu"))
         with whole_folder(folder) as staging:
-            save_parameters(dict(model.named_parameters()), staging, torch.float32)
+            parameters = dict(model.named_parameters())
+            save_parameters(parameters, staging, torch.float32, rows=self._rows)
             self._write_files(staging, provenance, readme)
-            write_json(staging / CONFIG_FILE, llama_config(plan.model, torch.float32))
+            stored = json.loads(self._files[CONFIG_FILE])
+            write_json(staging / CONFIG_FILE, {**stored, **_dtype_fields(torch.float32)})
         return True
 
     def remove_unused_modules(self) -> None:
@@ -148,14 +151,14 @@ class Exporter:
     ) -> None:
         assert self._share_in is not None
         if len(self.source.grid.paths_of_module(module)) == 1:
-            save_parameters(parameters, folder, self.dtype, shard)
+            self._save(parameters, folder, shard)
             return
         stored = self._share_in / f"{module}-{digest[:16]}-{_name(self.dtype)}.safetensors"
         with storage_errors(self._share_in):
             self._share_in.mkdir(parents=True, exist_ok=True)
             if not stored.is_file():
                 partial = f".{stored.name}.tmp"
-                save_parameters(parameters, self._share_in, self.dtype, partial)
+                self._save(parameters, self._share_in, partial)
                 os.replace(self._share_in / partial, stored)
             self._linked.add(stored.name)
             try:
@@ -163,6 +166,11 @@ class Exporter:
             except OSError:
                 # A file system without hard links: the folder is just as good, only larger.
                 shutil.copyfile(stored, folder / shard)
+
+    def _save(
+        self, parameters: Mapping[str, torch.Tensor], folder: Path, name: str = WEIGHTS_FILE
+    ) -> None:
+        save_parameters(parameters, folder, self.dtype, name, rows=self._rows)
 
     def _write_files(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
         for name, content in self._files.items():
@@ -179,26 +187,23 @@ def checkpoint_files(
 
     Raises ConfigurationError as `tokenizer_json` does, unless `exact_tokenizer` is off.
     """
+    unknown, begin, end, pad = file_specials(tokenizer)
     generation = {
-        "bos_token_id": BEGIN_TOKEN,
-        "eos_token_id": END_TOKEN,
-        "pad_token_id": PAD_TOKEN,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "pad_token_id": pad,
         "do_sample": True,
         "temperature": 0.8,
         "top_k": 50,
         # As in dipaco-generate: pieces that are never part of a text are never chosen.
-        "suppress_tokens": [UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN],
+        "suppress_tokens": [unknown, begin, pad],
     }
-    files = {
-        CONFIG_FILE: json_bytes(llama_config(model, dtype)),
+    config = llama_config(model, dtype, begin=begin, end=end, pad=pad)
+    return {
+        CONFIG_FILE: json_bytes(config),
         "generation_config.json": json_bytes(generation),
-        TOKENIZER_FILE: tokenizer,
+        **tokenizer_files(tokenizer, model.sequence_length, exact_tokenizer),
     }
-    if exact_tokenizer:
-        settings = tokenizer_config(tokenizer, model.sequence_length)
-        files["tokenizer.json"] = json_bytes(tokenizer_json(tokenizer))
-        files["tokenizer_config.json"] = json_bytes(settings)
-    return files
 
 
 def save_parameters(
@@ -206,14 +211,19 @@ def save_parameters(
     folder: Path,
     dtype: torch.dtype,
     name: str = WEIGHTS_FILE,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """Write parameters as a safetensors file: the same parameters give the same bytes.
+
+    `rows` are the tokens of the run in the order of the tokenizer's file, if that is another.
 
     Raises ConfigurationError if a parameter is too large for `dtype`, StorageError if the disk is
     full.
     """
     stored = {}
     for key, parameter in parameters.items():
+        if rows is not None and key in (EMBEDDING, HEAD):
+            parameter = parameter[rows]
         # Always a copy: parameters of a module are views of one tensor.
         converted = parameter.detach().to("cpu", dtype, copy=True).contiguous()
         if not bool(torch.isfinite(converted).all()):
@@ -290,9 +300,9 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_bytes(json_bytes(content))
 
 
-def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return JSON as it is written into exports: the same content has the same bytes."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+def _dtype_fields(dtype: torch.dtype) -> dict[str, str]:
+    """Return what a configuration says of how parameters are stored."""
+    return {"torch_dtype": _name(dtype), "dtype": _name(dtype)}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -22,21 +22,24 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import ShardIndex
 from dipaco.routing.router import Router
 from dipaco.routing.routers import load_router
+from dipaco.routing.tokenizer import is_json
 
 from .export import (
     PROVENANCE_FILE,
     PROVENANCE_FORMAT,
     Exporter,
     check_replaceable,
-    json_bytes,
     read_provenance,
 )
 from .export_card import CardNotes, gather_figures, model_card, path_readme
+from .export_tokenizer import json_bytes
 from .sources import StateSource
 
 # This much of the disk is left free: filling it to the last byte would harm others.
 _SPARE_BYTES = 2**26
 REROUTER_FILE = "rerouter.safetensors"
+# A tokenizer whose numbers in the files are not those of the run: routers see those of the run.
+_RUN_TOKENIZER = "tokenizer.dipaco"
 
 
 def export_all(
@@ -146,7 +149,11 @@ def _write_router(source: StateSource, folder: Path, exporter: Exporter) -> None
     exporter.write_base(folder / "base")
     atomic_write(folder / "router.safetensors", data)
     atomic_write(folder / "routing.json", json_bytes(routing_figures(source.shard_index())))
-    readme = router_readme(router, source.plan.routing.prefix_tokens)
+    tokenizer = source.blob(source.plan.blobs.tokenizer)
+    if is_json(tokenizer):
+        atomic_write(folder / _RUN_TOKENIZER, tokenizer)
+    prefix = source.plan.routing.prefix_tokens
+    readme = router_readme(router, prefix, renumbered=is_json(tokenizer))
     atomic_write(folder / "README.md", readme.encode())
 
 
@@ -172,14 +179,20 @@ def routing_figures(index: ShardIndex) -> dict[str, Any]:
     }
 
 
-def router_readme(router: Router, prefix_tokens: int) -> str:
-    """Return how to find the path of a text with the files beside it."""
+def router_readme(router: Router, prefix_tokens: int, *, renumbered: bool) -> str:
+    """Return how to find the path of a text with the files beside it.
+
+    `renumbered`: tokens have other numbers in the exported tokenizer than in the run.
+    """
     needs_features = router.needs_features
     setup = [
         'tokenizer = AutoTokenizer.from_pretrained("router/base")',
         'router = load_router(Path("router/router.safetensors").read_bytes())',
     ]
-    known = ["tokens=[tokens]"]
+    known = ["tokens=[of_run(tokens)]" if renumbered else "tokens=[tokens]"]
+    if renumbered:
+        file = f'Path("router/{_RUN_TOKENIZER}").read_bytes()'
+        setup.append(f'of_run = JsonPieces({file}, "the tokenizer").run_tokens')
     body = [f"    tokens = tokenizer(text).input_ids[:{prefix_tokens}]"]
     if needs_features:
         setup += [
@@ -210,6 +223,7 @@ def router_readme(router: Router, prefix_tokens: int) -> str:
             "",
             *(["import torch"] if needs_features else []),
             "from dipaco.routing.routers import Prefixes, load_router",
+            *(["from dipaco.routing.tokenizer_json import JsonPieces"] if renumbered else []),
             f"from transformers import {'AutoModel, ' if needs_features else ''}AutoTokenizer",
             "",
             *setup,

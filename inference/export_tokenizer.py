@@ -1,19 +1,29 @@
-"""A run's SentencePiece tokenizer as the tokenizer files that `transformers` reads.
+"""A run's tokenizer as the tokenizer files that `transformers` reads.
 
-The plain conversion of `transformers` changes ids: it adds a space in front, parses `<s>` where a
-text has it, and takes U+2581 for a space. Here a space stays a space, so U+2581 is spelled in bytes
-as in `dipaco.routing.tokenizer`, and every text has the same ids in both. Both algorithms, BPE and
-unigram, can be written; what a foreign model may do besides is refused by name.
+A `tokenizer.json` that came with an imported base goes back as it was, with its own numbers; new in
+it is only what the run added.
+
+A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
+a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
+a space, so U+2581 is spelled in bytes as in `dipaco.routing.tokenizer`, and every text has the same
+ids in both. Both algorithms, BPE and unigram, can be written; what a foreign model may do besides
+is refused by name.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
+from dipaco.routing.tokenizer import is_json
+from dipaco.routing.tokenizer_json import JsonPieces
 from sentencepiece import sentencepiece_model_pb2
 
 _SPACE_MARK = "\u2581"
@@ -24,6 +34,53 @@ _Trainer = sentencepiece_format.TrainerSpec
 # Lower than the known characters of a name sum to, and small enough not to cost precision:
 # tokenizers looks for all pieces in a text, also for those that SentencePiece never takes there.
 _NEVER_CHOSEN = -1000.0
+
+
+def tokenizer_files(tokenizer: bytes, sequence_length: int, exact: bool) -> dict[str, bytes]:
+    """Return the tokenizer's files of a checkpoint, by name. `tokenizer` is the blob of the run.
+
+    Raises ConfigurationError as `tokenizer_json` does, unless `exact` is off.
+    """
+    if is_json(tokenizer):
+        pieces = JsonPieces(tokenizer, "the tokenizer")
+        settings = _json_settings(pieces, sequence_length)
+        content = {TOKENIZER_JSON: pieces.tokenizer, TOKENIZER_SETTINGS: settings}
+        return {name: json_bytes(value) for name, value in content.items()}
+    files = {TOKENIZER_FILE: tokenizer}
+    if exact:
+        files[TOKENIZER_JSON] = json_bytes(tokenizer_json(tokenizer))
+        files[TOKENIZER_SETTINGS] = json_bytes(tokenizer_config(tokenizer, sequence_length))
+    return files
+
+
+def file_rows(tokenizer: bytes, rows: int) -> torch.Tensor | None:
+    """Return which of the run's tokens stands in each of the `rows` of an exported embedding;
+    None where the numbers of the file are those of the run."""
+    if not is_json(tokenizer):
+        return None
+    order = JsonPieces(tokenizer, "the tokenizer").file_order(rows)
+    return torch.from_numpy(np.argsort(order))
+
+
+def file_specials(tokenizer: bytes) -> tuple[int, ...]:
+    """Return the numbers of unknown, begin, end and padding in the exported tokenizer."""
+    if is_json(tokenizer):
+        return JsonPieces(tokenizer, "the tokenizer").special
+    return (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN)
+
+
+def _json_settings(pieces: JsonPieces, sequence_length: int) -> dict[str, Any]:
+    keys = ("unk_token", "bos_token", "eos_token", "pad_token")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": sequence_length,
+        **dict(zip(keys, pieces.special_names(), strict=True)),
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    if pieces.chat_template is not None:
+        settings["chat_template"] = pieces.chat_template
+    return settings
 
 
 def tokenizer_json(model: bytes) -> dict[str, Any]:
@@ -61,6 +118,11 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": body,
     }
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return JSON as it is written into exports: the same content has the same bytes."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def tokenizer_config(model: bytes, sequence_length: int) -> dict[str, Any]:

@@ -29,6 +29,9 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILE = "tokenizer.model"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 # Our name, the name in config.json, and what Llama has when that is left out (... is an error).
 _FIELDS: tuple[tuple[str, str, Any], ...] = (

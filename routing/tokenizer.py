@@ -1,7 +1,8 @@
 """The tokenizer of a run: SentencePiece, set up so that any text survives a round trip.
 
 No normalisation and no white-space rules are applied: prose, code and tables come back byte for
-byte. What the vocabulary lacks is spelled in UTF-8 bytes.
+byte. What the vocabulary lacks is spelled in UTF-8 bytes. An imported base may bring a
+`tokenizer.json` in its place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOK
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.modules.files import atomic_write
 
+from .tokenizer_json import JsonPieces
+
 # SentencePiece writes a space as this character, so the character itself goes through bytes.
 _SPACE_MARK = "\u2581"
 _LONGEST_LINE_BYTES = 4096
@@ -37,15 +40,60 @@ _SCAN_FACTOR = 20
 
 
 class Tokenizer:
-    """Text to tokens and back. Given the path of a SentencePiece model, or its bytes.
+    """Text to tokens and back. Given the path of a run's tokenizer, or its bytes: a SentencePiece
+    model, or a packed `tokenizer.json` (`dipaco.routing.tokenizer_json`).
 
-    Raises IntegrityError if the model cannot be read, ConfigurationError if its special pieces are
-    not `<unk>`, `<s>`, `</s>`, `<pad>` at 0 to 3, or if it lacks the 256 byte pieces.
+    Raises IntegrityError if it cannot be read, ConfigurationError if its special pieces are not
+    at 0 to 3, or if some texts cannot be written in it.
     """
 
     def __init__(self, model: Path | bytes) -> None:
         data = model if isinstance(model, bytes) else Path(model).read_bytes()
         source = "the tokenizer" if isinstance(model, bytes) else f"the tokenizer {model}"
+        self._pieces: SentencePieces | JsonPieces
+        self._pieces = JsonPieces(data, source) if is_json(data) else SentencePieces(data, source)
+        self.vocabulary_size: int = self._pieces.vocabulary_size
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of the checkpoint that the tokenizer came with, if it had one.
+
+        Anybody who prepares a run can write it: only a sandbox may fill it in.
+        """
+        return self._pieces.chat_template
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without begin and end. Names of special tokens are text."""
+        return self._pieces.encode([_clean(text)], 1)[0]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the tokens of a text in which names of special tokens, as a chat template writes
+        them, are these tokens. Never for the text of a stranger."""
+        return self._pieces.encode_marked(_clean(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens. Begin, end and padding vanish; broken UTF-8 becomes U+FFFD."""
+        return self._pieces.decode([int(token) for token in tokens])
+
+    def document_tokens(self, text: str) -> list[int]:
+        """Return what a document is in a shard: begin, its tokens, end."""
+        return [BEGIN_TOKEN, *self.encode(text), END_TOKEN]
+
+    def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """Return the `document_tokens` of many texts, computed by several threads.
+
+        Called where a corpus is tokenised; the texts should be thousands, for threads to pay.
+        """
+        encoded = self._pieces.encode([_clean(text) for text in texts], threads)
+        return [[BEGIN_TOKEN, *tokens, END_TOKEN] for tokens in encoded]
+
+
+class SentencePieces:
+    """A SentencePiece model; used through `Tokenizer`."""
+
+    chat_template = None
+
+    def __init__(self, data: bytes, source: str) -> None:
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=data)
             self.vocabulary_size = int(self._pieces.vocab_size())
@@ -68,38 +116,40 @@ class Tokenizer:
                 f"with byte_fallback=True, or leave out model_file"
             )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without begin and end."""
-        clean = text.encode("utf-8", "replace").decode("utf-8")
-        parts = self._pieces.encode(clean.split(_SPACE_MARK), num_threads=1)
+    def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        """Return the tokens of each text; those without the space's mark by several threads."""
+        simple = [text for text in texts if _SPACE_MARK not in text]
+        encoded = iter(self._pieces.encode(simple, num_threads=threads))
+        return [
+            self._encode_parts(text.split(_SPACE_MARK)) if _SPACE_MARK in text else next(encoded)
+            for text in texts
+        ]
+
+    def _encode_parts(self, texts: list[str]) -> list[int]:
+        parts = self._pieces.encode(texts, num_threads=1)
         tokens: list[int] = list(parts[0])
         for part in parts[1:]:
             tokens += self._space_mark
             tokens += part
         return tokens
 
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the tokens of a text; names of special pieces are text in any case."""
+        return self.encode([text], 1)[0]
+
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens. Begin, end and padding vanish; broken UTF-8 becomes U+FFFD."""
-        return str(self._pieces.decode([int(token) for token in tokens]))
+        """Return the text of tokens."""
+        return str(self._pieces.decode(list(tokens)))
 
-    def document_tokens(self, text: str) -> list[int]:
-        """Return what a document is in a shard: begin, its tokens, end."""
-        return [BEGIN_TOKEN, *self.encode(text), END_TOKEN]
 
-    def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Return the `document_tokens` of many texts, computed by several threads.
+def is_json(data: bytes) -> bool:
+    """Return whether a run's tokenizer is a packed `tokenizer.json`, not a SentencePiece model."""
+    return data[:1] == b"{"
 
-        Called where a corpus is tokenised; the texts should be thousands, for threads to pay.
-        """
-        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        simple = [text for text in clean if _SPACE_MARK not in text]
-        encoded = iter(self._pieces.encode(simple, num_threads=threads))
-        return [
-            self.document_tokens(text)
-            if _SPACE_MARK in text
-            else [BEGIN_TOKEN, *next(encoded), END_TOKEN]
-            for text in clean
-        ]
+
+def _clean(text: str) -> str:
+    """Return the text as UTF-8 can have it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def train_tokenizer(

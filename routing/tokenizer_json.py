@@ -1,0 +1,271 @@
+"""A `tokenizer.json`, as checkpoints of others have it, as the tokenizer of a run.
+
+A run's tokens 0 to 3 are unknown, begin, end and padding, whatever numbers they have in the file.
+So every token has two numbers: that of the run, and that of the file, which exports have again.
+
+The blob of such a tokenizer is JSON: the file as it is (with the special tokens that it lacked),
+the numbers of the four in it, and the chat template of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.files import canonical_json
+
+FORMAT = "dipaco-tokenizer/1"
+# Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
+NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
+_GREATEST_BYTES = 2**27
+_GREATEST_TOKENS = 2**20
+_GREATEST_PATTERN = 4096
+_GREATEST_TEMPLATE = 2**18
+# What reads a tokenizer does nothing but look up and replace; kinds with tables of their own in
+# other formats, or that draw, are not among these.
+_KINDS = {
+    "model": {"BPE", "Unigram"},
+    "normalizer": {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Replace"},
+    "pre_tokenizer": {"Sequence", "Split", "ByteLevel", "Digits", "Whitespace", "Punctuation"},
+    "decoder": {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Replace"},
+}
+
+
+class JsonPieces:
+    """The tokenizer of a blob of `pack_tokenizer`; used through `dipaco.routing.tokenizer`.
+
+    Raises IntegrityError if the bytes are no such blob or are larger than any tokenizer,
+    ConfigurationError if texts do not come back from their tokens.
+    """
+
+    def __init__(self, data: bytes, source: str) -> None:
+        content = _content(data, source)
+        self.tokenizer: dict[str, Any] = content["tokenizer"]
+        self.chat_template: str | None = content["chat_template"]
+        self.special: tuple[int, ...] = tuple(content["special"])
+        self._plain = _load(self.tokenizer, source)
+        # Names of special tokens in a text stay text here; `_marked` reads them as tokens.
+        self._plain.encode_special_tokens = True
+        self._marked = _load(self.tokenizer, source)
+        numbers = self._plain.get_vocab(with_added_tokens=True).values()
+        if len(numbers) > _GREATEST_TOKENS or not set(self.special) <= set(numbers):
+            raise IntegrityError(f"{source} has {len(numbers)} tokens, or lacks its special ones")
+        self.vocabulary_size = max(numbers) + 1
+        if self.vocabulary_size > _GREATEST_TOKENS:
+            raise IntegrityError(f"{source} has a token {self.vocabulary_size - 1}; too many")
+        self._to_file = self.file_order(self.vocabulary_size)
+        self._to_run = np.argsort(self._to_file)
+        _check_round_trip(self, source)
+
+    def file_order(self, rows: int) -> np.ndarray:
+        """Return for each of the run's tokens, up to `rows`, its number in the file."""
+        rest = np.setdiff1d(np.arange(rows), self.special)
+        return np.concatenate([np.array(self.special, dtype=np.int64), rest])
+
+    def special_names(self) -> list[str]:
+        """Return unknown, begin, end and padding as they stand in the file."""
+        return [str(self._plain.id_to_token(number)) for number in self.special]
+
+    def run_tokens(self, numbers: Sequence[int]) -> list[int]:
+        """Return the run's tokens for the numbers of the file."""
+        tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
+        return tokens
+
+    def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        """Return the run's tokens of each text; names of special tokens are text."""
+        if threads == 1:
+            found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
+        else:
+            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = [encoding.ids for encoding in encoded]
+        return [self.run_tokens(ids) for ids in found]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the run's tokens of a text in which names of special tokens are these."""
+        return self.run_tokens(self._marked.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of the run's tokens; special ones vanish."""
+        known = [token for token in tokens if 0 <= token < self.vocabulary_size]
+        numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
+        return str(self._plain.decode(numbers, skip_special_tokens=True))
+
+
+def pack_tokenizer(
+    tokenizer: Mapping[str, Any],
+    special: Sequence[str | None],
+    chat_template: str | None,
+    source: str,
+) -> tuple[bytes, frozenset[int]]:
+    """Return the blob of a `tokenizer.json` whose unknown, begin, end and padding are `special`,
+    and the numbers that are new in the file.
+
+    Where one is None, unknown to the file, or the same as another, the file gets a new token
+    behind its last. Called when a base is imported. Raises as `JsonPieces` does.
+    """
+    content = {**tokenizer, "truncation": None, "padding": None}
+    known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
+    if special[END_TOKEN] not in known:
+        raise ConfigurationError(
+            f"{source} has no token {special[END_TOKEN]!r}, which shall end a text; write another "
+            f"eos_token in the tokenizer_config.json beside it"
+        )
+    names: list[str | None] = [None] * 4
+    # The end first: it is what a model says by itself.
+    for place in (END_TOKEN, BEGIN_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN):
+        if special[place] in known and special[place] not in names:
+            names[place] = special[place]
+    after = max(known.values(), default=-1) + 1
+    numbers = dict(known)
+    for place, name in enumerate(names):
+        if name is None:
+            names[place] = new = _new_name(place, numbers)
+            numbers[new], after = after, after + 1
+    chosen = {str(name): numbers[str(name)] for name in names}
+    # A text must not be able to say where a document begins or ends.
+    tokens = [
+        {**token, "special": token.get("special", False) or token["content"] in chosen}
+        for token in tokenizer.get("added_tokens") or ()
+    ]
+    there = {token["content"] for token in tokens}
+    tokens += [_added_token(chosen[name], name) for name in chosen if name not in there]
+    content["added_tokens"] = sorted(tokens, key=lambda token: int(token["id"]))
+    content["post_processor"] = _begin_in_front(str(names[BEGIN_TOKEN]), chosen)
+    blob = canonical_json(
+        {
+            "format": FORMAT,
+            "special": list(chosen.values()),
+            "chat_template": chat_template,
+            "tokenizer": content,
+        }
+    )
+    found = JsonPieces(blob, source).special_names()
+    if found != list(chosen):
+        raise ConfigurationError(
+            f"{source} numbers its tokens with gaps: {', '.join(NEW_NAMES)} would be {found}; "
+            f"save it again with save_pretrained"
+        )
+    return blob, frozenset(chosen.values()) - frozenset(known.values())
+
+
+def _new_name(place: int, known: Mapping[str, int]) -> str:
+    name = NEW_NAMES[place]
+    while name in known:
+        name = f"{name[:-2]}_|>"
+    return name
+
+
+def _added_token(number: int, name: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **flags, "special": True}
+
+
+def _begin_in_front(name: str, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Every document of a run begins with this token, so a text does for other tools too."""
+    begin = {"SpecialToken": {"id": name, "type_id": 0}}
+    sequences = [{"Sequence": {"id": key, "type_id": index}} for index, key in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, sequences[0]],
+        "pair": [begin, *sequences],
+        "special_tokens": {name: {"id": name, "ids": [numbers[name]], "tokens": [name]}},
+    }
+
+
+def _content(data: bytes, source: str) -> dict[str, Any]:
+    """Return the fields of a blob, their types checked."""
+    if len(data) > _GREATEST_BYTES:
+        raise IntegrityError(f"{source} has {len(data)} bytes; no tokenizer is so large")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        raise IntegrityError(f"{source} is not JSON") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise IntegrityError(f"{source} is no tokenizer of format {FORMAT}")
+    special, template = content.get("special"), content.get("chat_template")
+    if (
+        set(content) != {"format", "special", "chat_template", "tokenizer"}
+        or not isinstance(special, list)
+        or not all(type(token) is int and 0 <= token < _GREATEST_TOKENS for token in special)
+        or len(set(special)) != 4
+        or len(special) != 4
+        or not (template is None or isinstance(template, str))
+        or len(template or "") > _GREATEST_TEMPLATE
+    ):
+        raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
+    return content
+
+
+def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer of allowed parts. Raises IntegrityError or ConfigurationError."""
+    if not isinstance(tokenizer, Mapping):
+        raise IntegrityError(f"{source} is no tokenizer.json")
+    for part, kinds in _KINDS.items():
+        for found in _listed_parts(tokenizer.get(part), source):
+            kind = found.get("type", "BPE" if part == "model" and "merges" in found else None)
+            if kind not in kinds:
+                raise ConfigurationError(
+                    f"{source}: {part} is {str(kind)[:40]!r}, and a run can have "
+                    f"{', '.join(sorted(kinds))}; give a checkpoint with another tokenizer"
+                )
+            pattern = found.get("pattern")
+            if isinstance(pattern, Mapping) and any(
+                len(str(text)) > _GREATEST_PATTERN for text in pattern.values()
+            ):
+                raise IntegrityError(f"{source} has a pattern of over {_GREATEST_PATTERN} letters")
+    if (tokenizer.get("model") or {}).get("dropout"):
+        raise ConfigurationError(f"{source}: model.dropout is not 0, so a text has no one encoding")
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+    except BaseException as error:
+        # A panic in Rust is no Exception.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise IntegrityError(f"{source} is no tokenizer.json: {str(error)[:200]}") from None
+
+
+def _listed_parts(part: Any, source: str) -> list[Mapping[str, Any]]:
+    try:
+        return list(_parts(part))
+    except RecursionError:
+        raise IntegrityError(f"{source} has parts within parts without end") from None
+
+
+def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a part of a tokenizer and, in a sequence, what it consists of."""
+    if part is None:
+        return
+    if not isinstance(part, Mapping):
+        yield {"type": type(part).__name__}
+        return
+    yield part
+    if part.get("type") == "Sequence":
+        for key in ("normalizers", "pretokenizers", "decoders"):
+            listed = part.get(key)
+            for inner in listed if isinstance(listed, list) else ():
+                yield from _parts(inner)
+
+
+def _check_round_trip(pieces: JsonPieces, source: str) -> None:
+    """Refuse a tokenizer in which not every text can be written, or that cannot be streamed."""
+    plain = "The city, 1789:\n\n\tlies  there."
+    tokens = pieces.encode([plain], 1)[0]
+    if "".join(pieces.decode([token]) for token in tokens) != plain:
+        raise ConfigurationError(
+            f"{source} does not give a text back piece by piece (it may put a space in front); a "
+            f"run needs byte-level BPE, or pieces with byte fallback and spaces as they are"
+        )
+    # Every byte that UTF-8 has stands in these.
+    text = "".join(map(chr, (*range(1, 0x180), *range(0x600, 0x800), *range(0x1000, 0xD800, 911))))
+    text += "".join(map(chr, range(0xE000, 0x110000, 0x7FFF)))
+    back = pieces.decode(pieces.encode([text], 1)[0])
+    if unicodedata.normalize("NFKC", back) != unicodedata.normalize("NFKC", text):
+        raise ConfigurationError(
+            f"{source} cannot write every text; a run needs byte-level BPE, or byte fallback"
+        )

@@ -1,0 +1,125 @@
+"""Small random checkpoints as people have them: Llama, SmolLM2, Qwen, each with its tokenizer.json.
+
+The tokenizers are built of the same parts as those of the models they are named after.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from .tiny_run import tiny_documents
+
+HARD_TEXTS = (
+    "",
+    " ",
+    "The city lies by the river.",
+    "  two  spaces\n\n\n\tand\ttabs \r\n end  ",
+    "def f(x):\n    return {'a': [1, 23, 456, 7890]}  # ok\n",
+    "Ünïcödé, naïve café, e\u0301 and ﬁ",
+    "日本語のテキスト、中文字符 and 한국어",
+    "Русский текст, ελληνικά, עברית, العربية, हिन्दी",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈 emoji",
+    "\u2581 and \u00a0 and \u200b and \x00\x01",
+    "a text with <s> and </s> in it, don't we'll I'VE",
+)
+SPECIAL_TEXTS = (
+    "<|endoftext|>",
+    "<|im_start|>user\nhello<|im_end|>\n<tool_call>x</tool_call>",
+    "a<|begin_of_text|>b<|end_of_text|> c",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def foreign_tokenizer(family: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return a tokenizer and its `tokenizer_config.json`."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=family == "llama"))
+    bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if family == "smollm2":
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    else:
+        parts = [pre_tokenizers.Split(Regex(_SPLIT), "isolated"), bytes_as_letters]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
+    if family.startswith("qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    in_front = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] if family == "smollm2" else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=in_front,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*tiny_documents(4, 20, 0), *HARD_TEXTS], trainer)
+    if family == "llama":
+        tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+        begin = ("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))
+        tokenizer.post_processor = TemplateProcessing(
+            single="<|begin_of_text|> $A", special_tokens=[begin]
+        )
+        return tokenizer, {"bos_token": begin[0], "eos_token": "<|end_of_text|>"}
+    end = "<|endoftext|>"
+    if family == "smollm2":
+        return tokenizer, {"bos_token": end, "eos_token": end, "unk_token": end}
+    tokenizer.add_special_tokens([end, "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
+    im_end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
+    settings = {"bos_token": None, "eos_token": im_end, "pad_token": end}
+    return tokenizer, {**settings, "chat_template": CHAT_TEMPLATE}
+
+
+def make_foreign_base(folder: Path, family: str, **config: Any) -> PreTrainedModel:
+    """Write a checkpoint of a `family` to `folder`, in several files; return its model."""
+    tokenizer, settings = foreign_tokenizer(family)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    shape: dict[str, Any] = {
+        # Qwen's embeddings have more rows than there are tokens.
+        "vocab_size": tokenizer.get_vocab_size() + (20 if family.startswith("qwen") else 0),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": family != "llama",
+        **config,
+    }
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **shape}))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.eval().save_pretrained(folder, max_shard_size="30KB")
+    return model
