@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 CodecName = Literal["none", "float16", "blockwise8bit"]
+MeanName = Literal["weighted_mean", "trimmed_mean", "centered_clipping"]
 
 FLOAT16_GREATEST = 65504.0
 BLOCK_VALUES = 4096

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from .codecs import CodecName
+from .codecs import CodecName, MeanName
 from .errors import ConfigurationError, nearest_name
 
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
@@ -300,7 +300,7 @@ class RoundsConfig(Config):
 
 
 class AveragingConfig(Config):
-    """The wire format of outer gradients."""
+    """How outer gradients are sent and averaged ("Weights and the outer step" of the protocol)."""
 
     codec: CodecName = Field("float16")
     part_bytes: int = Field(2**19, ge=1024, le=2**21, description="Greatest part on the wire.")
@@ -309,6 +309,22 @@ class AveragingConfig(Config):
         ge=0,
         description="Greatest norm of a contribution to a part, as a multiple of the group's "
         "median; 0 is off.",
+    )
+    combine: MeanName = Field(
+        "weighted_mean", description="How the contributions to a part become one."
+    )
+    trim_share: float = Field(
+        0.2,
+        gt=0,
+        lt=0.5,
+        description="trimmed_mean: share of the paths whose greatest values, and of those whose "
+        "least values, are left out of a coordinate; rounded up, but one or two paths remain.",
+    )
+    centre_multiple: float = Field(
+        2.0,
+        ge=1,
+        description="centered_clipping: greatest distance of a path from the median, as a multiple "
+        "of the median distance.",
     )
 
 

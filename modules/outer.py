@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from .codecs import CODECS, Codec
+from . import robust_mean
+from .codecs import CODECS, Codec, MeanName
 from .config import OuterConfig
 from .errors import IntegrityError
 from .plan import RunPlan, ShardIndex
+from .robust_mean import exact_norm, fp32
 from .state import ModuleState, PathProgress
 
 # A table with more rows is summed in sections, which a swarm does in two levels. Part of the
@@ -104,21 +105,6 @@ def _lower_median(values: Sequence[T]) -> T:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def exact_norm(part: torch.Tensor) -> float:
-    """Return the L2 norm of a flat fp32 tensor, the same bits on every machine.
-
-    Squares of fp32 numbers are exact in fp64; they are added in halves, so that the order is the
-    same however wide a machine's vectors are.
-    """
-    squares = part.double()
-    squares.mul_(squares)
-    while (count := squares.numel()) > 1:
-        half = (count + 1) // 2
-        squares[: count - half].add_(squares[half:])
-        squares = squares[:half]
-    return math.sqrt(squares.item()) if part.numel() else 0.0
-
-
 def sections(rows: int, greatest: int = SECTION_ROWS) -> tuple[range, ...]:
     """Return the rows of a table, in order, in as few sections as hold at most `greatest` each.
 
@@ -147,7 +133,8 @@ class AveragingRule:
 
     The vector is cut into parts of `part_bytes` at most, whoever reduces them. In each part a
     contribution's norm is at most `clip_multiple` times the median of its section (0: no limit),
-    so that a thousandfold gradient is an ordinary one.
+    so that a thousandfold gradient is an ordinary one. What is left is combined by `mean`. A robust
+    mean needs all contributions to a part in one place, so that there are no sections.
     """
 
     codec: Codec
@@ -157,6 +144,9 @@ class AveragingRule:
     clip_multiple: float = 10.0
     momentum: float = 0.9
     """Of the outer step."""
+    mean: MeanName = "weighted_mean"
+    trim_share: float = 0.2
+    centre_multiple: float = 2.0
 
     @classmethod
     def of(cls, plan: RunPlan, index: ShardIndex) -> AveragingRule:
@@ -168,7 +158,19 @@ class AveragingRule:
             part_bytes=plan.averaging.part_bytes,
             clip_multiple=plan.averaging.clip_multiple,
             momentum=plan.outer.momentum,
+            mean=plan.averaging.combine,
+            trim_share=plan.averaging.trim_share,
+            centre_multiple=plan.averaging.centre_multiple,
         )
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether a part's contributions are more than summed."""
+        return self.mean != "weighted_mean"
+
+    def rows_of_a_section(self, rows: int) -> int:
+        """Return how many rows a section of a table with so many rows has at most."""
+        return rows if self.is_robust else self.section_rows
 
     def part_sizes(self, values: int) -> tuple[int, ...]:
         """Return how many values each part of a vector has."""
@@ -242,6 +244,27 @@ class AveragingRule:
         norms = [exact_norm(part) for part in contributions]
         _scale(contributions, self.scales(norms, usual_norm))
 
+    def combine_section(
+        self,
+        contributions: Sequence[torch.Tensor],
+        weights: Sequence[float],
+        paths: Sequence[int],
+    ) -> torch.Tensor:
+        """Return what one section's contributions to one part come to, in canonical order.
+
+        With a robust mean that is the average of all, or the weighted mean where fewer than three
+        contribute; otherwise it is the section's weighted sum.
+        """
+        if not self.is_robust or len(contributions) < robust_mean.LEAST_VOTERS:
+            return self.sum_section(zip(contributions, weights, strict=True))
+
+        def mean(values: Sequence[torch.Tensor], votes: Sequence[float]) -> torch.Tensor:
+            if self.mean == "trimmed_mean":
+                return robust_mean.trimmed_mean(values, votes, self.trim_share)
+            return robust_mean.centered_clipping(values, votes, self.centre_multiple)
+
+        return robust_mean.of_paths(contributions, weights, paths, mean)
+
     def combine(
         self, contributions: Iterable[torch.Tensor], weights: Sequence[float]
     ) -> torch.Tensor:
@@ -269,7 +292,7 @@ class AveragingRule:
         for contribution, weight in rows:
             if total is None:
                 total = torch.zeros_like(contribution)
-            total.add_(contribution.mul(_fp32(weight)))
+            total.add_(contribution.mul(fp32(weight)))
         if total is None:
             raise ValueError("nothing to combine")
         return total
@@ -293,7 +316,8 @@ class AveragingRule:
 
         `gradients` are flat fp32, in the order of the bounded table; each is taken twice. Each
         passes through the codec, and so does the average (design 4.3). Called by the simulator and
-        by a peer that is alone in its group; the swarm's averager does the same in parts.
+        by a peer that is alone in its group; the swarm's averager does the same in parts. A robust
+        mean takes the memory of all gradients.
         """
         scales = iter(self._scales_of(gradients, usual))
 
@@ -303,7 +327,13 @@ class AveragingRule:
                 _scale(self._parts(contribution), next(scales, ()))
                 yield contribution
 
-        return self.codec.round_trip(self.combine(received(), self.weights(table, usual)))
+        weights = self.weights(table, usual)
+        if not self.is_robust:
+            return self.codec.round_trip(self.combine(received(), weights))
+        parts = zip(*map(self._parts, received()), strict=True)
+        paths = [row.path for row in table]
+        average = torch.cat([self.combine_section(part, weights, paths) for part in parts])
+        return self.codec.round_trip(average)
 
     def _scales_of(
         self, gradients: Sequence[torch.Tensor], usual: Usual
@@ -312,7 +342,7 @@ class AveragingRule:
         scales: list[tuple[float, ...]] = []
         if not self.clip_multiple or len(gradients) < 2:
             return scales
-        for section in sections(len(gradients), self.section_rows):
+        for section in sections(len(gradients), self.rows_of_a_section(len(gradients))):
             received = (self.codec.round_trip(gradients[row]) for row in section)
             norms = [[exact_norm(part) for part in self._parts(one)] for one in received]
             of_parts = zip(*norms, strict=True)
@@ -351,11 +381,11 @@ def outer_step(
         raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
     gradient = average
     if config.sqrt_paths_rescaling:
-        gradient = average.mul(_fp32(math.sqrt(len(contributing))))
-    momentum = state.momentum.mul(_fp32(config.momentum)).add_(gradient)
-    step = momentum.mul(_fp32(config.momentum)).add_(gradient)
+        gradient = average.mul(fp32(math.sqrt(len(contributing))))
+    momentum = state.momentum.mul(fp32(config.momentum)).add_(gradient)
+    step = momentum.mul(fp32(config.momentum)).add_(gradient)
     rate = outer_learning_rate(config, state.version)
-    parameters = state.parameters.sub(step.mul_(_fp32(rate)))
+    parameters = state.parameters.sub(step.mul_(fp32(rate)))
     if not bool(torch.isfinite(parameters).all() and torch.isfinite(momentum).all()):
         raise IntegrityError(f"the outer step of {state.module} gave numbers that are not finite")
     return ModuleState(
@@ -426,9 +456,4 @@ def _scale(tensors: Iterable[torch.Tensor], scales: Iterable[float]) -> None:
     """Multiply each tensor, in place, by its scale; 1 changes no bit."""
     for tensor, scale in zip(tensors, scales, strict=False):
         if scale != 1.0:
-            tensor.mul_(_fp32(scale))
-
-
-def _fp32(value: float) -> float:
-    """Round to fp32, so that the scalar is the same however a kernel widens it."""
-    return float(np.float32(value))
+            tensor.mul_(fp32(scale))

@@ -24,7 +24,7 @@ from .config import (
 from .files import canonical_json
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 def _check_sha256(value: str) -> str:

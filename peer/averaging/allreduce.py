@@ -97,10 +97,12 @@ class ExactAllReduceRunner:
         self._vector = PartedVector(flat, rule)
         sizes = self._sizes = self._vector.sizes
         order = [self._place[row.peer] for row in group.table]
-        topology = Topology.of(order, group.shares, sizes, rule.section_rows)
+        section_rows = rule.rows_of_a_section(len(order))
+        topology = Topology.of(order, group.shares, sizes, section_rows)
         self._topology = topology
         self._has_levels = len(topology.sections) > 1
         weights = dict(zip(order, rule.weights(group.table, group.usual), strict=True))
+        paths = dict(zip(order, (row.path for row in group.table), strict=True))
         self._section = topology.section_of[self._me]
         self._root = PartRoot(len(topology.sections), rule, codec, self._failure)
         self._reducers = {
@@ -108,6 +110,7 @@ class ExactAllReduceRunner:
                 {part: sizes[part] for part in topology.parts_reduced_by(self._me, section)},
                 topology.sections[section],
                 [weights[member] for member in topology.sections[section]],
+                [paths[member] for member in topology.sections[section]],
                 group.usual.norms,
                 rule,
                 self._finisher(section),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from dipaco.modules.outer import AveragingRule, Contribution
+from dipaco.modules.outer import SECTION_ROWS, AveragingRule, Contribution
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.proto import runtime_pb2
 
@@ -151,7 +151,7 @@ class SectionReducer:
     """Sums the contributions of a section's members to the parts that this peer reduces for it.
 
     :param sizes: the elements of these parts, by number, in order
-    :param members: the section's members in the order of summation, with `weights`
+    :param members: the section's members in the order of summation, with `weights` and `paths`
     :param usual_norms: of all parts, or none
     :param finish: makes a part's average of the section's sum; raises AveragingFailed
 
@@ -164,6 +164,7 @@ class SectionReducer:
         sizes: Mapping[int, int],
         members: Sequence[int],
         weights: Sequence[float],
+        paths: Sequence[int],
         usual_norms: Sequence[float],
         rule: AveragingRule,
         finish: Callable[[int, torch.Tensor], Awaitable[ReducedPart]],
@@ -172,7 +173,9 @@ class SectionReducer:
         loop = asyncio.get_running_loop()
         self.sizes = dict(sizes)
         self._parts = tuple(self.sizes)
-        self._members, self._weights = tuple(members), tuple(weights)
+        self._members, self._weights, self._paths = tuple(members), tuple(weights), tuple(paths)
+        # Where there are no sections, many members send to one reducer.
+        self._window = max(1, min(WINDOW_PARTS, WINDOW_PARTS * SECTION_ROWS // len(members)))
         self._usual_norms = tuple(usual_norms)
         self._rule, self._finish = rule, finish
         self._failure = failure
@@ -205,8 +208,8 @@ class SectionReducer:
             task = asyncio.create_task(self._reduce(part, self._waiting.pop(part)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if number >= WINDOW_PARTS:
-            await self._failure.or_result(self._summed[self._parts[number - WINDOW_PARTS]])
+        if number >= self._window:
+            await self._failure.or_result(self._summed[self._parts[number - self._window]])
 
     async def take(self, part: int) -> ReducedPart:
         """Wait for a part's result; each member takes each part once. Raises AveragingFailed."""
@@ -236,7 +239,7 @@ class SectionReducer:
     def _sum(self, part: int, ordered: list[torch.Tensor]) -> torch.Tensor:
         usual_norm = self._usual_norms[part] if self._usual_norms else 0.0
         self._rule.clip(ordered, usual_norm)
-        section_sum = self._rule.sum_section(zip(ordered, self._weights, strict=True))
+        section_sum = self._rule.combine_section(ordered, self._weights, self._paths)
         if not is_finite(section_sum):
             raise ValueError("the sum is not finite")
         return section_sum

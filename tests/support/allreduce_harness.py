@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dipaco.modules.codecs import CODECS
+from dipaco.modules.codecs import CODECS, MeanName
 from dipaco.modules.outer import (
     SECTION_ROWS,
     UNKNOWN,
@@ -186,6 +186,7 @@ class Group:
     part_bytes: int = PART_BYTES
     absent: frozenset[int] = frozenset()
     usual: Usual = UNKNOWN
+    mean: MeanName = "weighted_mean"
 
     @classmethod
     def random(cls, size: int, elements: int, seed: int = 0, **kwargs: Any) -> Group:
@@ -214,7 +215,11 @@ class Group:
     @property
     def rule(self) -> AveragingRule:
         return AveragingRule(
-            CODECS[self.codec], self.shard_sequences, self.section_rows, self.part_bytes
+            CODECS[self.codec],
+            self.shard_sequences,
+            self.section_rows,
+            self.part_bytes,
+            mean=self.mean,
         )
 
     def expected(self) -> torch.Tensor:
