@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dipaco.dht import directory
+from dipaco.dht import bounded_protocol, directory
 from dipaco.dht.coverage import scope_of, whole_scope
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.dht.records import ProgressEntry
@@ -62,7 +62,9 @@ _asked = ContextVar("asked", default=False)
 def count_answers() -> None:
     """Count what the nodes that are started from here on answer."""
     for name in CALLS:
-        setattr(DHTProtocol, name, _counted(name, getattr(DHTProtocol, name)))
+        # Ours takes Hivemind's place in each DHT process.
+        owner = bounded_protocol if hasattr(bounded_protocol, name) else DHTProtocol
+        setattr(owner, name, _counted(name, getattr(owner, name)))
 
 
 def _counted(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 
+from dipaco.dht.node import OPERATOR_MARK
 from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
@@ -84,7 +85,8 @@ def _serve(
         f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
         "a volunteer pastes this:"
     )
-    display.say(f"dipaco-peer --initial-peers {addresses[0]}")
+    pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
+    display.say(f"dipaco-peer --initial-peers {pinned}")
     if node.plan.successor_of is not None:
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))

@@ -20,10 +20,12 @@ from dipaco.modules.plan import RunPlan
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from .coverage import Scope
+from .bounded_protocol import serve_run
+from .coverage import Scope, bucket_count
 from .guarded_dht import GuardedDHT, start_task
 from .identity import Identity
 from .manifest import SignedManifest, verify_manifest
+from .quotas import ServedRun
 from .records import (
     KINDS,
     MANIFESTS_KEY,
@@ -86,6 +88,17 @@ class Directory:
     def failure(self) -> str | None:
         """What is wrong when nothing can be read or written any more, else None."""
         return self._dht.failure
+
+    def serve(self, manifest: SignedManifest, grid: Grid) -> None:
+        """Have this node store the records of the run for others. Raises `NetworkError`."""
+        run = ServedRun(
+            run_id=self.run_id,
+            operator=manifest.operator_fingerprint,
+            modules_per_level=tuple(grid.config.modules_per_level),
+            private_modules=grid.path_count if grid.has_private else 0,
+            buckets=bucket_count(grid.path_count),
+        )
+        self._dht.call(serve_run, run)
 
     # -- writing
 
@@ -273,7 +286,7 @@ class Directory:
                 if request.request_id != address.item:
                     raise RecordError(f"it is not the request {address.item}")
             except DipacoError as error:
-                self._complain(subkey, "a score request", error)
+                self._complain(key, "a score request", error)
                 continue
             if request.operator_fingerprint == operator_fingerprint:
                 requests.append(request)
@@ -306,7 +319,7 @@ class Directory:
                 logger.info("skipped a manifest: %s", error)
                 foreign = error
             except DipacoError as error:
-                self._complain(subkey, "a manifest", error)
+                self._complain(MANIFESTS_KEY, "a manifest", error)
         if foreign is not None and not manifests:
             raise foreign
         self._verified_manifests = {m.envelope: m for m in manifests.values()}
@@ -350,15 +363,16 @@ class Directory:
                     raise RecordError(f"a record of {address.key} stands under {key}")
                 record = parse_record(address, value)
             except RecordError as error:
-                self._complain(subkey, "a record", error)
+                self._complain(key, "a record", error)
                 continue
             assert isinstance(record, record_class)
             records.append(record)
         return tuple(sorted(records, key=lambda record: record.peer_id))
 
-    def _complain(self, subkey: Any, what: str, error: DipacoError) -> None:
-        """Log a refusal, as a warning the first time: the same records come every few seconds."""
-        logger.log(self._complaints.level(subkey), "skipped %s: %s", what, error)
+    def _complain(self, key: str, what: str, error: DipacoError) -> None:
+        """Log a refusal, as a warning the first time: the same records come every few seconds, and
+        there may be thousands under one key."""
+        logger.log(self._complaints.level(key), "skipped %s: %s", what, error)
 
     def _get_many(self, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
         """Return the unexpired subkeys and values of dictionary keys, from the network."""

@@ -18,6 +18,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import inspect
 import logging
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -35,61 +36,13 @@ from typing import Any, NoReturn
 from dipaco.modules.errors import NetworkError
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P
 from hivemind.utils.asyncio import switch_to_uvloop
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
-from hivemind.utils.timed_storage import ValueWithExpiration
+
+from . import bounded_protocol
 
 logger = logging.getLogger("dipaco.dht.guarded_dht")
-
-_find = DHTProtocol.call_find
-_NEVER = float("-inf")
-
-
-def install() -> None:
-    """Change the DHT protocol of this process."""
-    DHTProtocol._validate_dictionary = drop_refused
-    DHTProtocol.call_find = call_find
-
-
-def drop_refused(protocol: DHTProtocol, key: bytes, dictionary: DictionaryDHTValue) -> bool:
-    """Drop the records that the validators refuse; the others are as good as they were.
-
-    In place of Hivemind's check, which refuses all of a dictionary for one bad record.
-    """
-    dictionary.maxsize = float("inf")
-    refused = []
-    with dictionary.freeze():
-        for subkey, (value, expiration_s) in dictionary.items():
-            tag = protocol.serializer.dumps(subkey)
-            if not protocol._validate_record(key, tag, value, expiration_s):
-                refused.append(subkey)
-    for subkey in refused:
-        del dictionary[subkey]
-    expirations = [item.expiration_time for item in dictionary.data.values()]
-    dictionary.latest_expiration_time = max(expirations, default=_NEVER)
-    return True
-
-
-async def call_find(
-    protocol: DHTProtocol, peer: Any, keys: Collection[Any]
-) -> dict[Any, tuple[ValueWithExpiration[Any] | None, dict[Any, Any]]] | None:
-    """Ask a node as Hivemind does, and take an answer's expiration from its records alone."""
-    answers = await _find(protocol, peer, keys)
-    if answers is None:
-        return None
-    return {key: (_bounded(found), nearest) for key, (found, nearest) in answers.items()}
-
-
-def _bounded(found: ValueWithExpiration[Any] | None) -> ValueWithExpiration[Any] | None:
-    if found is None or not isinstance(found.value, DictionaryDHTValue):
-        return found
-    if not found.value.data:
-        return None
-    return ValueWithExpiration(found.value, found.value.latest_expiration_time)
-
 
 _PR_SET_PDEATHSIG = 1
 
@@ -225,6 +178,8 @@ SILENT_PINGS = 2
 START_LIMIT_S = 75.0
 REPLICA_LIMIT_S = 20.0
 CLOSE_LIMIT_S = 1.0
+# Keys that this node read, which it answers others from while nobody else has them.
+CACHED_KEYS = 1024
 _P2PD_ENDED, _P2PD_HANGS = 71, 72
 _ENDINGS = {
     _P2PD_ENDED: "the DHT process has ended because p2pd did",
@@ -393,7 +348,7 @@ class GuardedDHT(DHT):
         """Serve until told to stop, or until p2pd is gone."""
         die_with_parent()
         own_future_locks()
-        install()
+        bounded_protocol.install()
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, preexec_fn=_detach_from_terminal
         )
@@ -406,12 +361,7 @@ class GuardedDHT(DHT):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         start_task(self._beat())
         try:
-            self._node = await DHTNode.create(
-                initial_peers=self.initial_peers,
-                num_workers=self.num_workers,
-                record_validator=self._record_validator,
-                **self.kwargs,
-            )
+            self._node = await self._make_node()
         except Exception as error:
             logger.debug("the DHT node did not start", exc_info=True)
             self._ready.set_exception(error)
@@ -426,6 +376,30 @@ class GuardedDHT(DHT):
             # Also removes the sockets, which a p2pd that has ended leaves behind.
             await asyncio.wait_for(self._node.p2p.shutdown(), CLOSE_LIMIT_S)
         return code
+
+    async def _make_node(self) -> DHTNode:
+        """Start p2pd, and make a node whose id follows from the peer id."""
+        of_node = inspect.signature(DHTNode.create).parameters
+        of_p2p = {name: value for name, value in self.kwargs.items() if name not in of_node}
+        if self.kwargs.get("client_mode"):
+            of_p2p.setdefault("dht_mode", "client")
+        p2p = await P2P.create(initial_peers=self.initial_peers, **of_p2p)
+        try:
+            node = await DHTNode.create(
+                p2p=p2p,
+                node_id=bounded_protocol.node_id_of(p2p.peer_id),
+                initial_peers=self.initial_peers,
+                num_workers=self.num_workers,
+                record_validator=self._record_validator,
+                cache_size=CACHED_KEYS,
+                **{name: self.kwargs[name] for name in self.kwargs.keys() - of_p2p.keys()},
+            )
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(p2p.shutdown(), CLOSE_LIMIT_S)
+            raise
+        node._should_shutdown_p2p = True
+        return node
 
     def _take(self) -> None:
         """Begin to answer a request that has arrived; one that cannot be read is dropped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -13,6 +13,7 @@ from dipaco.modules.errors import (
     AddressError,
     ClockError,
     DipacoError,
+    ManifestError,
     NetworkError,
     RunSelectionError,
     UnreachableError,
@@ -23,7 +24,7 @@ from multiaddr import Multiaddr
 from .directory import Directory
 from .guarded_dht import GuardedDHT
 from .identity import Identity
-from .manifest import SignedManifest, current_runs
+from .manifest import SignedManifest, current_runs, newest_run
 from .record_validator import record_validators
 
 logger = logging.getLogger("dipaco.dht.node")
@@ -31,9 +32,12 @@ logger = logging.getLogger("dipaco.dht.node")
 STARTUP_TIMEOUT_S = 60.0
 DEFAULT_PORT = 31337
 PORTS_TRIED = 100
+# Runs in one message; anybody can announce some.
+MOST_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
 _taken: dict[int, tuple[socket.socket, int]] = {}
 EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
+OPERATOR_MARK = "/operator/"
 EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 
 
@@ -46,6 +50,30 @@ def check_peer_address(address: str) -> str:
             f"for example {EXAMPLE_PEER}"
         )
     return address
+
+
+def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Return addresses as libp2p takes them, and the fingerprint of the operator that they pin.
+
+    A pasted address may end with `/operator/` and the fingerprint; one of several is enough.
+    Raises `AddressError` when it is none, or when two pin different operators.
+    """
+    plain, pinned = [], []
+    for address in addresses:
+        before, mark, fingerprint = address.partition(OPERATOR_MARK)
+        if mark and not re.fullmatch(r"[0-9a-f]{16}", fingerprint):
+            raise AddressError(
+                f"'{address}' ends with {mark}{fingerprint}, which is no fingerprint of an "
+                "operator (16 digits 0-9 and a-f); paste the whole address"
+            )
+        plain.append(before)
+        pinned += [fingerprint] if mark else []
+    if len(set(pinned)) > 1:
+        raise AddressError(
+            f"these addresses name different operators: {', '.join(sorted(set(pinned)))}; give "
+            "those of one run"
+        )
+    return tuple(plain), pinned[0] if pinned else None
 
 
 def check_listen_address(address: str, flag: str) -> str:
@@ -231,11 +259,20 @@ def _clock_difference(reason: str) -> str:
     return f"{abs(difference_s):.1f} s {'ahead of' if difference_s > 0 else 'behind'}"
 
 
-def select_run(directory: Directory, run: str | None) -> SignedManifest:
+def select_run(
+    directory: Directory,
+    run: str | None,
+    *,
+    operator: str | None = None,
+    served: Callable[[], Collection[str]] = frozenset,
+) -> SignedManifest:
     """Return the run that `run` (id, its beginning, or name) means, or the only one there is.
 
-    A run with a successor signed by the same operator counts only when it is asked for. Raises
-    `RunSelectionError`, listing the runs, when there is not exactly one.
+    With `operator`, only runs that this one signed count. A run with a successor signed by the same
+    operator counts only when it is asked for. Anybody can announce runs: of several, that one is
+    meant which those take part in whose addresses were given (`served` asks them for its id).
+    Raises `RunSelectionError`, listing the runs, when there is not exactly one, and `ManifestError`
+    when all there are have other operators.
     """
     manifests = directory.list_manifests()
     if not manifests:
@@ -243,19 +280,46 @@ def select_run(directory: Directory, run: str | None) -> SignedManifest:
             "this DHT holds no run; check the address, or start a bootstrap node: "
             "dipaco-bootstrap serve DIR"
         )
-    listed = ", ".join(f"{m.plan.run_id} '{m.plan.name}'" for m in manifests)
+    if operator is not None:
+        manifests = _signed_by(operator, manifests)
     if run is None:
-        manifests = current_runs(manifests)
-        if len(manifests) > 1:
+        current = current_runs(manifests)
+        if len(current) > 1:
+            asked = set(served())
+            meant = {
+                newest_run(m, manifests).plan.run_id for m in manifests if m.plan.run_id in asked
+            }
+            current = [m for m in current if m.plan.run_id in meant] or current
+        if len(current) > 1:
             raise RunSelectionError(
-                f"this DHT holds several runs: {listed}; choose one with --run ID"
+                f"this DHT holds several runs: {_listed(manifests)}; choose one with --run ID"
             )
-        return manifests[0]
+        return current[0]
     exact = [m for m in manifests if m.plan.run_id == run]
     matching = exact or [
         m for m in manifests if m.plan.run_id.startswith(run) or m.plan.name == run
     ]
     if len(matching) != 1:
         found = "no run" if not matching else "more than one run"
-        raise RunSelectionError(f"--run {run} matches {found}; this DHT holds: {listed}")
+        raise RunSelectionError(
+            f"--run {run} matches {found}; this DHT holds: {_listed(manifests)}"
+        )
     return matching[0]
+
+
+def _signed_by(operator: str, manifests: list[SignedManifest]) -> list[SignedManifest]:
+    signed = [m for m in manifests if m.operator_fingerprint == operator]
+    if not signed:
+        other = manifests[0]
+        more = f" and {len(manifests) - 1} more" if len(manifests) > 1 else ""
+        raise ManifestError(
+            f"the address pins operator {operator}, but run '{other.plan.name}'{more} is signed by "
+            f"{other.operator_fingerprint}; do not join, ask the operator for the address"
+        )
+    return signed
+
+
+def _listed(manifests: Sequence[SignedManifest]) -> str:
+    shown = [f"{m.plan.run_id} '{m.plan.name}'" for m in manifests[:MOST_LISTED]]
+    more = len(manifests) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Clocks differ by a few seconds, and what one node stored another must not refuse to read.
 CLOCK_TOLERANCE_S = 15.0
 COMPLAINT_PERIOD_S = 60.0
-# Warnings in a period, all peers together: somebody with hundreds of keys must not fill the log.
+# Warnings in a period, all keys together: somebody who makes hundreds must not fill the log.
 MAX_COMPLAINTS = 20
 # Records accepted lately, of which a node remembers a hash instead of checking them again.
 MAX_REMEMBERED = 16_384
@@ -67,22 +67,23 @@ class RecordValidator(RecordValidatorBase):
 
     def validate(self, record: DHTRecord) -> bool:
         """Tell whether `record` may stand in the DHT."""
-        owner = "an unnamed peer"
+        owner, key = "an unnamed peer", ""
         try:
             subkey = _load_subkey(record.subkey)
             address = parse_subkey(subkey)
             owner = address.peer_id or f"whoever stores run {address.run_id}"
+            key = address.key
             self._check(address, record)
         except OtherProtocolError as error:
             # Nobody's mistake: peers of two versions may know each other's addresses.
             logger.debug("refused a record: %s", error)
             return False
         except RecordError as error:
-            self._complain(owner, str(error))
+            self._complain(owner, str(error), key)
             return False
         except Exception as error:
             logger.debug("record of %s", owner, exc_info=True)
-            self._complain(owner, f"it cannot be read ({type(error).__name__})")
+            self._complain(owner, f"it cannot be read ({type(error).__name__})", key)
             return False
         return True
 
@@ -141,9 +142,10 @@ class RecordValidator(RecordValidatorBase):
         if value is not None:  # None: withdrawn.
             parse_record(address, value)
 
-    def _complain(self, owner: str, reason: str) -> None:
-        """Log a refusal, as a warning at most once a minute for each peer."""
-        logger.log(self._complaints.level(owner), "refused a record of %s: %s", owner, reason)
+    def _complain(self, owner: str, reason: str, key: str) -> None:
+        """Log a refusal, as a warning at most once a minute for each key: one that was filled with
+        thousands of bad records is one line."""
+        logger.log(self._complaints.level(key), "refused a record of %s: %s", owner, reason)
 
 
 def signed_bytes(record: DHTRecord) -> bytes:

@@ -115,6 +115,15 @@ def verify_score_request(
     return SignedScoreRequest(request, fingerprint, bytes(envelope))
 
 
+def stated_operator(envelope: Any) -> str | None:
+    """Return the fingerprint of who is said to have signed an envelope; nothing is verified."""
+    try:
+        public_key = base64.b64decode(json.loads(envelope)["operator"]["public_key"])
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error):
+        return None
+    return hashlib.sha256(public_key).hexdigest()[:16]
+
+
 def _verify_signature(envelope: bytes) -> tuple[Mapping[str, Any], bytes]:
     """Return the request's values and the signer's key, once the signature is right."""
     try:

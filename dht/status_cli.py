@@ -38,27 +38,28 @@ def run(settings: StatusSettings) -> int:
     """Join as a client, read, print; again and again with --watch."""
     from .directory import Directory
     from .identity import load_or_create_identity
-    from .node import join_dht
+    from .node import join_dht, split_operator
 
+    addresses, operator = split_operator(settings.initial_peers)
     with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
         identity = load_or_create_identity(Path(folder) / "identity.key")
-        dht = join_dht(settings.initial_peers, identity=identity, client_mode=True)
+        dht = join_dht(addresses, identity=identity, client_mode=True)
         try:
-            manifest = _select(Directory(dht, identity, None), settings.run)
+            manifest = _select(Directory(dht, identity, None), settings.run, operator)
             reader = Directory(dht, identity, manifest.plan.run_id)
             return _show(reader, manifest, settings)
         finally:
             dht.shutdown()
 
 
-def _select(directory: Directory, run: str | None) -> SignedManifest:
+def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:
     """Find the run; a swarm that has just started publishes its manifest within seconds."""
     from .node import select_run
 
     deadline = time.monotonic() + MANIFEST_WAIT_S
     while True:
         try:
-            return select_run(directory, run)
+            return select_run(directory, run, operator=operator)
         except RunSelectionError:
             if directory.list_manifests() or time.monotonic() > deadline:
                 raise

@@ -23,7 +23,7 @@ from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
-from dipaco.dht.node import check_peer_address, join_dht, select_run
+from dipaco.dht.node import check_peer_address, join_dht, select_run, split_operator
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
@@ -55,6 +55,8 @@ logger = logging.getLogger("dipaco.peer.node")
 SOFTWARE = f"dipaco/{version('dipaco')}"
 MANIFEST_WAIT_S = 20.0
 ADDRESSES_LIMIT_S = 15.0
+# Of the addresses given, when there are several runs to choose from.
+MOST_ASKED = 4
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
 # many are tried at once. A view is looked at again after a while.
 MOST_KNOWN, MOST_NEW, MOST_RUNS, MOST_TRIED = 64, 32, 8, 16
@@ -288,9 +290,11 @@ def join_run(
 
     A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up, and
     relays for peers that nobody can call. When none of `initial_peers` answers, those are tried
-    that were in their swarm the last time.
+    that were in their swarm the last time. With an operator's fingerprint in them only runs of that
+    operator count.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
+    initial_peers, operator = split_operator(initial_peers)
     make_folder(cache_folder)
     given = initial_peers
     identity = load_or_create_identity(identity_path or cache_folder / "identity.key", say)
@@ -330,7 +334,7 @@ def join_run(
             membership.clock = measure_clock(exchange, initial_peers)
             if abs(membership.clock.offset_s) > 0.5:
                 say(f"clock: {membership.clock.offset_s:+.2f} s against the swarm, corrected")
-        manifest = _find_manifest(dht, identity, run, own_manifest)
+        manifest = _find_manifest(membership, run, operator, own_manifest)
         path = run_folder or cache_folder / manifest.plan.run_id
         node = _open_run(
             membership, manifest, path, cache_folder, write_manifest=run_folder is None
@@ -367,6 +371,7 @@ def _open_run(
         files = RunFolder(path)
         blobs, states, bests = files.blobs, files.states, files.best_parameters(grid)
         directory = Directory(membership.dht, membership.identity, plan.run_id)
+        directory.serve(manifest, grid)
         incoming = BlobStore(path / "incoming")
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
         fetcher.use_plan(plan, grid, membership.clock.now)
@@ -398,16 +403,25 @@ def _open_run(
 
 
 def _find_manifest(
-    dht: GuardedDHT, identity: Identity, run: str | None, own_manifest: bytes | None
+    membership: Membership, run: str | None, operator: str | None, own_manifest: bytes | None
 ) -> SignedManifest:
     """Return the manifest given, or the one of the run asked for, waiting a bounded time."""
     if own_manifest is not None:
         return verify_manifest(own_manifest)
-    directory = Directory(dht, identity, None)
+    directory = Directory(membership.dht, membership.identity, None)
+
+    def served() -> set[str]:
+        """Return the runs of those whose addresses were given; who does not answer has none."""
+        runs = set()
+        for address in membership.initial_peers[:MOST_ASKED]:
+            with contextlib.suppress(DipacoError):
+                runs.add(membership.exchange.hello(_peer_of(address)).run or "")
+        return runs
+
     deadline = time.monotonic() + MANIFEST_WAIT_S
     while True:
         try:
-            return select_run(directory, run)
+            return select_run(directory, run, operator=operator, served=served)
         except DipacoError:
             # A bootstrap node that has just started publishes its manifest within seconds.
             if directory.list_manifests() or time.monotonic() > deadline:

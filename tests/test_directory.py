@@ -17,8 +17,13 @@ from dipaco.dht.coverage import scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
 from dipaco.dht.identity import load_or_create_identity
-from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.dht.node import join_dht, select_run
+from dipaco.dht.manifest import (
+    load_or_create_operator_key,
+    operator_fingerprint,
+    sign_manifest,
+    verify_manifest,
+)
+from dipaco.dht.node import join_dht, select_run, split_operator
 from dipaco.dht.records import (
     BlobRecord,
     HeldState,
@@ -29,7 +34,13 @@ from dipaco.dht.records import (
     record_key,
     record_subkey,
 )
-from dipaco.modules.errors import AddressError, NetworkError, RunSelectionError, UnreachableError
+from dipaco.modules.errors import (
+    AddressError,
+    ManifestError,
+    NetworkError,
+    RunSelectionError,
+    UnreachableError,
+)
 from support.dht_pair import (
     GRID,
     LOOPBACK,
@@ -293,8 +304,6 @@ def test_a_successor_of_the_same_operator_is_chosen(
 
     class Listing(Directory):
         def list_manifests(self) -> list[Any]:
-            from dipaco.dht.manifest import verify_manifest
-
             return [verify_manifest(envelope) for envelope in envelopes]
 
     listing = Listing(pair[0].dht, pair[0].identity, None)
@@ -304,6 +313,43 @@ def test_a_successor_of_the_same_operator_is_chosen(
     envelopes = [sign_manifest(old, key), sign_manifest(usurper, stranger)]
     with pytest.raises(RunSelectionError, match="several runs"):
         select_run(listing, None)
+
+
+def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(
+    pair: tuple[TestNode, TestNode], tmp_path: Path
+) -> None:
+    key, stranger = (load_or_create_operator_key(tmp_path / f"{n}.pem") for n in range(2))
+    old = make_plan(name="real", seed=1)
+    real = make_plan(name="real", seed=1, start_s=2000.0, successor_of=old.run_id)
+    junk = [sign_manifest(make_plan(name="real", seed=100 + n), stranger) for n in range(160)]
+    manifests = [verify_manifest(e) for e in (*junk, *(sign_manifest(p, key) for p in (old, real)))]
+
+    class Listing(Directory):
+        def list_manifests(self) -> list[Any]:
+            return manifests
+
+    listing = Listing(pair[0].dht, pair[0].identity, None)
+    with pytest.raises(RunSelectionError, match="and 154 more; choose one") as caught:
+        select_run(listing, None, served=lambda: {"0" * 16})
+    assert len(str(caught.value)) < 500
+    # A peer of the run before leads to the run that succeeds it.
+    assert select_run(listing, None, served=lambda: {old.run_id}).plan == real
+    mine, theirs = operator_fingerprint(key), operator_fingerprint(stranger)
+    assert select_run(listing, None, operator=mine).plan == real
+    with pytest.raises(ManifestError, match=f"pins operator {'1' * 16}, but .* {theirs}"):
+        select_run(listing, None, operator="1" * 16)
+
+
+def test_an_address_may_name_the_operator() -> None:
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
+    pinned = f"{address}/operator/{'a' * 16}"
+    assert split_operator([address, address]) == ((address, address), None)
+    assert split_operator([address, pinned, pinned]) == ((address,) * 3, "a" * 16)
+    for wrong in ("", "A" * 16, "a" * 15, "a" * 16 + "/p2p/x"):
+        with pytest.raises(AddressError, match="no fingerprint of an operator"):
+            split_operator([f"{address}/operator/{wrong}"])
+    with pytest.raises(AddressError, match="different operators: a{16}, b{16}"):
+        split_operator([pinned, f"{address}/operator/{'b' * 16}"])
 
 
 # -- joining

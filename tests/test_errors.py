@@ -44,6 +44,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from dipaco.dht.manifest import verify_manifest
 from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.peer import app
@@ -427,12 +428,22 @@ def test_several_runs_and_no_choice(tmp_path: Path, scene: Scene, broken: Member
     wanted = ("several runs", "'broken'", "'sound'", "--run ID")
     # A node tells of its run a moment after it serves it.
     wait_until(lambda: status(scene).returncode == 5, LIMIT_S)
-    commands = [
-        Command(*peer(address, tmp_path / "cache")),
-        Command("dipaco-eval", "--initial-peers", address, "--data", __file__),
-    ]
-    for command in commands:
-        command.fails(5, *wanted)
+    # Who gives one address means the run of that one.
+    both = ("dipaco-eval", "--initial-peers", address, broken.address(), "--data", __file__)
+    Command(*both).fails(5, *wanted)
+    Command(*peer(address, tmp_path / "cache", "--path", "99")).fails(3, "paths 0 to 3")
+    assert (tmp_path / "cache" / scene.run.plan().run_id).is_dir()
+
+
+def test_an_address_that_names_the_operator(tmp_path: Path, scene: Scene, broken: Member) -> None:
+    address = scene.bootstrap.address()
+    operator = verify_manifest(scene.run.manifest_path.read_bytes()).operator_fingerprint
+    pinned = Command("dipaco-status", "--initial-peers", f"{address}/operator/{operator}", "--json")
+    output, _ = pinned.popen.communicate(timeout=LIMIT_S)
+    assert json.loads(output)["run"]["name"] == "sound"
+    wrong = f"{address}/operator/{'0' * 16}"
+    command = Command(*peer(wrong, tmp_path / "cache"))
+    command.fails(6, f"pins operator {'0' * 16}", "is signed by")
 
 
 def test_a_blob_that_is_not_what_it_should_be(tmp_path: Path, scene: Scene, broken: Member) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.dht import guarded_dht
+from dipaco.dht import bounded_protocol
 from dipaco.dht.identity import (
     PEER_ID_PREFIX,
     SIGNATURE_BYTES,
@@ -40,6 +40,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 from support.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
@@ -170,7 +171,7 @@ def test_keys_by_the_hundred_do_not_fill_the_log(
 ) -> None:
     validator = RecordValidator(identities[0].key)
     for number in range(5 * MAX_COMPLAINTS):
-        validator._complain(f"peer {number}", "it is bad")
+        validator._complain("a peer", "it is bad", f"key {number}")
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) <= MAX_COMPLAINTS
     assert len(validator._complaints._said_at) <= MAX_COMPLAINTS
 
@@ -237,7 +238,7 @@ def test_one_bad_record_does_not_void_an_answer(identities: list[Identity]) -> N
         answer.store("a free subkey", b"\x01", time.time() + 9e9)
     answer.latest_expiration_time = math.inf
     protocol: Any = Protocol(RecordValidator(other.key))
-    assert guarded_dht.drop_refused(protocol, KEY_BYTES, answer)
+    assert bounded_protocol.drop_refused(protocol, KEY_BYTES, answer)
     assert [subkey for subkey, _ in answer.items()] == [subkey_of(me)]
     assert answer.maxsize == math.inf
     assert answer.latest_expiration_time == good.expiration_time
@@ -250,44 +251,57 @@ def test_an_answers_expiration_is_that_of_its_records(
     full, empty = DictionaryDHTValue(), DictionaryDHTValue()
     expiration_s = time.time() + 60
     full.store(b"x", b"y", expiration_s)
+    peer = PeerID(PEER_ID_PREFIX + b"x" * 32)
+    near = {bounded_protocol.node_id_of(peer): peer}
     answers = {
         "full": (ValueWithExpiration(full, math.inf), {}),
-        "empty": (ValueWithExpiration(empty, math.inf), {"near": "peer"}),
+        # A node says of itself, or of others, that it is where the key is.
+        "empty": (ValueWithExpiration(empty, math.inf), {**near, DHTID.generate(): peer}),
         "nothing": (None, {}),
     }
 
     async def find(*_: Any) -> Any:
         return answers
 
-    monkeypatch.setattr(guarded_dht, "_find", find)
+    monkeypatch.setattr(bounded_protocol, "_find", find)
     protocol: Any = None
-    found = asyncio.run(guarded_dht.call_find(protocol, "peer", ["full", "empty"]))
+    found = asyncio.run(bounded_protocol.call_find(protocol, "peer", ["full", "empty"]))
     assert found is not None
     assert found["full"][0] == ValueWithExpiration(full, expiration_s)
-    assert found["empty"] == (None, {"near": "peer"})
+    assert found["empty"] == (None, near)
     assert found["nothing"] == (None, {})
     answers = None  # type: ignore[assignment]
-    assert asyncio.run(guarded_dht.call_find(protocol, "peer", [])) is None
+    assert asyncio.run(bounded_protocol.call_find(protocol, "peer", [])) is None
 
 
 def test_hivemind_still_has_what_is_replaced() -> None:
     """An update of Hivemind that renames these would silently undo the repair."""
-    for name in ("_validate_dictionary", "_validate_record", "call_find"):
+    replaced = {name for name in vars(bounded_protocol) if callable(getattr(DHTProtocol, name, 0))}
+    assert replaced == {"call_find", "call_store", "rpc_find", "rpc_store", "update_routing_table"}
+    for name in ("_validate_dictionary", "_validate_record", "add_p2p_handlers"):
         assert callable(getattr(DHTProtocol, name))
 
 
 def test_readers_survive_a_node_that_stores_anything(tmp_path: Path) -> None:
     """A node without validators lies in its answers; the others' records are read as ever."""
     node = start_node(tmp_path / "honest")
-    liar = DHT(initial_peers=[node.address], start=True, host_maddrs=[LOOPBACK])
+    identity = load_or_create_identity(tmp_path / "liar.key")
+    liar = DHT(
+        initial_peers=[node.address],
+        start=True,
+        host_maddrs=[LOOPBACK],
+        identity_path=str(identity.path),
+        check_if_identity_free=False,
+        node_id=bounded_protocol.node_id_of(PeerID.from_base58(identity.peer_id)),
+    )
     try:
         record = peer_record(node.peer_id, 1)
         assert node.directory.publish_peer(record, 0, 60.0)
         own = subkey_of(node.identity)
         late = time.time() + 500
         liar.store(KEY, claim_of(node.identity, 3), late, subkey=own)
-        liar.store(KEY, "rubbish", late, subkey="free")
-        liar.store(KEY, True, late, subkey=PEER_ID_PREFIX + b"x" * 32)
+        liar.store(KEY, "rubbish", late + 1, subkey="free")
+        liar.store(KEY, True, late + 2, subkey=PEER_ID_PREFIX + b"x" * 32)
         stored = liar.get(KEY, latest=False)
         assert stored is not None
         assert "free" in stored.value
@@ -298,4 +312,5 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path: Path) -> None:
         assert paths_of(node.directory) == {node.peer_id: 2}
     finally:
         liar.shutdown()
+        identity.release()
         node.close()

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dipaco.dht.node import check_port_is_free
+from dipaco.dht.node import check_port_is_free, split_operator
 from dipaco.modules.errors import AddressError, DipacoError, NetworkError
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.diagnosis import Finding, examine
@@ -61,7 +61,7 @@ def ports_taken(addresses: tuple[str, ...]) -> list[DipacoError]:
 
 def ask_neighbours(settings: PeerSettings) -> tuple[Finding, ...]:
     """Say hello to every address that was given; bounded. Raises `DipacoError`."""
-    return examine(settings.initial_peers)
+    return examine(split_operator(settings.initial_peers)[0])
 
 
 def ask_swarm(settings: PeerSettings, *, port_is_free: bool) -> SwarmReport:

@@ -1,0 +1,377 @@
+"""What a node of the DHT stores for others, and how much of it.
+
+A node stores the records of the runs that it serves, under keys that such a run has, and within
+quotas for a key, for an owner, for a sender and in all. What is stored stays until it expires: no
+flood of later records pushes out honest ones. What finds no room here goes to the next node.
+
+A record is *first-hand* when its owner itself sent it; others are *passed on*, for example to a
+node that has just joined. A first-hand record takes the place of one that was passed on. So
+identities that only sign fill a part of a node, and to fill more somebody has to connect with each.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
+
+from .identity import PEER_ID_PREFIX
+from .records import Address, parse_subkey
+from .score_request import stated_operator
+
+# Of one key: all of it has to fit into an answer of 4 MiB with others.
+KEY_RECORDS, KEY_BYTES = 1024, 2**20
+# That one sender passed on.
+SENDER_RECORDS = 2048
+SERVED_RUNS = 8
+# Of runs that a node does not serve: so that newcomers find them too.
+OTHER_MANIFESTS, OTHER_MANIFEST_BYTES = 16, 2**18
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What a node stores of one kind: records of one owner, records and bytes in all."""
+
+    of_owner: int
+    records: int
+    bytes: int
+
+
+# An owner has a record for each module that it trains or keeps, for each bucket that it was in,
+# and for each blob of the run that it serves, of which a bootstrap node has all.
+QUOTAS = {
+    "modules": Quota(1024, 16_384, 2**24),
+    "peers": Quota(64, 16_384, 2**24),
+    "progress": Quota(256, 16_384, 2**24),
+    "blobs": Quota(2048, 16_384, 2**24),
+    "scores": Quota(16, 1024, 2**24),
+    "requests": Quota(64, 64, 2**17),
+    "manifests": Quota(SERVED_RUNS, SERVED_RUNS, 2**20),
+}
+_OTHERS = Quota(OTHER_MANIFESTS, OTHER_MANIFESTS, OTHER_MANIFEST_BYTES)
+_MODULE = re.compile(r"L(0|[1-9][0-9]*)\.E(0|[1-9][0-9]*)|P(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """A run whose records a node stores, and which keys it has."""
+
+    run_id: str
+    operator: str
+    """The fingerprint of its operator."""
+    modules_per_level: tuple[int, ...]
+    private_modules: int
+    """As many as paths if anything is private to a path, else 0."""
+    buckets: int
+
+    def has(self, address: Address, value: bytes) -> bool:
+        """Tell whether this run has the key of a record, or such a score request."""
+        item, kind = address.item or "", address.kind.name
+        if kind == "modules":
+            return self._has_module(item)
+        if kind in ("peers", "progress"):
+            return int(item) < self.buckets
+        if kind == "requests":
+            return stated_operator(MSGPackSerializer.loads(value)) == self.operator
+        return True
+
+    def _has_module(self, name: str) -> bool:
+        match = _MODULE.fullmatch(name)
+        if match is None:
+            return False
+        level, number, private = match.groups()
+        if private is not None:
+            return int(private) < self.private_modules
+        levels = self.modules_per_level
+        return int(level) < len(levels) and int(number) < levels[int(level)]
+
+
+# A key and a subkey.
+_Name = tuple[Any, bytes]
+
+
+@dataclass
+class _Box:
+    """Counts what is stored of a key or of a kind against two limits.
+
+    Passed on records have at most half of it, and none that a first-hand one needs.
+    """
+
+    records: int
+    bytes: int
+    own: int = 0
+    own_bytes: int = 0
+    passed: dict[_Name, int] = field(default_factory=dict)
+    """Sizes of the records that were passed on, in the order in which they came."""
+    passed_bytes: int = 0
+
+    def fits(self, size: int, is_passed: bool, old: _Held | None) -> bool:
+        """Tell whether a record fits when `old`, which it replaces, is gone."""
+        own, own_bytes, passed, passed_bytes = (
+            self.own,
+            self.own_bytes,
+            len(self.passed),
+            self.passed_bytes,
+        )
+        if old is not None and old.sender is None:
+            own, own_bytes = own - 1, own_bytes - old.size
+        elif old is not None:
+            passed, passed_bytes = passed - 1, passed_bytes - old.size
+        if not is_passed:
+            return own < self.records and own_bytes + size <= self.bytes
+        return (
+            passed < self.records // 2
+            and passed_bytes + size <= self.bytes // 2
+            and own + passed < self.records
+            and own_bytes + passed_bytes + size <= self.bytes
+        )
+
+    def add(self, name: _Name, held: _Held) -> None:
+        if held.sender is None:
+            self.own += 1
+            self.own_bytes += held.size
+        else:
+            self.passed[name] = held.size
+            self.passed_bytes += held.size
+
+    def remove(self, name: _Name, held: _Held) -> None:
+        if held.sender is None:
+            self.own -= 1
+            self.own_bytes -= held.size
+        else:
+            self.passed_bytes -= self.passed.pop(name)
+
+    def surplus(self) -> _Name | None:
+        """Return the newest record that was passed on and has to go, if there is one."""
+        too_many = self.own + len(self.passed) > self.records
+        if too_many or self.own_bytes + self.passed_bytes > self.bytes:
+            return next(reversed(self.passed), None)
+        return None
+
+
+@dataclass
+class _Held:
+    """What is known of a stored record besides its bytes."""
+
+    address: Address
+    size: int
+    expiration: float
+    sender: bytes | None
+    """Who passed it on; None for a first-hand record."""
+    kind_box: _Box
+
+
+@dataclass
+class _Key:
+    """The records under one key."""
+
+    dictionary: DictionaryDHTValue = field(default_factory=DictionaryDHTValue)
+    held: dict[bytes, _Held] = field(default_factory=dict)
+    box: _Box = field(default_factory=lambda: _Box(KEY_RECORDS, KEY_BYTES))
+
+
+class HeldRecords:
+    """The storage of a node, in place of Hivemind's, which has no bounds.
+
+    In the DHT process, on its loop. `now` gives the time of the DHT.
+    """
+
+    def __init__(self, now: Callable[[], float] = get_dht_time) -> None:
+        self._now = now
+        self._runs: dict[str, ServedRun] | None = None
+        self._keys: dict[Any, _Key] = {}
+        self._expiring: list[tuple[float, bytes, Any]] = []
+        self._kinds = {kind: _Box(quota.records, quota.bytes) for kind, quota in QUOTAS.items()}
+        self._others = _Box(_OTHERS.records, _OTHERS.bytes)
+        self._of_owner: dict[tuple[bytes | None, str], int] = {}
+        self._of_sender: dict[bytes, int] = {}
+        self.record_count = 0
+
+    def serve(self, run: ServedRun) -> None:
+        """Store the records of `run` from here on, and drop those of runs that are not served.
+
+        Until the first call a node does not know its run yet, and takes what others hand over.
+        """
+        runs = {name: known for name, known in (self._runs or {}).items() if name != run.run_id}
+        self._runs = dict([*runs.items(), (run.run_id, run)][-SERVED_RUNS:])
+        for key, entry in list(self._keys.items()):
+            for subkey, held in list(entry.held.items()):
+                value = entry.dictionary.data[subkey].value
+                if self._box_for(held.address, value) is None:
+                    self._drop(key, subkey)
+
+    # -- what Hivemind asks of a storage
+
+    def get(self, key: Any) -> ValueWithExpiration[DictionaryDHTValue] | None:
+        """Return a copy of what is stored under a key, first-hand records first.
+
+        A copy, because Hivemind merges what others answer into it.
+        """
+        self._expire()
+        entry = self._keys.get(key)
+        if entry is None:
+            return None
+        copy = DictionaryDHTValue()
+        order = sorted(entry.held, key=lambda subkey: entry.held[subkey].sender is not None)
+        copy.data = {subkey: entry.dictionary.data[subkey] for subkey in order}
+        copy.latest_expiration_time = entry.dictionary.latest_expiration_time
+        return ValueWithExpiration(copy, copy.latest_expiration_time)
+
+    def items(self) -> Iterator[tuple[Any, ValueWithExpiration[DictionaryDHTValue]]]:
+        """Yield what is stored, by key; it is not to be changed."""
+        self._expire()
+        for key, entry in list(self._keys.items()):
+            dictionary = entry.dictionary
+            yield key, ValueWithExpiration(dictionary, dictionary.latest_expiration_time)
+
+    def __contains__(self, key: Any) -> bool:
+        self._expire()
+        return key in self._keys
+
+    def __len__(self) -> int:
+        """The number of keys, as in Hivemind's."""
+        return len(self._keys)
+
+    def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        """Store a record that this node wrote; nothing but records stands under a key."""
+        return self.store_subkey(key, subkey, value, expiration_time)
+
+    def store_subkey(
+        self,
+        key: Any,
+        subkey: Any,
+        value: Any,
+        expiration_time: float,
+        sender: bytes | None = None,
+    ) -> bool:
+        """Store a record that was found valid; False when it is refused.
+
+        `sender` is the peer id, in bytes, of who sent it; None for this node.
+        """
+        held = self._admitted(key, subkey, value, expiration_time, sender)
+        if held is None:
+            return False
+        if key in self._keys and subkey in self._keys[key].held:
+            self._drop(key, subkey)
+        entry = self._keys.setdefault(key, _Key())
+        entry.held[subkey] = held
+        dictionary = entry.dictionary
+        dictionary.data[subkey] = ValueWithExpiration(value, expiration_time)
+        dictionary.latest_expiration_time = max(dictionary.latest_expiration_time, expiration_time)
+        self._count(entry, (key, subkey), held)
+        for box in (entry.box, held.kind_box):
+            while (surplus := box.surplus()) is not None:
+                self._drop(*surplus)
+        heapq.heappush(self._expiring, (expiration_time, subkey, key))
+        if len(self._expiring) > 2 * self.record_count + 64:
+            self._expiring = [
+                (held.expiration, subkey, key)
+                for key, entry in self._keys.items()
+                for subkey, held in entry.held.items()
+            ]
+            heapq.heapify(self._expiring)
+        return True
+
+    def admits(
+        self, key: Any, subkey: Any, value: Any, expiration_time: float, sender: bytes | None
+    ) -> bool:
+        """Tell whether a record would be stored. It costs little: no signature is checked."""
+        return self._admitted(key, subkey, value, expiration_time, sender) is not None
+
+    # -- inside
+
+    def _admitted(
+        self, key: Any, subkey: Any, value: Any, expiration_time: float, sender: bytes | None
+    ) -> _Held | None:
+        """Return what is to be noted of a record, or None when it is refused."""
+        self._expire()
+        if type(value) is not bytes or not expiration_time >= self._now():
+            return None
+        try:
+            address = parse_subkey(subkey)
+            kind_box = self._box_for(address, value)
+        except Exception:
+            # A RecordError, or whatever msgpack raises for what is not msgpack.
+            return None
+        if kind_box is None:
+            return None
+        entry = self._keys.get(key)
+        old = entry.held.get(subkey) if entry is not None else None
+        if old is not None and expiration_time <= old.expiration:
+            return None
+        passed_by = sender if sender is not None and _is_passed_on(address, sender) else None
+        if old is not None and old.sender is None:
+            passed_by = None
+        size = len(subkey) + len(value)
+        is_passed = passed_by is not None
+        if not kind_box.fits(size, is_passed, old if old and old.kind_box is kind_box else None):
+            return None
+        if entry is not None and not entry.box.fits(size, is_passed, old):
+            return None
+        if old is None and not self._has_room_for_one_more(address, passed_by):
+            return None
+        return _Held(address, size, expiration_time, passed_by, kind_box)
+
+    def _has_room_for_one_more(self, address: Address, passed_by: bytes | None) -> bool:
+        """Tell whether an owner may have one more record, and its sender hand one more over."""
+        kind = address.kind.name
+        if address.public_key is not None:
+            of_owner = self._of_owner.get((address.public_key, kind), 0)
+            if of_owner >= QUOTAS[kind].of_owner:
+                return False
+        return passed_by is None or self._of_sender.get(passed_by, 0) < SENDER_RECORDS
+
+    def _box_for(self, address: Address, value: bytes) -> _Box | None:
+        """Return where a record is counted; None when its run, or its key there, is not served."""
+        kind = address.kind.name
+        if self._runs is None:
+            return self._others if kind == "manifests" else self._kinds[kind]
+        run = self._runs.get(address.run_id)
+        if run is not None and run.has(address, value):
+            return self._kinds[kind]
+        return self._others if kind == "manifests" else None
+
+    def _count(self, entry: _Key, name: _Name, held: _Held, sign: int = 1) -> None:
+        for box in (entry.box, held.kind_box):
+            (box.add if sign > 0 else box.remove)(name, held)
+        self.record_count += sign
+        owner = held.address.public_key, held.address.kind.name
+        self._of_owner[owner] = self._of_owner.get(owner, 0) + sign
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
+        if held.sender is not None:
+            self._of_sender[held.sender] = self._of_sender.get(held.sender, 0) + sign
+            if not self._of_sender[held.sender]:
+                del self._of_sender[held.sender]
+
+    def _drop(self, key: Any, subkey: bytes) -> None:
+        entry = self._keys[key]
+        held = entry.held.pop(subkey)
+        data = entry.dictionary.data
+        del data[subkey]
+        self._count(entry, (key, subkey), held, -1)
+        if not data:
+            del self._keys[key]
+        elif held.expiration >= entry.dictionary.latest_expiration_time:
+            latest = max(item.expiration_time for item in data.values())
+            entry.dictionary.latest_expiration_time = latest
+
+    def _expire(self) -> None:
+        """Drop what has expired; entries of records that were replaced since are passed over."""
+        now = self._now()
+        while self._expiring and self._expiring[0][0] < now:
+            _, subkey, key = heapq.heappop(self._expiring)
+            held = self._keys[key].held.get(subkey) if key in self._keys else None
+            if held is not None and held.expiration < now:
+                self._drop(key, subkey)
+
+
+def _is_passed_on(address: Address, sender: bytes) -> bool:
+    """Tell whether somebody else than its owner sent a record; manifests and requests have none."""
+    return address.public_key is not None and PEER_ID_PREFIX + address.public_key != sender
