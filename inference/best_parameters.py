@@ -48,6 +48,12 @@ class CheckedBestParameters:
         self._device = device
         self._model: PathModel | None = None
         self._rounds: dict[int, int | None] = {}
+        self._checked: set[str] = set()
+
+    def look_again(self) -> None:
+        """Forget which states are the best: they are found again when next asked for. Those that
+        were checked are not checked again."""
+        self._rounds.clear()
 
     def round_of(self, path: int) -> int | None:
         """Return the round of a path's best states, or None if there are none to use.
@@ -80,6 +86,8 @@ class CheckedBestParameters:
 
     def _check(self, best: BestParameters) -> None:
         """Raise IntegrityError unless the held-out loss is what the states claim."""
+        if best.sha256 in self._checked:
+            return
         rows = self._held_out(best.path)
         if rows is None:
             logger.debug("best states of path %d are not checked: no held-out rows", best.path)
@@ -95,3 +103,4 @@ class CheckedBestParameters:
                 f"they claim a held-out loss of {claimed.loss} over {claimed.tokens} tokens, "
                 f"here it is {found.loss} over {found.tokens}"
             )
+        self._checked.add(best.sha256)

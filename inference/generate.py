@@ -75,30 +75,102 @@ def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
     values, tokens = logits.topk(count)
     # The likeliest logit is taken off first: a small temperature must not overflow.
     chances = torch.softmax((values - values[0]).double() / sampling.temperature, dim=0)
+    if sampling.top_p < 1:
+        # Likeliest first: a token stays while those before it are less than `top_p` together.
+        chances[chances.cumsum(0) - chances >= sampling.top_p] = 0.0
     return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+class TextOfTokens:
+    """Text from tokens as they come in; a character is held back until all its bytes are there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Return the text that is complete with this token, often of several tokens or of none."""
+        self._pending.append(token)
+        text = self._tokenizer.decode(self._pending)
+        if text.endswith(_BROKEN_CHARACTER) and len(self._pending) < _GREATEST_PENDING_TOKENS:
+            return ""
+        self._pending.clear()
+        return text
+
+    def rest(self) -> str:
+        """Return what is held back, however incomplete."""
+        text = self._tokenizer.decode(self._pending) if self._pending else ""
+        self._pending.clear()
+        return text
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """Yield text as tokens come in, holding back a character until all its bytes are there."""
-    pending: list[int] = []
+    text = TextOfTokens(tokenizer)
     for token in tokens:
-        pending.append(token)
-        text = tokenizer.decode(pending)
-        if text.endswith(_BROKEN_CHARACTER) and len(pending) < _GREATEST_PENDING_TOKENS:
-            continue
-        pending = []
-        if text:
-            yield text
-    if pending:
-        yield tokenizer.decode(pending)
+        if piece := text.add(token):
+            yield piece
+    if piece := text.rest():
+        yield piece
+
+
+class PathDecisions:
+    """Which path the next tokens are for, decided at the end of the prompt, but not before the
+    tokens that the run's router sees, and then after every `window` tokens.
+
+    `path` is the path in use, which begins as the rerouter's choice for the prompt. Whoever
+    generates asks `next_path` before every token, and says with `move` what came of it. Called by
+    `PathChooser` and by the service.
+    """
+
+    def __init__(
+        self,
+        rerouter: Rerouter,
+        routed: int,
+        prompt: Sequence[int],
+        window: int,
+        prefix_tokens: int,
+    ) -> None:
+        self.path = routed
+        self._rerouter = rerouter
+        self._routed = routed
+        self._window = window
+        self._allowed = np.ones(rerouter.path_count, dtype=bool)
+        self.tokens = len(prompt)
+        """How long the text is, prompt and what was generated."""
+        self._next = max(self.tokens, prefix_tokens)
+        if self.tokens == self._next:
+            self.path = self._choice(prompt)
+            self._next += window
+        self.tokens -= 1  # the first question is about the prompt
+
+    def next_path(self, context: Sequence[int]) -> int | None:
+        """Return another path that the tokens after `context` are for, None to stay."""
+        self.tokens += 1
+        if self.tokens < self._next:
+            return None
+        self._next = self.tokens + self._window
+        path = self._choice(context)
+        return path if path != self.path else None
+
+    def move(self, path: int) -> None:
+        """Note that `path` is in use."""
+        self.path = path
+
+    def refuse(self, path: int) -> None:
+        """Note that a path cannot be had: it is not chosen again."""
+        self._allowed[path] = False
+
+    def _choice(self, context: Sequence[int]) -> int:
+        return self._rerouter.next_path(
+            context, self._routed, self.path, self._window, self._allowed
+        )
 
 
 class PathChooser:
-    """Decides at the end of the prompt, but not before the tokens that the run's router sees, and
-    then after every `window` tokens.
+    """Puts the paths of `PathDecisions` into the one model of `dipaco-generate`.
 
-    `path` is the path in use, which begins as the rerouter's choice for the prompt. `say` gets a
-    line for each change. Called by `dipaco-generate`.
+    `say` gets a line for each change.
     """
 
     def __init__(
@@ -110,48 +182,36 @@ class PathChooser:
         window: int,
         say: Callable[[str], None],
     ) -> None:
-        self.path = routed
         self._source = source
-        self._rerouter = rerouter
-        self._routed = routed
-        self._window = window
         self._say = say
-        self._allowed = np.ones(rerouter.path_count, dtype=bool)
-        self._tokens = len(prompt)
-        self._next = max(self._tokens, source.plan.routing.prefix_tokens)
-        if self._tokens == self._next:
-            self.path = self._choice(prompt)
-            self._next += window
+        self._decisions = PathDecisions(
+            rerouter, routed, prompt, window, source.plan.routing.prefix_tokens
+        )
+
+    @property
+    def path(self) -> int:
+        """The path in use."""
+        return self._decisions.path
 
     def of(self, model: PathModel) -> Callable[[Sequence[int]], bool]:
         """Return what `generate_tokens` asks before every token about `model`, which must hold the
         present path: whether it was given another one."""
-        self._tokens -= 1  # the first question is about the prompt
 
         def reroute(context: Sequence[int]) -> bool:
-            self._tokens += 1
-            if self._tokens < self._next:
-                return False
-            self._next = self._tokens + self._window
-            return self._move(model, self._choice(context))
+            path = self._decisions.next_path(context)
+            return path is not None and self._move(model, path)
 
         return reroute
 
-    def _choice(self, context: Sequence[int]) -> int:
-        return self._rerouter.next_path(
-            context, self._routed, self.path, self._window, self._allowed
-        )
-
     def _move(self, model: PathModel, path: int) -> bool:
-        """Put a path into the model if it is another one and can be fetched."""
-        if path == self.path:
-            return False
+        """Put a path into the model if it can be fetched."""
+        decisions = self._decisions
         try:
             assemble_path(self._source, path, model=model)
         except DipacoError as error:
-            self._allowed[path] = False
-            self._say(f"token {self._tokens}: staying on path {self.path}; {error}")
+            decisions.refuse(path)
+            self._say(f"token {decisions.tokens}: staying on path {decisions.path}; {error}")
             return False
-        self._say(f"token {self._tokens}: path {self.path} -> path {path}")
-        self.path = path
+        self._say(f"token {decisions.tokens}: path {decisions.path} -> path {path}")
+        decisions.move(path)
         return True

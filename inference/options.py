@@ -43,7 +43,8 @@ class InferenceSettings(ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path | None,
         Option(
-            "keep fetched files and scores here (default: a temporary folder)",
+            "keep fetched files and scores here (default: a temporary folder); given alone, it is "
+            "the cache of a peer, which is only read",
             "DIR",
             flag="--cache-dir",
         ),
@@ -62,8 +63,9 @@ class InferenceSettings(ComputeSettings, RunSettings):
         prepare_process(self.threads)
         return choose_device(self.device)[0]
 
-    def open_source(self) -> StateSource:
-        """Open the source of states. Raises ConfigurationError, and what reading it raises."""
+    def open_source(self, *, follow: bool = False) -> StateSource:
+        """Open the source of states, perhaps to `follow` what becomes of it. Raises
+        ConfigurationError, and what reading it raises."""
         from dipaco.modules.device import choose_device
 
         from .sources import SourceSettings, open_source
@@ -77,6 +79,7 @@ class InferenceSettings(ComputeSettings, RunSettings):
                 allow_genesis=self.allow_genesis,
                 current=self.current,
                 device=choose_device(self.device)[0],
+                follow=follow,
             ),
         )
 
@@ -162,7 +165,16 @@ class Sampling(Settings):
     top_k: Annotated[int, Option("choose among the K likeliest tokens; 0 is all", "K", least=0)] = (
         50
     )
+    top_p: Annotated[
+        float,
+        Option("of the likeliest tokens, those that make up this chance; 1 is all", "P"),
+    ] = 1.0
     seed: Annotated[int, Option("the same seed chooses the same tokens", "N")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"--top-p {self.top_p} must be above 0 and at most 1")
 
 
 def parse_windows(text: str | None, option: str) -> tuple[int, ...]:

@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 from dipaco.modules.best_parameters import BestParameters, read_best_parameters_summary
-from dipaco.modules.errors import ConfigurationError, IntegrityError, NetworkError
+from dipaco.modules.compose import load_path
+from dipaco.modules.errors import (
+    ConfigurationError,
+    IntegrityError,
+    NetworkError,
+    RunSelectionError,
+    StorageError,
+)
 from dipaco.modules.evaluate import LossSum
+from dipaco.modules.files import sha256_of_file, storage_errors
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress, read_state_summary
 from dipaco.modules.transformer import PathModel
@@ -32,10 +40,11 @@ from .document_windows import TokenDocument, shard_documents
 
 if TYPE_CHECKING:
     from dipaco.peer.client import ReadOnlyClient
-from dipaco.modules.compose import load_path
-from dipaco.modules.errors import StorageError
 
 logger = logging.getLogger(__name__)
+
+# How often a folder is listed again while a peer replaces what is in it.
+_MOST_READS = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class SourceSettings:
     """Take the newest states of every path, also where it has better ones."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where best states are checked."""
+    follow: bool = False
+    """The source is looked at again and again: what a swarm gave stays on disk."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,28 @@ class StateSource(ABC):
         file = self._bests.file(path)
         return read_best_parameters_summary(file).held_out_loss if file.is_file() else LossSum()
 
+    def digests(self, path: int) -> tuple[str, ...]:
+        """Return what `assemble_path` would fill a path with: the hash of its best states, or the
+        digests of its modules' newest; "" for what is missing. Called to see whether it changed."""
+        if self.best_round(path) is not None:
+            with storage_errors(self._bests.folder):
+                return (sha256_of_file(self._bests.file(path)),)
+        return tuple(self._newest_digest(m) or "" for m in self.grid.modules_of_path(path))
+
+    def _newest_digest(self, module: str) -> str | None:
+        state = self.state(module)
+        return state.digest if state is not None else None
+
+    def drop_states(self) -> None:
+        """Release the states from memory; they are read again when next asked for."""
+        self._states.clear()
+
+    def look_again(self) -> None:
+        """Forget what was found: the next calls give what is newest then."""
+        self._states.clear()
+        if self._best_states is not None:
+            self._best_states.look_again()
+
     def forget(self, path: int) -> None:
         """Drop the private state of a path from memory: no other path needs it."""
         if self.grid.has_private:
@@ -215,7 +248,22 @@ class DiskSource(StateSource):
         return self._run.validation_tokens(self.plan, path)
 
     def _committed_state(self, module: str) -> ModuleState | None:
-        return self._run.states.load_latest(module, self.grid.layout(module))
+        states, layout = self._run.states, self.grid.layout(module)
+        for _ in range(_MOST_READS):
+            state = states.load_latest(module, layout, set_aside=False)
+            if state is not None or states.newest_digest(module) is None:
+                return state
+            # A running peer may have put newer files in the place of those that were listed.
+        return None
+
+    def _newest_digest(self, module: str) -> str | None:
+        newest = self._run.states.newest_digest(module)
+        return newest if newest is not None else super()._newest_digest(module)
+
+    def look_again(self) -> None:
+        """Forget what was found: the next calls read what is in the folder then."""
+        super().look_again()
+        self.__dict__.pop("_module_progress", None)
 
     def _require_blob(self, sha256: str) -> None:
         self._run.blobs.require(sha256)
@@ -288,6 +336,11 @@ class SwarmSource(StateSource):
         if not self._run.blobs.has(sha256):
             self._run.blobs.add_file(file)
 
+    def look_again(self) -> None:
+        """Forget what was found: the next calls read the swarm again."""
+        super().look_again()
+        self._client.look_again()
+
     def progress(self, path: int) -> SourceProgress:
         """Return what the path's latest trainer published."""
         service = self._client.view().progress.get(path)
@@ -319,25 +372,52 @@ def open_source(
     cache_folder: Path | None = None,
     settings: SourceSettings | None = None,
 ) -> StateSource:
-    """Open the source that a command line names: `--state-dir` or `--initial-peers`.
+    """Open the source that a command line names: `--state-dir`, `--initial-peers`, or
+    `--cache-dir` alone, which is a peer's cache.
 
-    Raises ConfigurationError unless exactly one is given, and what the source raises.
+    Raises ConfigurationError unless one of them is given, and what the source raises.
     """
+    settings = settings or SourceSettings()
+    if state_folder is None and not initial_peers:
+        state_folder, cache_folder = cache_folder, None
     if (state_folder is None) == (not initial_peers):
         raise ConfigurationError(
-            "give either --state-dir DIR (a run on disk) or --initial-peers ADDRESS (a live swarm)"
+            "give either --state-dir DIR (a run on disk), --initial-peers ADDRESS (a live swarm), "
+            "or --cache-dir DIR alone (the cache of a peer)"
         )
     if state_folder is not None:
-        return DiskSource(state_folder, settings)
+        return DiskSource(run_folder_in(state_folder, run), settings)
     # Imported here: what is on disk can be used without the network layer, and sooner.
     from dipaco.peer.client import ReadOnlyClient
 
-    client = ReadOnlyClient(tuple(initial_peers), run=run, cache_folder=cache_folder)
+    client = ReadOnlyClient(
+        tuple(initial_peers), run=run, cache_folder=cache_folder, keep_states=settings.follow
+    )
     try:
         return SwarmSource(client, settings)
     except BaseException:
         client.close()
         raise
+
+
+def run_folder_in(folder: Path, run: str | None) -> Path:
+    """Return the folder of a run: `folder` itself, or that of a run in a peer's cache, where each
+    has one. `run` is an id, its beginning, or a name.
+
+    Raises RunSelectionError when there are several, or none of that name.
+    """
+    if (folder / "manifest.json").is_file() or not folder.is_dir():
+        return folder
+    runs = sorted(file.parent for file in folder.glob("*/manifest.json"))
+    if not runs:
+        return folder  # its reader says what is missing
+    names = {one: RunFolder(one).plan().name for one in runs}
+    chosen = [o for o in runs if run is None or o.name.startswith(run) or names[o] == run]
+    if len(chosen) == 1:
+        return chosen[0]
+    known = ", ".join(f"{names[one]} ({one.name[:16]})" for one in runs)
+    asked = f"'{run}' is {'several' if chosen else 'none'} of the runs" if run else "the runs are"
+    raise RunSelectionError(f"in {folder} {asked} {known}; give one of them with --run NAME")
 
 
 def assemble_path(

@@ -73,11 +73,13 @@ class StateStore:
         self._prune(state.module)
         return path
 
-    def load_latest(self, module: str, layout: ModuleLayout) -> ModuleState | None:
+    def load_latest(
+        self, module: str, layout: ModuleLayout, *, set_aside: bool = True
+    ) -> ModuleState | None:
         """Return the newest state of `module` that is undamaged, or None.
 
         Damaged files are reported in one warning and set aside as `*.bad`, so that the next save
-        does not take them for the last good one.
+        does not take them for the last good one. Who only reads leaves them (`set_aside`).
         """
         damaged = []
         found = None
@@ -87,8 +89,9 @@ class StateStore:
                 break
             except (IntegrityError, StorageError) as error:
                 damaged.append(f"{entry.path.name}: {error}")
-                with contextlib.suppress(OSError):
-                    entry.path.replace(entry.path.with_suffix(".bad"))
+                if set_aside:
+                    with contextlib.suppress(OSError):
+                        entry.path.replace(entry.path.with_suffix(".bad"))
         if damaged:
             instead = f"version {found.version} is used" if found else "there is no other"
             logger.warning("damaged state of %s (%s); %s", module, "; ".join(damaged), instead)
@@ -100,6 +103,11 @@ class StateStore:
             for entry in self._entries(module):
                 entry.path.with_suffix(".json").unlink(missing_ok=True)
                 entry.path.unlink(missing_ok=True)
+
+    def newest_digest(self, module: str) -> str | None:
+        """Return the digest of the newest state of a module, as its file is named; None of none."""
+        entries = self._entries(module)
+        return entries[0].digest if entries else None
 
     def find(self, digest: str) -> Path | None:
         """Return the file of the state with this digest, for serving it."""

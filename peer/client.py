@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,18 +11,21 @@ from pathlib import Path
 from dipaco.dht.coverage import whole_scope
 from dipaco.dht.view import SwarmView
 from dipaco.modules.best_parameters import BestParameters
-from dipaco.modules.errors import NetworkError
+from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, StateReference, read_state
 
 from .node import Node, join_run
+
+logger = logging.getLogger(__name__)
 
 
 class ReadOnlyClient:
     """Joins in client mode and fetches blobs and the states that win. A context manager.
 
-    Files go to `cache_folder`, or to a temporary folder that is removed at the end.
+    Files go to `cache_folder`, or to a temporary folder that is removed at the end. With
+    `keep_states` the states that were fetched stay there too, and are not fetched again.
     """
 
     def __init__(
@@ -30,7 +34,9 @@ class ReadOnlyClient:
         *,
         run: str | None = None,
         cache_folder: Path | None = None,
+        keep_states: bool = False,
     ) -> None:
+        self._keeps_states = keep_states
         self._temporary: str | None = None
         if cache_folder is None:
             self._temporary = tempfile.mkdtemp(prefix="dipaco-reader-")
@@ -88,6 +94,22 @@ class ReadOnlyClient:
             )
         return self._view
 
+    def look_again(self) -> None:
+        """Forget what the swarm looked like: the next question reads it anew."""
+        self._view = None
+
+    def _stored(self, wanted: StateReference) -> ModuleState | None:
+        """Return a state that was fetched before, if it is whole."""
+        file = self._node.states.find(wanted.digest) if self._keeps_states else None
+        if file is None:
+            return None
+        try:
+            layout = self.grid.layout(wanted.module)
+            return read_state(file, layout, wanted.digest, module=wanted.module)
+        except (IntegrityError, StorageError) as error:
+            logger.warning("state %s on disk is fetched again: %s", wanted.digest[:12], error)
+            return None
+
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
         return self._node.fetcher.blob(sha256, what)
@@ -105,7 +127,9 @@ class ReadOnlyClient:
         Raises `NetworkError` when states are announced and none can be had.
         """
         view = self.view()
-        state = self._node.fetcher.winning_state(module, view)
+        state = self._node.fetcher.winning_state(module, view, stored=self._stored)
+        if state is not None and self._keeps_states:
+            self._node.states.save(state)
         holders = sum(holding.version > 0 for holding in view.holdings.get(module, ()))
         if state is None and holders:
             raise NetworkError(

@@ -28,6 +28,7 @@ COMMANDS = {
     "dipaco-status": "dipaco.dht.status_cli",
     "dipaco-eval": "dipaco.inference.evaluate_cli",
     "dipaco-generate": "dipaco.inference.generate_cli",
+    "dipaco-serve": "dipaco.inference.serve_cli",
     "dipaco-export": "dipaco.inference.export_cli",
     "dipaco-reroute": "dipaco.inference.reroute_cli",
     "dipaco-simulate": "dipaco.simulator.cli",

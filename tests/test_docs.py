@@ -13,7 +13,7 @@ import torch
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.dht import records, status_cli
-from dipaco.inference import evaluate_cli, export_cli, generate_cli, reroute_cli
+from dipaco.inference import evaluate_cli, export_cli, generate_cli, reroute_cli, serve_cli
 from dipaco.modules import errors
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import OuterConfig
@@ -126,6 +126,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "dipaco-status": status_cli.COMMAND.parser(),
         "dipaco-eval": evaluate_cli.COMMAND.parser(),
         "dipaco-generate": generate_cli.COMMAND.parser(),
+        "dipaco-serve": serve_cli.COMMAND.parser(),
         "dipaco-export": export_cli.COMMAND.parser(),
         "dipaco-simulate": simulator_cli.COMMAND.parser(),
     }

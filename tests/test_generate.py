@@ -127,6 +127,22 @@ def test_top_k_and_temperature_shape_the_choice() -> None:
     assert set(chosen(0.01, 0)) == {4}
 
 
+def test_top_p_leaves_the_likeliest_tokens() -> None:
+    logits = torch.tensor([-9.0, -9.0, -9.0, -9.0, 0.0, 0.0, 0.0, 0.0]) - torch.arange(8) * 0.01
+    generator = torch.Generator().manual_seed(0)
+
+    def chosen(top_p: float) -> set[int]:
+        sampling = Sampling(temperature=1.0, top_k=0, top_p=top_p)
+        return {choose_token(logits, sampling, generator) for _ in range(200)}
+
+    assert chosen(1e-9) == {4}
+    assert chosen(0.49) == {4, 5}
+    assert chosen(0.6) == {4, 5, 6}
+    for wrong in (0.0, 1.1, float("nan")):
+        with pytest.raises(ConfigurationError, match="--top-p"):
+            Sampling(top_p=wrong)
+
+
 def test_the_end_of_the_document_ends_generation(model: PathModel) -> None:
     class Ending(PathModel):
         def forward(self, tokens, cache=None):  # type: ignore[no-untyped-def]
@@ -256,7 +272,7 @@ def test_a_path_that_cannot_be_had_is_not_chosen_again(
     said: list[str] = []
     prompt = [BEGIN_TOKEN, *range(40, 52)]
     chooser = PathChooser(source, rerouter, 0, prompt, 1, said.append)
-    chooser.path = 0
+    chooser._decisions.move(0)
     model = assemble_path(source, 0)
     text = list(generate_tokens(model, prompt, Sampling(max_tokens=10), chooser.of(model)))
     assert text

@@ -199,13 +199,19 @@ class ContentFetcher:
             )
 
     def winning_state(
-        self, module: str, view: SwarmView, *, own: StateReference | None = None
+        self,
+        module: str,
+        view: SwarmView,
+        *,
+        own: StateReference | None = None,
+        stored: Callable[[StateReference], ModuleState | None] = lambda state: None,
     ) -> ModuleState | None:
         """Fetch the announced state of `module` whose certified chain wins over the others and
         over `own`, as trainers choose too (design 4.4).
 
         What nobody signed is left out. A state that cannot be fetched or is wrong is skipped with
-        one log line. None: there is nothing better than `own`. Called by readers.
+        one log line. None: there is nothing better than `own`. What `stored` has is not fetched.
+        Called by readers.
         """
         announced = {state.digest: state for state in view.states(module) if state.version}
         # Those that many announce first; among inventions the order must not be their maker's.
@@ -218,7 +224,7 @@ class ContentFetcher:
             if own is not None and not descent.wins(state, own, among):
                 continue
             try:
-                return self.state(state, view.holders(state))
+                return stored(state) or self.state(state, view.holders(state))
             except (IntegrityError, NetworkError) as error:
                 logger.warning("state %s of %s: %s", state.digest[:12], module, error)
         return None

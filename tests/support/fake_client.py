@@ -36,5 +36,8 @@ class FakeClient:
     def view(self) -> SimpleNamespace:
         return SimpleNamespace(bests={}, progress={})
 
+    def look_again(self) -> None:
+        """The folder is read anew each time."""
+
     def close(self) -> None:
         self.closed = True

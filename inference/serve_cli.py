@@ -1,0 +1,150 @@
+"""`dipaco-serve`: a service over a trained run, with OpenAI's interface and a page for people.
+
+dipaco-serve --state-dir my-run-simulated
+dipaco-serve --initial-peers ADDR --port 8000
+dipaco-serve --cache-dir ~/.cache/dipaco
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from dipaco.modules.command_line import Command, Option
+from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError
+
+from .options import RerouterSettings
+
+if TYPE_CHECKING:
+    from .rerouter import Rerouter
+    from .sources import StateSource
+
+_KEY_VARIABLE = "DIPACO_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(RerouterSettings):
+    """What `dipaco-serve` can be told."""
+
+    group = "the service"
+
+    host: Annotated[str, Option("address to listen on; 0.0.0.0 is everybody", "ADDR")] = "127.0.0.1"
+    port: Annotated[int, Option("TCP port; 0 is any free one", "PORT", least=0, most=65535)] = 8000
+    api_key: Annotated[
+        str | None,
+        Option(f"what clients must send as their key (default: ${_KEY_VARIABLE}, if set)", "KEY"),
+    ] = None
+    memory_gb: Annotated[
+        float, Option("memory for paths and their caches; at least one is held", "GB", least=0)
+    ] = 4.0
+    parallel: Annotated[
+        int, Option("answers of one path that get a token together", "N", least=1, most=256)
+    ] = 8
+    queue: Annotated[
+        int, Option("answers that may be waiting or at work; more are refused", "N", least=1)
+    ] = 256
+    timeout_s: Annotated[float, Option("an answer takes no longer than this", "S", least=1)] = 300.0
+    max_body_mb: Annotated[float, Option("longest body of a request", "MB", least=0)] = 4.0
+    refresh_s: Annotated[
+        float, Option("look for newer states every so many seconds; 0 is never", "S", least=0)
+    ] = 60.0
+    chat_template: Annotated[
+        Path | None,
+        Option("a Jinja file that makes a text of messages (default: the model's own)", "FILE"),
+    ] = None
+
+    def read_chat_template(self, own: str | None) -> str | None:
+        """Return the chat template, if there is one. Raises StorageError."""
+        if self.chat_template is None:
+            return own
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"--chat-template {self.chat_template}: {error}") from None
+
+
+def run(settings: ServeSettings) -> int:
+    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            f"dipaco-serve needs {error.name}; install it with pip install 'dipaco[serve]'"
+        ) from None
+    # Importing PyTorch takes seconds; --help and mistakes should not.
+    from .service.app import Service, ServiceLimits
+    from .service.engine import Engine, EngineLimits
+    from .service.server import listen, serve_until_told
+
+    socket = listen(settings.host, settings.port)
+    device = settings.prepare_process()
+    source = settings.open_source(follow=True)
+    try:
+        engine = Engine(
+            source,
+            device,
+            EngineLimits(
+                memory_bytes=int(settings.memory_gb * 1e9),
+                slots=settings.parallel,
+                queue=settings.queue,
+                refresh_s=settings.refresh_s,
+            ),
+            _rerouter(settings, source),
+        )
+        service = Service(
+            engine,
+            limits=ServiceLimits(
+                body_bytes=int(settings.max_body_mb * 1e6), timeout_s=settings.timeout_s
+            ),
+            api_key=settings.api_key or os.environ.get(_KEY_VARIABLE) or None,
+            template=settings.read_chat_template(engine.tokenizer.chat_template),
+        )
+    except BaseException:
+        source.close()
+        raise
+    paths = engine.grid.path_count
+    _say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
+    _say(
+        f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "
+        f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of a path together"
+    )
+    engine.start()
+    try:
+        host, port = socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        _say(f"serving at http://{shown}:{port} (page) and http://{shown}:{port}/v1 (OpenAI's)")
+        serve_until_told(service.application(), socket)
+    finally:
+        engine.close()
+    return 0
+
+
+def _rerouter(settings: ServeSettings, source: StateSource) -> Rerouter | None:
+    """Return the rerouter: the one named, or the one beside the states if there is one."""
+    try:
+        rerouter = settings.read_rerouter(source.plan)
+    except DipacoError:
+        if settings.rerouter is not None:
+            raise
+        return None
+    return rerouter.to(settings.prepare_process())
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+COMMAND = Command(
+    "dipaco-serve",
+    ServeSettings,
+    run,
+    description="Serve a run to everything that speaks OpenAI's interface, with a page for people.",
+)
+main = COMMAND.main
+
+if __name__ == "__main__":
+    sys.exit(main())

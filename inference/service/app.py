@@ -1,0 +1,387 @@
+"""The web application: OpenAI's interface over the engine, bounds on what comes in, and the page.
+
+Nothing here computes: the event loop only hands work over and passes on what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from .answers import Reply
+from .engine import Engine
+from .errors import ApiError
+from .requests import (
+    AUTO,
+    ChatBody,
+    CompletionBody,
+    Request,
+    RequestReader,
+    parse_body,
+    path_name,
+)
+from .texts import TokenNames
+from .work import Event, Failed
+
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).with_name("page.html")
+_BODY_LIMIT_S = 30.0
+_CLIENT_LEFT = 499
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """What a request may take."""
+
+    body_bytes: int = 4 * 2**20
+    timeout_s: float = 300.0
+
+
+class Service:
+    """The endpoints.
+
+    :param template: the chat template, None where the model has none
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        limits: ServiceLimits | None = None,
+        api_key: str | None = None,
+        template: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._limits = limits or ServiceLimits()
+        self._api_key = api_key
+        self._reader = RequestReader(engine, template=template, timeout_s=self._limits.timeout_s)
+        self._names = TokenNames(engine.tokenizer)
+        self._started = int(time.time())
+        self._page = PAGE.read_text(encoding="utf-8")
+
+    def application(self) -> Starlette:
+        """Return the application, for a server or a test."""
+        return Starlette(
+            routes=[
+                Route("/", self.page),
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name}", self.model),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            ],
+            exception_handlers={
+                ApiError: _say_api_error,
+                HTTPException: _say_http_error,
+                Exception: _say_failure,
+            },
+        )
+
+    async def page(self, request: HttpRequest) -> Response:
+        """Return the page for people."""
+        # Only itself: no other place is asked for anything, and no other page may frame it.
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+            "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+        )
+        return HTMLResponse(self._page, headers={"content-security-policy": policy})
+
+    async def health(self, request: HttpRequest) -> Response:
+        """Say whether answers can be expected; open to everybody."""
+        engine = self._engine
+        alive = engine.is_alive
+        return JSONResponse(
+            {
+                "status": "ok" if alive else "failed",
+                "unfinished": engine.unfinished,
+                "paths_in_memory": sorted(engine.loaded()),
+            },
+            status_code=200 if alive else 503,
+        )
+
+    async def models(self, request: HttpRequest) -> Response:
+        """List `auto` and every path, with the states that are served."""
+        self._check_key(request)
+        loaded = self._engine.loaded()
+        shown = [self._shown_auto()]
+        shown += [self._shown_path(path, loaded) for path in range(self._engine.grid.path_count)]
+        return JSONResponse({"object": "list", "data": shown})
+
+    async def model(self, request: HttpRequest) -> Response:
+        """Show one model."""
+        self._check_key(request)
+        path = self._reader.path_of(request.path_params["name"])
+        if path is None:
+            return JSONResponse(self._shown_auto())
+        return JSONResponse(self._shown_path(path, self._engine.loaded()))
+
+    def _shown_auto(self) -> dict[str, Any]:
+        plan = self._engine.plan
+        return {
+            **self._shown(AUTO),
+            "dipaco": {
+                "run": plan.run_id,
+                "paths": self._engine.grid.path_count,
+                "chat": self._reader.has_template,
+                "reroute": self._engine.has_rerouter,
+            },
+        }
+
+    def _shown_path(self, path: int, loaded: Any) -> dict[str, Any]:
+        batch = loaded.get(path)
+        if batch is None:
+            states: dict[str, Any] = {
+                "modules": [{"module": m} for m in self._engine.grid.modules_of_path(path)]
+            }
+            reason = self._engine.unavailable.get(path)
+            if reason is not None:
+                states["unavailable"] = reason
+        else:
+            states = {
+                "modules": list(batch.states.modules),
+                "best_round": batch.states.best_round,
+                "states": batch.states.short,
+            }
+        return {
+            **self._shown(path_name(path)),
+            "dipaco": {"path": path, "in_memory": batch is not None, **states},
+        }
+
+    def _shown(self, name: str) -> dict[str, Any]:
+        plan = self._engine.plan
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": plan.name,
+            "max_model_len": plan.model.sequence_length,
+        }
+
+    async def completions(self, request: HttpRequest) -> Response:
+        """Continue texts."""
+        return await self._answer(request, CompletionBody, self._reader.completion)
+
+    async def chat(self, request: HttpRequest) -> Response:
+        """Answer a chat."""
+        return await self._answer(request, ChatBody, self._reader.chat)
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        kind: type[Any],
+        read: Callable[[Any, Callable[[int, Event], None]], Request],
+    ) -> Response:
+        self._check_key(http)
+        content = await self._content(http)
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+        def emit(prompt: int, event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may have ended
+                loop.call_soon_threadsafe(events.put_nowait, (prompt, event))
+
+        # Long texts take a while to parse and to cut into tokens.
+        request = await asyncio.to_thread(lambda: read(parse_body(content, kind), emit))
+        prefix = "chatcmpl" if kind is ChatBody else "cmpl"
+        reply = Reply(
+            request, f"{prefix}-{secrets.token_hex(12)}", self._engine.plan.run_id, self._names
+        )
+        self._engine.submit(request.works)
+        if request.body.stream:
+            return EventStream(request, reply, events)
+        try:
+            return await _unless_left(http.receive, _gathered(reply, events))
+        finally:
+            _cancel(request)
+
+    def _check_key(self, request: HttpRequest) -> None:
+        if self._api_key is None:
+            return
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {self._api_key}"
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise ApiError(
+                401,
+                "this service wants its key: Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+
+    async def _content(self, request: HttpRequest) -> bytes:
+        """Return the body. Raises ApiError if it is too long, too slow or of another kind."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Also so that no foreign web page can use the service through a visitor's browser.
+            raise ApiError(
+                415, f"the content type is '{kind}'; send Content-Type: application/json"
+            )
+        most = self._limits.body_bytes
+        too_long = ApiError(413, f"the body is longer than {most} bytes")
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > most:
+            raise too_long
+        parts: list[bytes] = []
+        received = 0
+        try:
+            async with asyncio.timeout(_BODY_LIMIT_S):
+                async for part in request.stream():
+                    received += len(part)
+                    if received > most:
+                        raise too_long
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {_BODY_LIMIT_S:.0f} s") from None
+        except ClientDisconnect:
+            raise ApiError(_CLIENT_LEFT, "the client left") from None
+        return b"".join(parts)
+
+
+async def _gathered(reply: Reply, events: asyncio.Queue[tuple[int, Event]]) -> Response:
+    """Wait for a whole answer."""
+    while reply.open:
+        prompt, event = await events.get()
+        if isinstance(event, Failed):
+            raise event.error
+        reply.take(prompt, event)
+    return JSONResponse(reply.whole(), headers=reply.headers())
+
+
+async def _unless_left(receive: Receive, answer: Awaitable[Response]) -> Response:
+    """Return the answer, or stop waiting for it when the client leaves."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+        return Response(status_code=_CLIENT_LEFT)
+    finally:
+        for task in (answering, leaving):
+            task.cancel()
+        await asyncio.gather(answering, leaving, return_exceptions=True)
+
+
+def _cancel(request: Request) -> None:
+    """Have nothing more computed for a request; harmless when all of it was."""
+    for work in request.works:
+        work.cancelled = True
+
+
+class EventStream(Response):
+    """An answer as server-sent events, until it ends or the client leaves."""
+
+    def __init__(
+        self, request: Request, reply: Reply, events: asyncio.Queue[tuple[int, Event]]
+    ) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._request = request
+        self._reply = reply
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        try:
+            await _unless_left(receive, self._sent(send))
+        finally:
+            _cancel(self._request)
+
+    async def _sent(self, send: Send) -> Response:
+        """Send everything. An error before anything was said has a status of its own."""
+        started = False
+        async for data in self._data():
+            if isinstance(data, ApiError) and not started:
+                return await self._refuse(data, send)
+            if not started:
+                started = True
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-store"),
+                    (b"x-accel-buffering", b"no"),
+                ]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            said = data.body() if isinstance(data, ApiError) else data
+            line = said if isinstance(said, str) else json.dumps(said)
+            body = f"data: {line}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return self
+
+    async def _refuse(self, error: ApiError, send: Send) -> Response:
+        response = _error_response(error)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": response.status_code,
+                "headers": response.raw_headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": response.body})
+        return response
+
+    async def _data(self) -> AsyncIterator[dict[str, Any] | str | ApiError]:
+        reply, body = self._reply, self._request.body
+        while reply.open:
+            prompt, event = await self._events.get()
+            if isinstance(event, Failed):
+                yield event.error
+                break
+            reply.take(prompt, event)
+            for chunk in reply.chunks(prompt, event):
+                yield chunk
+        else:
+            if body.stream_options is not None and body.stream_options.include_usage:
+                yield reply.usage_chunk()
+        yield "[DONE]"
+
+
+def _error_response(error: ApiError) -> JSONResponse:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _say_api_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error)
+
+
+async def _say_http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = {
+        404: f"there is nothing at {request.url.path}; look at /v1/models",
+        405: f"{request.method} is not for {request.url.path}",
+    }
+    message = told.get(error.status_code, error.detail)
+    response = _error_response(ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _say_failure(request: HttpRequest, error: Exception) -> Response:
+    return _error_response(ApiError(500, "the service failed; its log says why"))

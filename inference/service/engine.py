@@ -1,0 +1,415 @@
+"""The model thread: it routes prompts, keeps paths in memory by use, and lets all answers of a path
+go forward together."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from dipaco.inference.generate import PathDecisions
+from dipaco.inference.rerouter import Rerouter
+from dipaco.inference.sources import StateSource
+from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.routing.document_routing import DocumentRouter
+
+from .errors import ApiError
+from .loader import Loaded, Loader, Looked, News, NotLoaded
+from .path_batch import PathBatch
+from .slots import cache_bytes
+from .texts import AnswerText
+from .work import Answer, Failed, Work
+
+logger = logging.getLogger(__name__)
+
+# Prompts that are routed together, and tokens of prompts that a path reads between two steps.
+_ROUTED_AT_ONCE = 32
+_READ_AT_ONCE = 512
+# How long a path may be waited for before another one in use takes no more answers.
+_PATIENCE_S = 1.0
+_WAIT_S = 0.25
+_END_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the engine may take."""
+
+    memory_bytes: int
+    """For paths and their caches."""
+    slots: int
+    """Answers of one path that get a token together."""
+    queue: int
+    """Answers that may be waiting or at work."""
+    refresh_s: float
+
+
+class Engine:
+    """Takes `Work` from any thread. Close it with `close`.
+
+    Raises ConfigurationError as `StateSource.document_router` does.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        device: torch.device,
+        limits: EngineLimits,
+        rerouter: Rerouter | None = None,
+    ) -> None:
+        self.plan = source.plan
+        self.grid = source.grid
+        self.tokenizer = source.tokenizer()
+        self.limits = limits
+        self.has_rerouter = rerouter is not None
+        self._router: DocumentRouter = source.document_router(device)
+        self._rerouter = rerouter
+        self._device = device
+        model = self.plan.model
+        parameters = sum(p.numel() for p in self._router.base_model.parameters())
+        self.path_bytes = 4 * parameters + cache_bytes(model, limits.slots)
+        self.capacity = max(1, limits.memory_bytes // self.path_bytes)
+        self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._unrouted: deque[Work] = deque()
+        self._waiting: dict[int, deque[Answer]] = {}
+        self._resident: dict[int, PathBatch] = {}
+        self._retiring: list[PathBatch] = []
+        self._loading: set[int] = set()
+        self.unavailable: dict[int, str] = {}
+        """Paths that could not be had when they were last asked for, and why."""
+        self._ended = threading.Event()
+        self._loader = Loader(
+            source,
+            device,
+            refresh_s=limits.refresh_s,
+            resident=self._digests,
+            deliver=self._inbox.put,
+        )
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._loader.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End: whoever waits is told so. Bounded."""
+        self._ended.set()
+        self._inbox.put(None)
+        self._thread.join(_END_LIMIT_S)
+        self._loader.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether answers can be expected."""
+        return self._thread.is_alive() and not self._ended.is_set()
+
+    @property
+    def unfinished(self) -> int:
+        """Answers that are waiting or at work."""
+        return self._unfinished
+
+    def loaded(self) -> Mapping[int, PathBatch]:
+        """Return the paths in memory, from any thread: only what never changes may be read."""
+        return dict(self._resident)
+
+    def look_again(self) -> None:
+        """Look for newer states at once."""
+        self._loader.look_again()
+
+    def submit(self, works: list[Work]) -> None:
+        """Have prompts continued. Raises ApiError when there are too many, or the end has come."""
+        answers = sum(work.answers for work in works)
+        with self._lock:
+            if not self.is_alive:
+                raise ApiError(503, "the service is shutting down")
+            if self._unfinished + answers > self.limits.queue:
+                raise ApiError(
+                    503,
+                    f"{self._unfinished} answers are waiting or at work, {answers} more would be "
+                    f"over the limit of {self.limits.queue} (--queue); try again in a moment",
+                    code="overloaded",
+                    retry_after_s=1,
+                )
+            self._unfinished += answers
+        for work in works:
+            work.open_answers = work.answers
+            self._inbox.put(work)
+
+    def _digests(self) -> dict[int, tuple[str, ...]]:
+        return {path: batch.states.digests for path, batch in self.loaded().items()}
+
+    # -- the model thread
+
+    def _run(self) -> None:
+        error = ApiError(503, "the service is shutting down")
+        try:
+            while not self._ended.is_set():
+                self._receive()
+                self._drop_unwanted()
+                self._route()
+                self._load()
+                for batch in (*self._resident.values(), *self._retiring):
+                    self._advance(batch)
+        except Exception:
+            logger.exception("the model thread ended")
+            error = ApiError(503, "the service failed; its log says why. Start it again")
+        finally:
+            self._ended.set()
+            self._refuse_all(error)
+
+    def _receive(self) -> None:
+        """Take in what came; wait for it when there is nothing else to do."""
+        busy = self._unrouted or any(
+            not batch.is_idle or (self._waiting.get(batch.path) and not batch.is_draining)
+            for batch in (*self._resident.values(), *self._retiring)
+        )
+        wait = not busy
+        while True:
+            try:
+                item = self._inbox.get(timeout=_WAIT_S) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            wait = False
+            if item is None:
+                return
+            if isinstance(item, Work):
+                self._unrouted.append(item)
+            else:
+                self._hear(item)
+
+    def _hear(self, news: News) -> None:
+        match news:
+            case Loaded():
+                self._loading.discard(news.path)
+                batch = PathBatch(news, self.limits.slots, self._device, time.monotonic())
+                self._resident[news.path] = batch
+            case NotLoaded():
+                self._loading.discard(news.path)
+                self.unavailable[news.path] = news.reason
+            case Looked():
+                self.unavailable.clear()
+                for path in news.changed & self._resident.keys():
+                    # Answers at work keep the states that they began with.
+                    self._retiring.append(self._resident.pop(path))
+
+    def _drop_unwanted(self) -> None:
+        """Give up what nobody waits for any more, and what took too long."""
+        now_s = time.monotonic()
+        late = ApiError(
+            503, "the answer took longer than the service allows (--timeout-s)", code="timeout"
+        )
+
+        def unwanted(work: Work) -> bool:
+            if not work.cancelled and now_s > work.deadline_s:
+                self._fail(work, late)
+            return work.cancelled
+
+        for work in [work for work in self._unrouted if unwanted(work)]:
+            self._unrouted.remove(work)
+            self._finished(work.open_answers)
+        for waiting in self._waiting.values():
+            for answer in [answer for answer in waiting if unwanted(answer.work)]:
+                waiting.remove(answer)
+                self._finished(1)
+        for batch in (*self._resident.values(), *self._retiring):
+            for answer in batch.answers():
+                if unwanted(answer.work):
+                    batch.drop(answer)
+                    self._finished(1)
+
+    def _route(self) -> None:
+        """Find the paths of new prompts."""
+        works = [self._unrouted.popleft() for _ in range(min(len(self._unrouted), _ROUTED_AT_ONCE))]
+        chosen = [work for work in works if work.path is None]
+        if chosen:
+            try:
+                rankings = self._router.nearest_paths(
+                    [work.tokens or [BEGIN_TOKEN] for work in chosen], self.grid.path_count
+                )
+            except Exception as error:
+                logger.warning("prompts could not be routed: %s", error)
+                for work in chosen:
+                    self._fail(work, ApiError(400, f"the prompt cannot be routed: {error}"))
+                    self._finished(work.open_answers)
+            else:
+                for work, ranking in zip(chosen, rankings.tolist(), strict=True):
+                    work.routed, work.ranking = ranking[0], ranking
+        for work in works:
+            if not work.cancelled:
+                self._begin(work)
+
+    def _begin(self, work: Work) -> None:
+        """Let the answers to a routed prompt wait for its path."""
+        model = self.plan.model
+        context = work.tokens[-model.sequence_length :]
+        first = work.ranking[0] if work.path is None else work.path
+        for index in range(work.answers):
+            path, decisions = first, None
+            if work.reroute is not None and self._rerouter is not None:
+                decisions = PathDecisions(
+                    self._rerouter,
+                    first,
+                    work.tokens,
+                    work.reroute,
+                    self.plan.routing.prefix_tokens,
+                )
+                path = decisions.path
+            answer = Answer(
+                work=work,
+                index=index,
+                context=list(context),
+                generator=torch.Generator().manual_seed(seed_of_answer(work.sampling.seed, index)),
+                text=AnswerText(self.tokenizer, work.stop),
+                path=path,
+                waiting_since_s=time.monotonic(),
+                decisions=decisions,
+            )
+            self._wait_for(answer)
+
+    def _wait_for(self, answer: Answer) -> None:
+        self._waiting.setdefault(answer.path, deque()).append(answer)
+
+    def _load(self) -> None:
+        """See to it that the paths that are waited for come into memory."""
+        self._retiring = [batch for batch in self._retiring if not batch.is_idle]
+        self._waiting = {path: waiting for path, waiting in self._waiting.items() if waiting}
+        for path in list(self._waiting):
+            if path in self.unavailable:
+                for answer in self._waiting.pop(path):
+                    self._go_elsewhere(answer)
+        now_s = time.monotonic()
+        wanted = [p for p in self._waiting if p not in self._resident and p not in self._loading]
+        for path in wanted:
+            if not self._make_room(now_s - self._waiting[path][0].waiting_since_s > _PATIENCE_S):
+                return
+            self._loading.add(path)
+            self._loader.ask(path)
+        if not wanted:
+            for batch in self._resident.values():
+                batch.is_draining = False
+
+    def _make_room(self, urgent: bool) -> bool:
+        """Return whether there is room for a path, perhaps where another one was.
+
+        If it is `urgent` and all are in use, the one that was begun with first gets no more.
+        """
+        held = len(self._resident) + len(self._retiring) + len(self._loading)
+        if held < self.capacity:
+            return True
+        by_use = sorted(self._resident.values(), key=lambda batch: batch.used_s)
+        idle = (b for b in by_use if b.is_idle and (b.is_draining or not self._waiting.get(b.path)))
+        victim = next(idle, None)
+        if victim is not None:
+            del self._resident[victim.path]
+            return True
+        if urgent and by_use and not any(batch.is_draining for batch in by_use):
+            by_use[0].is_draining = True
+        return False
+
+    def _go_elsewhere(self, answer: Answer) -> None:
+        """Find another path for an answer whose path cannot be had."""
+        work, reason = answer.work, self.unavailable[answer.path]
+        if answer.decisions is not None and answer.path != answer.decisions.path:
+            answer.decisions.refuse(answer.path)
+            answer.path = answer.decisions.path
+            self._wait_for(answer)
+            return
+        others = [path for path in work.ranking if path not in self.unavailable]
+        if others and answer.came_from is None:
+            answer.path = others[0]
+            if answer.decisions is not None:
+                answer.decisions.refuse(answer.decisions.path)
+                answer.decisions.move(others[0])
+            self._wait_for(answer)
+            return
+        self._fail(work, ApiError(503, reason, code="path_unavailable", parameter="model"))
+        self._finished(1)
+
+    def _advance(self, batch: PathBatch) -> None:
+        """Let a path read a few prompts, and give its answers a token each."""
+        before = len(batch.answers())
+        try:
+            begun = self._read(batch)
+            before += begun
+            batch.step()
+        except Exception as error:  # a path that fails must not take the others with it
+            logger.exception("path %d failed", batch.path)
+            for answer in batch.answers():
+                self._fail(answer.work, _path_failed(batch, error))
+                batch.drop(answer)
+        moved, batch.moved = batch.moved, []
+        self._finished(before - len(batch.answers()) - len(moved))
+        for answer in moved:
+            answer.waiting_since_s = time.monotonic()
+            self._wait_for(answer)
+        if before:
+            batch.used_s = time.monotonic()
+
+    def _read(self, batch: PathBatch) -> int:
+        """Let a path read prompts; return how many answers came to it."""
+        read = begun = 0
+        while batch.again and read < _READ_AT_ONCE:
+            # It gave its slot back, so there is one.
+            read += self._start(batch, batch.again.popleft())
+        waiting = self._waiting.get(batch.path)
+        is_current = self._resident.get(batch.path) is batch
+        while waiting and is_current and not batch.is_draining and batch.has_room:
+            if read >= _READ_AT_ONCE:
+                break
+            answer = waiting.popleft()
+            begun += 1
+            if answer.decisions is not None:
+                answer.decisions.move(batch.path)
+            read += self._start(batch, answer)
+        return begun
+
+    def _start(self, batch: PathBatch, answer: Answer) -> int:
+        """Let a path read the context of an answer; return how many tokens were read."""
+        try:
+            return batch.begin(answer)
+        except Exception as error:
+            logger.exception("path %d failed", batch.path)
+            self._fail(answer.work, _path_failed(batch, error))
+            return 0
+
+    def _fail(self, work: Work, error: ApiError) -> None:
+        if not work.cancelled:
+            work.cancelled = True
+            work.emit(Failed(error))
+
+    def _finished(self, answers: int) -> None:
+        with self._lock:
+            self._unfinished -= answers
+
+    def _refuse_all(self, error: ApiError) -> None:
+        works = {*self._unrouted}
+        works |= {answer.work for waiting in self._waiting.values() for answer in waiting}
+        for batch in (*self._resident.values(), *self._retiring):
+            works |= {answer.work for answer in batch.answers()}
+        with self._lock:
+            while True:
+                try:
+                    item = self._inbox.get_nowait()
+                except queue.Empty:
+                    break
+                if isinstance(item, Work):
+                    works.add(item)
+        for work in works:
+            self._fail(work, error)
+
+
+def seed_of_answer(seed: int, index: int) -> int:
+    """Return the seed of one of several answers; the first has the seed of the request."""
+    return seed if index == 0 else (seed * 1_000_003 + index * 7_919) % 2**63
+
+
+def _path_failed(batch: PathBatch, error: Exception) -> ApiError:
+    return ApiError(503, f"path {batch.path} failed: {type(error).__name__}; see the service's log")

@@ -1,0 +1,167 @@
+"""One path in memory, and the answers that it is giving: prompts are read one by one, and then all
+answers get a token together."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from dipaco.inference.generate import choose_token
+from dipaco.modules.config import END_TOKEN, PAD_TOKEN
+
+from .loader import Loaded
+from .slots import Prefill, SlotCache, scored
+from .work import Answer, Began, Ended, Piece, PromptScores, ScoredToken
+
+
+class PathBatch:
+    """A path with its slots. Used by the model thread alone.
+
+    :param slots: how many answers get a token together
+    """
+
+    def __init__(self, loaded: Loaded, slots: int, device: torch.device, used_s: float) -> None:
+        self.path, self.model, self.states = loaded.path, loaded.model, loaded.states
+        self.used_s = used_s
+        """When it was last given something to do."""
+        self.is_draining = False
+        """It takes no more answers: its room is wanted for another path."""
+        self.again: deque[Answer] = deque()
+        """Answers whose context is to be read again by this path."""
+        self.moved: list[Answer] = []
+        """Answers that go on with another path, for the engine to take away."""
+        self._device = device
+        self._cache = SlotCache(loaded.model.config, slots, device)
+        self._rows: list[Answer | None] = [None] * slots
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is at work."""
+        return not self.again and not any(self._rows)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another answer can begin."""
+        return len(self.again) < sum(row is None for row in self._rows)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers at work."""
+        return [*(row for row in self._rows if row is not None), *self.again]
+
+    def begin(self, answer: Answer) -> int:
+        """Read the context of an answer, choose its next token, and give it a slot if it goes on.
+
+        Returns how many tokens were read.
+        """
+        work = answer.work
+        first = not answer.started
+        if first:
+            answer.started = True
+            if answer.index == 0:
+                work.emit(Began(self.path, self.states, work.routed))
+            if answer.decisions is not None:
+                answer.decisions.next_path(answer.context)  # decided already: it counts tokens
+        shared = work.shared
+        if first and shared is not None and shared[0] is self:
+            prefill, read = shared[1], 0
+        else:
+            score = (
+                (work.logprobs or 0) if work.score_prompt and first and not answer.index else None
+            )
+            prefill, read = Prefill(self.model, answer.context, score=score), len(answer.context)
+            if score is not None:
+                work.emit(PromptScores(prefill.scores))
+            if first and work.answers > 1:
+                work.shared = (self, prefill)
+        answer.cached = prefill.cache.length
+        if self._choose(answer, prefill.logits) and self._goes_on(answer):
+            slot = self._rows.index(None)
+            self._rows[slot] = answer
+            self._cache.fill(slot, prefill.cache)
+        return read
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Give every answer a token."""
+        rows = self._rows
+        if not any(rows):
+            return
+        tokens = [[row.context[-1] if row is not None else PAD_TOKEN] for row in rows]
+        logits = self.model(torch.tensor(tokens, device=self._device), self._cache)[:, 0]
+        logits = logits.float().cpu()
+        for slot, row in enumerate(rows):
+            if row is None:
+                continue
+            row.cached += 1
+            if not (self._choose(row, logits[slot]) and self._goes_on(row)):
+                self._free(slot)
+
+    def drop(self, answer: Answer) -> None:
+        """Give up an answer that nobody wants any more."""
+        if answer in self.again:
+            self.again.remove(answer)
+        if answer in self._rows:
+            self._free(self._rows.index(answer))
+
+    def _free(self, slot: int) -> None:
+        self._rows[slot] = None
+        self._cache.free(slot)
+
+    def _choose(self, answer: Answer, logits: torch.Tensor) -> bool:
+        """Choose a token and send what can be sent; return whether the answer goes on."""
+        work, most = answer.work, answer.work.sampling.max_tokens
+        if most == 0:
+            return self._end(answer, "length")
+        token = choose_token(logits, work.sampling, answer.generator)
+        score = None
+        if work.logprobs is not None:
+            score = scored(logits[None], [token], work.logprobs)[0]
+            answer.unsent.append(ScoredToken(score, answer.text.decoded))
+        if token == END_TOKEN:
+            return self._end(answer, "stop")
+        answer.tokens += 1
+        self._send(answer, answer.text.add(token))
+        if answer.text.stopped:
+            return self._end(answer, "stop")
+        if answer.tokens == most:
+            return self._end(answer, "length")
+        longest = self.model.config.sequence_length
+        answer.context = [*answer.context[-longest:], token]
+        return True
+
+    def _goes_on(self, answer: Answer) -> bool:
+        """Return whether the next token is computed in the slot; else it was put elsewhere."""
+        longest = self.model.config.sequence_length
+        reads_again = answer.cached + 1 > longest
+        if reads_again:
+            if not answer.work.slide:
+                self._end(answer, "length")
+                return False
+            answer.context = answer.context[-(longest // 2) :]
+        if answer.decisions is not None:
+            path = answer.decisions.next_path(answer.context)
+            if path is not None:
+                answer.came_from, answer.path = self.path, path
+                self.moved.append(answer)
+                return False
+        if reads_again:
+            self.again.append(answer)
+        return not reads_again
+
+    def _end(self, answer: Answer, reason: str) -> bool:
+        """Send the rest of an answer. Returns that it does not go on."""
+        self._send(answer, answer.text.rest(), ends=True)
+        answer.work.open_answers -= 1
+        answer.work.emit(Ended(answer.index, reason, answer.tokens))
+        return False
+
+    def _send(self, answer: Answer, text: str, *, ends: bool = False) -> None:
+        """Send text, and the scores of the tokens that it consists of."""
+        answer.sent += len(text)
+        tokens: list[ScoredToken] = []
+        if answer.unsent:
+            everything = ends and not answer.text.stopped
+            count = sum(everything or token.offset < answer.sent for token in answer.unsent)
+            tokens, answer.unsent = answer.unsent[:count], answer.unsent[count:]
+        if text or tokens:
+            answer.work.emit(Piece(answer.index, text, self.path, tokens))

@@ -1,0 +1,375 @@
+"""From the body of a request to `Work`: every field is checked, and a mistake is one clear line."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import jinja2
+import jinja2.sandbox
+from dipaco.inference.generate import prompt_tokens
+from dipaco.inference.options import Sampling
+from dipaco.inference.rerouting import GREATEST_WINDOW
+from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.modules.errors import nearest_name
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .engine import Engine
+from .errors import ApiError
+from .work import Event, Work
+
+AUTO = "auto"
+_PATH = "path-"
+_USUAL_TOKENS = 16
+_MOST_ANSWERS, _MOST_PROMPTS, _MOST_STOPS = 64, 1024, 32
+
+Token = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class StreamOptions(BaseModel):
+    """What is sent with a stream."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class Body(BaseModel):
+    """What both kinds of requests can say."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    model: str = AUTO
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    reroute: Annotated[int, Field(ge=1, le=GREATEST_WINDOW)] | None = None
+    context_shift: bool | None = None
+    # Taken when they change nothing: clients send them with their defaults.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def neutral(self) -> dict[str, bool]:
+        """Return, for what is taken and not done, whether its value changes nothing."""
+        return {
+            "presence_penalty": not self.presence_penalty,
+            "frequency_penalty": not self.frequency_penalty,
+            "logit_bias": not self.logit_bias,
+        }
+
+
+class CompletionBody(Body):
+    """`/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[Token], Field(min_length=1)]],
+            Field(min_length=1, max_length=_MOST_PROMPTS),
+        ]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def neutral(self) -> dict[str, bool]:
+        """Return, for what is taken and not done, whether its value changes nothing."""
+        known = (None, 1, self.n)
+        return {**super().neutral(), "best_of": self.best_of in known, "suffix": not self.suffix}
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Return what a chat template sees."""
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+
+
+class ChatBody(Body):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+
+    def neutral(self) -> dict[str, bool]:
+        """Return, for what is taken and not done, whether its value changes nothing."""
+        return {
+            **super().neutral(),
+            "tools": not self.tools,
+            "tool_choice": self.tool_choice in (None, "none", "auto"),
+            "response_format": self.response_format in (None, {"type": "text"}),
+        }
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse_body(content: bytes, kind: type[BodyT]) -> BodyT:
+    """Return a request's body. Raises ApiError, naming the field that is wrong."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, 'the body is no JSON object; send {"prompt": ...}')
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, kind) from None
+    for name, is_neutral in body.neutral().items():
+        if not is_neutral:
+            raise ApiError(
+                400, f"{name} is not supported; leave it out", parameter=name, code="unsupported"
+            )
+    return body
+
+
+def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
+    """Return the first mistake as one line; of several that a union gives, the first is said."""
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "body"
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        nearest = nearest_name(name, kind.model_fields)
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        return ApiError(400, f"unknown field '{name}'{hint}", parameter=name)
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return ApiError(400, f"{name} is missing", parameter=name)
+    seen = json.dumps(first.get("input"), default=str)
+    seen = seen if len(seen) <= 80 else f"{seen[:77]}..."
+    expected = _EXPECTED.get(name, first["msg"][0].lower() + first["msg"][1:])
+    return ApiError(400, f"{name}: {expected}, not {seen}", parameter=name)
+
+
+_EXPECTED = {
+    "prompt": "give a text, a list of texts, a list of tokens, or a list of such lists",
+    "stop": f"give a text, or at most {_MOST_STOPS} texts, none of them empty",
+    "messages": 'give a list of {"role": ..., "content": ...} with text alone',
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that can be worked on."""
+
+    body: Body
+    works: list[Work]
+    prompts: list[str | None]
+    """The prompts as they were given; None for tokens."""
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt."""
+        return self.body.n or 1
+
+
+class RequestReader:
+    """Makes `Work` of requests.
+
+    :param template: the chat template, None where the model has none
+    :param timeout_s: how long an answer may take
+    """
+
+    def __init__(self, engine: Engine, *, template: str | None, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._template: jinja2.Template | None = None
+        if template is not None:
+            # It came with a checkpoint, from somebody.
+            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True
+            )
+            environment.globals["raise_exception"] = _raise_template_error
+            self._template = environment.from_string(template)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether chats can be answered."""
+        return self._template is not None
+
+    def completion(self, body: CompletionBody, emit: Callable[[int, Event], None]) -> Request:
+        """Return what a completion asks for. Raises ApiError."""
+        given = body.prompt
+        prompts: list[str | list[int]]
+        if isinstance(given, str) or isinstance(given[0], int):
+            prompts = [given]  # type: ignore[list-item]
+        else:
+            prompts = list(given)  # type: ignore[arg-type]
+        tokens = [
+            prompt_tokens(self._engine.tokenizer, p) if isinstance(p, str) else list(p)
+            for p in prompts
+        ]
+        vocabulary = self._engine.plan.model.vocabulary_size
+        for row in tokens:
+            if (greatest := max(row)) >= vocabulary:
+                raise ApiError(
+                    400,
+                    f"prompt: token {greatest} is not one of the {vocabulary} of this model",
+                    parameter="prompt",
+                )
+        works = self._works(body, tokens, emit, body.max_tokens, body.logprobs, _USUAL_TOKENS)
+        if body.echo and body.logprobs is not None:
+            for work in works:
+                work.score_prompt = True
+        return Request(body, works, [p if isinstance(p, str) else None for p in prompts])
+
+    def chat(self, body: ChatBody, emit: Callable[[int, Event], None]) -> Request:
+        """Return what a chat asks for. Raises ApiError."""
+        if self._template is None:
+            raise ApiError(
+                400,
+                "this model has no chat template, it continues texts: use /v1/completions, or "
+                "start dipaco-serve with --chat-template FILE",
+                code="no_chat_template",
+            )
+        try:
+            text = self._template.render(
+                messages=[message.plain() for message in body.messages],
+                add_generation_prompt=True,
+                bos_token="<s>",
+                eos_token="</s>",
+            )
+        except Exception as error:  # a template may fail in any way
+            raise ApiError(
+                400, f"messages: the chat template refuses them: {error}", parameter="messages"
+            ) from None
+        marked = self._engine.tokenizer.encode_marked
+        tokens = [BEGIN_TOKEN, *marked(text.removeprefix("<s>"))]
+        if len(tokens) > 1 and tokens[1] == BEGIN_TOKEN:
+            del tokens[0]
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", parameter="top_logprobs")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        most = body.max_completion_tokens
+        most = body.max_tokens if most is None else most
+        return Request(body, self._works(body, [tokens], emit, most, logprobs, None), [None])
+
+    def path_of(self, model: str) -> int | None:
+        """Return the path of a model's name, None for `auto`. Raises ApiError for another name."""
+        count = self._engine.grid.path_count
+        if model == AUTO:
+            return None
+        number = model.removeprefix(_PATH)
+        is_number = model.startswith(_PATH) and number.isascii() and number.isdecimal()
+        is_number = is_number and len(number) < 10 and path_name(int(number)) == model
+        if is_number and int(number) < count:
+            return int(number)
+        names = (AUTO, *(path_name(path) for path in range(count)))
+        hint = nearest_name(model, names) or AUTO
+        raise ApiError(
+            404,
+            f"there is no model '{model[:80]}'; did you mean '{hint}'? There are '{AUTO}' and "
+            f"'{path_name(0)}' to '{path_name(count - 1)}'",
+            parameter="model",
+            code="model_not_found",
+        )
+
+    def _works(
+        self,
+        body: Body,
+        prompts: list[list[int]],
+        emit: Callable[[int, Event], None],
+        most: int | None,
+        logprobs: int | None,
+        usual: int | None,
+    ) -> list[Work]:
+        """Return the work on some prompts; `usual` tokens are made where nothing is said."""
+        path = self.path_of(body.model)
+        if body.reroute is not None and not self._engine.has_rerouter:
+            raise ApiError(
+                400,
+                "reroute: this service has no rerouter; fit one with 'dipaco-reroute fit' and "
+                "start dipaco-serve with --rerouter FILE",
+                parameter="reroute",
+                code="no_rerouter",
+            )
+        context, slide = self._engine.plan.model.sequence_length, bool(body.context_shift)
+        seed = body.seed if body.seed is not None else secrets.randbits(62)
+        works = []
+        for number, tokens in enumerate(prompts):
+            room = context - len(tokens)
+            count = most
+            if count is None:
+                count = max(0, room) if usual is None else min(usual, max(0, room))
+                if slide:
+                    count = usual or context
+            if (room < count and not slide) or (room < 0 and not slide):
+                raise ApiError(
+                    400,
+                    f"this model's context is {context} tokens, and {len(tokens)} of the prompt "
+                    f"and {count} of the answer are {len(tokens) + count}; shorten one of them, or "
+                    "say context_shift: true to go on from the newer half of the context",
+                    parameter="max_tokens" if room >= 0 else "prompt",
+                    code="context_length_exceeded",
+                )
+            works.append(
+                Work(
+                    tokens=tokens,
+                    path=path,
+                    sampling=Sampling(
+                        max_tokens=count,
+                        temperature=1.0 if body.temperature is None else body.temperature,
+                        top_k=max(0, body.top_k or 0),
+                        top_p=1.0 if body.top_p is None else body.top_p,
+                        seed=seed,
+                    ),
+                    emit=lambda event, number=number: emit(number, event),  # type: ignore[misc]
+                    deadline_s=time.monotonic() + self._timeout_s,
+                    answers=body.n or 1,
+                    stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+                    logprobs=logprobs,
+                    reroute=body.reroute,
+                    slide=slide,
+                )
+            )
+        return works
+
+
+def path_name(path: int) -> str:
+    """Return the name of a path as a model."""
+    return f"{_PATH}{path}"
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,122 @@
+"""What the model is asked to do, and what comes back: between the requests and the model thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from dipaco.inference.generate import PathDecisions
+from dipaco.inference.options import Sampling
+
+from .errors import ApiError
+from .loader import PathStates
+from .slots import Prefill, TokenScore
+from .texts import AnswerText
+
+
+@dataclass(frozen=True)
+class Began:
+    """A path reads the prompt."""
+
+    path: int
+    states: PathStates
+    routed: int | None
+    """The router's choice, which may be another one: it could not be had, or was rerouted."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """The log-probabilities of the prompt's tokens after its first."""
+
+    scores: list[TokenScore]
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token of an answer, and where its text begins in it."""
+
+    score: TokenScore
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More of an answer. `tokens` are those whose text is sent, if log-probabilities were asked."""
+
+    index: int
+    text: str
+    path: int
+    tokens: list[ScoredToken]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An answer is complete."""
+
+    index: int
+    reason: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There will be no answer."""
+
+    error: ApiError
+
+
+Event = Began | PromptScores | Piece | Ended | Failed
+
+
+@dataclass(eq=False)
+class Work:
+    """A prompt, and how it is to be continued. `emit` is called by the model thread.
+
+    Ends with an `Ended` for each answer, or one `Failed`.
+    """
+
+    tokens: list[int]
+    path: int | None
+    """None: the router chooses."""
+    sampling: Sampling
+    emit: Callable[[Event], None]
+    deadline_s: float
+    """By the monotonic clock."""
+    answers: int = 1
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """How many likely tokens are shown beside each; None is no log-probabilities."""
+    score_prompt: bool = False
+    reroute: int | None = None
+    slide: bool = False
+    """Go on from the newer half of the context when it is full."""
+    cancelled: bool = False
+    """Set by whoever does not want it any more."""
+
+    open_answers: int = 0
+    routed: int | None = None
+    ranking: list[int] = field(default_factory=list)
+    """Paths that suit the prompt less and less, for when one cannot be had."""
+    shared: tuple[object, Prefill] | None = None
+    """What the first answer read of the prompt, for the others, and by which path."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """One continuation of a prompt, at work or waiting for its path."""
+
+    work: Work
+    index: int
+    context: list[int]
+    generator: torch.Generator
+    text: AnswerText
+    path: int
+    waiting_since_s: float
+    decisions: PathDecisions | None = None
+    came_from: int | None = None
+    started: bool = False
+    cached: int = 0
+    tokens: int = 0
+    unsent: list[ScoredToken] = field(default_factory=list)
+    sent: int = 0
