@@ -22,7 +22,9 @@ from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.files import storage_errors
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
+from dipaco.routing.tokenizer import Tokenizer
 
+from .export_gguf import check_gguf, gguf_name, modelfile, write_gguf
 from .export_tokenizer import file_rows, file_specials, json_bytes, tokenizer_files
 from .sources import StateSource, assemble_path, path_states
 
@@ -43,6 +45,7 @@ class Exporter:
     `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
     module that several paths have are stored there once and hard-linked into their folders.
     `exact_tokenizer` off leaves `tokenizer.json` out, for a tokenizer that cannot be written so.
+    With `gguf`, one of `GGUF_TYPES`, a path is one file of that format instead; the base is not.
     Raises ConfigurationError if it is on and the run's tokenizer cannot be written with its ids.
     """
 
@@ -53,6 +56,7 @@ class Exporter:
         *,
         share_in: Path | None = None,
         exact_tokenizer: bool = True,
+        gguf: str | None = None,
     ) -> None:
         self.source = source
         self.dtype = dtype
@@ -62,6 +66,10 @@ class Exporter:
         tokenizer = source.blob(source.plan.blobs.tokenizer)
         self._rows = file_rows(tokenizer, source.plan.model.vocabulary_size)
         self._files = checkpoint_files(source.plan.model, tokenizer, dtype, exact_tokenizer)
+        self._gguf = gguf
+        self._tokenizer = tokenizer
+        if gguf is not None:
+            check_gguf(source.plan.model, tokenizer)
 
     def write_path(self, path: int, folder: Path, readme: Readme | None = None) -> bool:
         """Write a path to `folder`; False if the same export of it lies there already.
@@ -74,6 +82,10 @@ class Exporter:
             return False
         check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
         with whole_folder(folder) as staging:
+            if self._gguf is not None:
+                self._write_gguf(path, staging)
+                self._write_notes(staging, provenance, readme(path) if readme else None)
+                return True
             if self._share_in is not None and self.source.best_round(path) is None:
                 self._link_modules(path, staging)
             else:
@@ -126,8 +138,20 @@ class Exporter:
             "name": self.source.plan.name,
             "path": path,
             "dtype": _name(self.dtype),
+            **({"gguf": self._gguf} if self._gguf else {}),
             **made_of,
         }
+
+    def _write_gguf(self, path: int, folder: Path) -> None:
+        assert self._gguf is not None
+        plan = self.source.plan
+        self._model = assemble_path(self.source, path, model=self._model)
+        self.source.forget(path)
+        file = folder / gguf_name(plan.name, path, self._gguf)
+        parameters = dict(self._model.named_parameters())
+        write_gguf(parameters, plan.model, self._tokenizer, file, stored=self._gguf, name=file.stem)
+        template = Tokenizer(self._tokenizer).chat_template
+        (folder / "Modelfile").write_text(modelfile(file.name, template is not None))
 
     def _link_modules(self, path: int, folder: Path) -> None:
         """Write the path's modules as shards of a checkpoint, each stored once for all paths."""
@@ -175,6 +199,9 @@ class Exporter:
     def _write_files(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
+        self._write_notes(folder, provenance, readme)
+
+    def _write_notes(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
         if readme is not None:
             (folder / "README.md").write_text(readme, encoding="utf-8")
         write_json(folder / PROVENANCE_FILE, provenance)

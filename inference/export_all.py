@@ -52,12 +52,14 @@ def export_all(
     rerouter: bytes | None = None,
     share_modules: bool = False,
     exact_tokenizer: bool = True,
+    gguf: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write every path of a run, its router and a model card to the folder `out`.
 
     `share_modules` is whether the newest states are exported, in which paths have modules in
-    common: these are then stored once. What an earlier call wrote of the same states is kept.
+    common: these are then stored once. What an earlier call wrote of the same states is kept. With
+    `gguf` (see `Exporter`) paths are files for llama.cpp.
 
     Raises StorageError if the disk is too small, before anything is written, and what
     `assemble_path` raises if a module has no state. Called by `dipaco-export --all`.
@@ -70,10 +72,14 @@ def export_all(
     marker = {"format": PROVENANCE_FORMAT, "run": plan.run_id, "name": plan.name, "paths": "all"}
     atomic_write(out / PROVENANCE_FILE, json_bytes(marker))
     share_in = out / "modules" if share_modules else None
-    exporter = Exporter(source, dtype, share_in=share_in, exact_tokenizer=exact_tokenizer)
+    exporter = Exporter(
+        source, dtype, share_in=share_in, exact_tokenizer=exact_tokenizer, gguf=gguf
+    )
     for path in range(grid.path_count):
         folder = path_folder(out, path)
-        is_new = exporter.write_path(path, folder, lambda path: path_readme(source, path, notes))
+        is_new = exporter.write_path(
+            path, folder, lambda path: path_readme(source, path, notes, gguf)
+        )
         say(f"path {path} of {grid.path_count}: {'written' if is_new else 'was there already'}")
     exporter.remove_unused_modules()
     _write_router(source, out / "router", exporter)
@@ -81,8 +87,8 @@ def export_all(
         atomic_write(out / REROUTER_FILE, rerouter)
     atomic_write(out / "plan.json", json_bytes(plan.model_dump(mode="json")))
     figures = gather_figures(source, evaluation)
-    name = str(dtype).removeprefix("torch.")
-    atomic_write(out / "README.md", model_card(source, figures, notes, name).encode())
+    name = gguf or str(dtype).removeprefix("torch.")
+    atomic_write(out / "README.md", model_card(source, figures, notes, name, gguf).encode())
 
 
 def path_folder(out: Path, path: int) -> Path:

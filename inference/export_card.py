@@ -16,7 +16,9 @@ from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum
 from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
+from huggingface_hub import ModelCardData
 
+from .export_gguf import gguf_name
 from .sources import StateSource
 
 _UNKNOWN_DATA = (
@@ -108,13 +110,13 @@ def gather_figures(source: StateSource, evaluation: Mapping[str, Any] | None = N
     return RunFigures(figures, evaluation, rounds)
 
 
-def path_readme(source: StateSource, path: int, notes: CardNotes) -> str:
-    """Return the README.md of a folder with one path."""
+def path_readme(source: StateSource, path: int, notes: CardNotes, gguf: str | None = None) -> str:
+    """Return the README.md of a folder with one path; `gguf` is the type of a GGUF file."""
     plan = source.plan
     modules = ", ".join(source.grid.modules_of_path(path))
     return "\n".join(
         [
-            *_front_matter(notes),
+            *_front_matter(notes, gguf),
             f"# {plan.name}, path {path}",
             "",
             f"One path ({modules}) of the DiPaCo run `{plan.name}` ({plan.run_id}): an ordinary "
@@ -122,7 +124,7 @@ def path_readme(source: StateSource, path: int, notes: CardNotes) -> str:
             f"parameters, trained on the documents that are routed to it. It is at its best on "
             f"such documents. States: {_states(source, path)}.",
             "",
-            *_usage("."),
+            *(_gguf_usage(gguf_name(plan.name, path, gguf)) if gguf else _usage(".")),
             "",
             *_data_section(notes),
             "",
@@ -130,11 +132,18 @@ def path_readme(source: StateSource, path: int, notes: CardNotes) -> str:
     )
 
 
-def model_card(source: StateSource, figures: RunFigures, notes: CardNotes, dtype: str) -> str:
-    """Return the README.md of an export of all paths."""
+def model_card(
+    source: StateSource,
+    figures: RunFigures,
+    notes: CardNotes,
+    dtype: str,
+    gguf: str | None = None,
+) -> str:
+    """Return the README.md of an export of all paths; `gguf` as in `path_readme`."""
+    file = gguf_name(source.plan.name, 0, gguf or "")
     return "\n".join(
         [
-            *_front_matter(notes),
+            *_front_matter(notes, gguf),
             f"# {source.plan.name}",
             "",
             *_summary(source, figures, dtype),
@@ -144,7 +153,7 @@ def model_card(source: StateSource, figures: RunFigures, notes: CardNotes, dtype
             "Route a text, load the folder of its path. [router/README.md](router/README.md) says "
             "how to route.",
             "",
-            *_usage("paths/00000"),
+            *(_gguf_usage(f"paths/00000/{file}") if gguf else _usage("paths/00000")),
             "",
             "## Figures",
             "",
@@ -161,10 +170,14 @@ def model_card(source: StateSource, figures: RunFigures, notes: CardNotes, dtype
     )
 
 
-def _front_matter(notes: CardNotes) -> list[str]:
-    licence = [f"license: {json.dumps(notes.licence)}"] if notes.licence else []
-    tags = ["tags: [dipaco]", "library_name: transformers", "pipeline_tag: text-generation"]
-    return ["---", *licence, *tags, "---", ""]
+def _front_matter(notes: CardNotes, gguf: str | None = None) -> list[str]:
+    data = ModelCardData(
+        license=notes.licence,
+        library_name="gguf" if gguf else "transformers",
+        pipeline_tag="text-generation",
+        tags=["dipaco"],
+    )
+    return ["---", data.to_yaml(), "---", ""]
 
 
 def _usage(folder: str) -> list[str]:
@@ -180,6 +193,18 @@ def _usage(folder: str) -> list[str]:
         "",
         "A text begins with `<s>`, which the tokenizer puts there. Special pieces inside a text "
         "(`</s>` in HTML) are read as text, as in training.",
+    ]
+
+
+def _gguf_usage(file: str) -> list[str]:
+    folder = file.rpartition("/")[0] or "."
+    return [
+        "```",
+        f"llama-completion -m {file} -no-cnv -p 'The city lies'",
+        f"cd {folder} && ollama create {Path(file).stem.lower()} -f Modelfile",
+        "```",
+        "",
+        "A text begins with a token of its own, which llama.cpp puts there.",
     ]
 
 

@@ -18,6 +18,8 @@ from dipaco.modules.files import storage_errors
 from .options import RerouterSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from .export_card import CardNotes
     from .sources import StateSource
 
@@ -34,10 +36,13 @@ class ExportSettings(RerouterSettings):
         Option("export every path, the router and a model card", alternative_to="path or all"),
     ] = False
     out: Annotated[Path, Option("folder to write", "DIR")]
-    format: Annotated[Literal["llama"], Option("of a path")] = "llama"
+    format: Annotated[
+        Literal["llama", "gguf"],
+        Option("of a path: a folder for transformers (and vLLM), or a file for llama.cpp"),
+    ] = "llama"
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        Option("how parameters are stored; float32 is exact"),
+        Literal["float32", "bfloat16", "float16", "q8_0"],
+        Option("how parameters are stored; float32 is exact, q8_0 is for gguf"),
     ] = "float32"
     tokenizer: Annotated[
         Literal["exact", "sentencepiece"],
@@ -59,12 +64,18 @@ class ExportSettings(RerouterSettings):
         super().__post_init__()
         if self.path is not None and self.eval_json is not None:
             raise ConfigurationError("--eval-json is for the model card of --all; leave it out")
+        fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
+        if self.dtype not in fits:
+            raise ConfigurationError(
+                f"--format {self.format} cannot be stored as {self.dtype}; give --dtype "
+                f"{', '.join(fits[:2])} or {fits[2]}"
+            )
 
 
 def run(settings: ExportSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from .export import DTYPES, Exporter
+    from .export import Exporter
     from .export_card import path_readme
 
     settings.prepare_process()
@@ -74,11 +85,12 @@ def run(settings: ExportSettings) -> int:
             _export_all(settings, source, notes)
             print(f"{source.grid.path_count} paths and the router: {settings.out}")
             return 0
+        gguf = _gguf_type(settings)
         exporter = Exporter(
-            source, DTYPES[settings.dtype], exact_tokenizer=settings.tokenizer == "exact"
+            source, _dtype(settings), exact_tokenizer=settings.tokenizer == "exact", gguf=gguf
         )
         is_new = exporter.write_path(
-            settings.path, settings.out, lambda path: path_readme(source, path, notes)
+            settings.path, settings.out, lambda path: path_readme(source, path, notes, gguf)
         )
         best = source.best_round(settings.path)
         states = "newest states" if best is None else f"best states, of round {best}"
@@ -88,7 +100,6 @@ def run(settings: ExportSettings) -> int:
 
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:
-    from .export import DTYPES
     from .export_all import export_all
     from .export_card import load_evaluation
 
@@ -96,14 +107,28 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
     export_all(
         source,
         settings.out,
-        DTYPES[settings.dtype],
+        _dtype(settings),
         notes=notes,
         evaluation=evaluation,
         rerouter=_rerouter(settings, source),
-        share_modules=settings.current,
+        share_modules=settings.current and settings.format != "gguf",
         exact_tokenizer=settings.tokenizer == "exact",
+        gguf=_gguf_type(settings),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
+
+
+def _gguf_type(settings: ExportSettings) -> str | None:
+    from .export_gguf import GGUF_TYPES
+
+    return GGUF_TYPES[settings.dtype] if settings.format == "gguf" else None
+
+
+def _dtype(settings: ExportSettings) -> torch.dtype:
+    """Return how parameters are stored; of q8_0, what is nearest in size."""
+    from .export import DTYPES
+
+    return DTYPES["float16" if settings.dtype == "q8_0" else settings.dtype]
 
 
 def _rerouter(settings: ExportSettings, source: StateSource) -> bytes | None:

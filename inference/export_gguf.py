@@ -1,0 +1,272 @@
+"""A path as one GGUF file, which llama.cpp, Ollama and LM Studio open.
+
+Names of tensors, keys and the quantisation are the library's (`gguf`, extra `gguf`). What is
+decided here: which of llama.cpp's tokenizers gives the run's ids. What it cannot do is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.files import storage_errors
+from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
+from dipaco.routing.tokenizer import is_json
+from dipaco.routing.tokenizer_json import JsonPieces
+from sentencepiece import sentencepiece_model_pb2
+
+# Its classes are made at import, where no type checker sees them.
+sentencepiece_format: Any = sentencepiece_model_pb2
+_Trainer = sentencepiece_format.TrainerSpec
+
+# By the name of --dtype.
+GGUF_TYPES: Final = {"float32": "f32", "float16": "f16", "q8_0": "q8_0"}
+_NORMAL, _UNUSED, _BYTE = 1, 5, 6
+# What SentencePiece takes off the worst score for a character that it does not know.
+_UNKNOWN_PENALTY = 10.0
+_ROWS_OF_Q8 = 32
+# How the text is cut before BPE, and what llama.cpp calls that. `%d` is what is done with digits.
+_CUT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%d| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CUTS: dict[tuple[str, ...], str] = {
+    ("Split " + _CUT.replace("%d", r"\p{N}"), "ByteLevel"): "qwen2",
+    ("Split " + _CUT.replace("%d", r"\p{N}{1,3}"), "ByteLevel"): "llama-bpe",
+    ("Digits", "ByteLevel regex"): "smollm",
+    ("ByteLevel regex",): "gpt-2",
+}
+
+
+def check_gguf(model: ModelConfig, tokenizer: bytes) -> None:
+    """Refuse what llama.cpp cannot do with the same result, before anything is computed.
+
+    Raises ConfigurationError, also where the library is not installed.
+    """
+    _library()
+    if model.family == "qwen3" and model.attention_bias:
+        raise ConfigurationError(
+            "llama.cpp has no biases for the family qwen3 (attention_bias); use --format llama"
+        )
+    if is_json(tokenizer):
+        _cut_name(JsonPieces(tokenizer, "the tokenizer").tokenizer)
+        return
+    proto = sentencepiece_format.ModelProto.FromString(tokenizer)
+    if proto.trainer_spec.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM):
+        raise ConfigurationError(
+            "the tokenizer is neither BPE nor unigram, and GGUF has no other; use --format llama"
+        )
+
+
+def write_gguf(
+    parameters: Mapping[str, torch.Tensor],
+    model: ModelConfig,
+    tokenizer: bytes,
+    file: Path,
+    *,
+    stored: str,
+    name: str,
+) -> None:
+    """Write a path's parameters, by name in the order of the run's tokens, to `file`.
+
+    `stored` is one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf`
+    does, StorageError if the disk is full.
+    """
+    gguf = _library()
+    check_gguf(model, tokenizer)
+    writer = gguf.GGUFWriter(file, model.family)
+    types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(gguf.LlamaFileType[types[stored]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_name(name)
+    _add_model(writer, gguf, model)
+    rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.family.upper()], model.block_count)
+    for key, parameter in parameters.items():
+        values = parameter.detach().to("cpu", torch.float32)
+        if key in (EMBEDDING, HEAD) and rows is not None:
+            values = values[rows]
+        array = _paired(key, values, model).numpy()
+        found = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        _add_tensor(writer, gguf, found, array, stored)
+    with storage_errors(file.parent):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def gguf_name(run: str, path: int, stored: str) -> str:
+    """Return the name of a path's file."""
+    return f"{run}-path-{path}-{stored}.gguf"
+
+
+def modelfile(gguf_name: str, chat_template: bool) -> str:
+    """Return a Modelfile for `ollama create`, with which it completes texts as dipaco does."""
+    lines = [f"FROM ./{gguf_name}", "PARAMETER temperature 0.8", "PARAMETER top_k 50"]
+    # Without a template of its own the prompt is the beginning of a text.
+    return "\n".join(lines if chat_template else [*lines, 'TEMPLATE "{{ .Prompt }}"']) + "\n"
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigurationError(
+            "--format gguf needs the library gguf; install it with: pip install 'dipaco[gguf]'"
+        ) from None
+    return gguf
+
+
+def _add_model(writer: Any, gguf: Any, model: ModelConfig) -> None:
+    writer.add_context_length(model.sequence_length)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_block_count(model.block_count)
+    writer.add_feed_forward_length(model.feed_forward)
+    writer.add_head_count(model.head_count)
+    writer.add_head_count_kv(model.kv_heads)
+    writer.add_key_length(model.width_of_head)
+    writer.add_value_length(model.width_of_head)
+    writer.add_rope_dimension_count(model.width_of_head)
+    writer.add_rope_freq_base(model.rope_theta)
+    writer.add_layer_norm_rms_eps(model.norm_epsilon)
+    writer.add_vocab_size(model.vocabulary_size)
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+    elif scaling is not None:
+        plain = model.model_copy(update={"rope_scaling": None})
+        cpu = torch.device("cpu")
+        slower = rotary_frequencies(plain, cpu) / rotary_frequencies(model, cpu)
+        writer.add_tensor("rope_freqs.weight", slower.numpy().astype(np.float32))
+
+
+def _paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Order the rows of queries and keys as llama.cpp pairs them: it rotates neighbours in a Llama,
+    halves in a Qwen."""
+    heads = {"q_proj": model.head_count, "k_proj": model.kv_heads}
+    kind = name.split(".")[-2]
+    if model.family != "llama" or kind not in heads:
+        return values.contiguous()
+    split = values.view(heads[kind], 2, model.width_of_head // 2, *values.shape[1:])
+    return split.transpose(1, 2).reshape(values.shape).contiguous()
+
+
+def _add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str) -> None:
+    if array.ndim < 2 or stored == "f32":
+        writer.add_tensor(name, array)
+    elif stored == "q8_0" and array.shape[-1] % _ROWS_OF_Q8 == 0:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    else:
+        with np.errstate(over="ignore"):
+            half = array.astype(np.float16)
+        if not np.isfinite(half).all():
+            raise ConfigurationError(
+                f"'{name}' has numbers that f16 cannot hold; give --dtype float32"
+            )
+        writer.add_tensor(name, half)
+
+
+def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes) -> torch.Tensor | None:
+    """Write the tokenizer; return which of the run's tokens stands in each row, if not the same."""
+    if not is_json(tokenizer):
+        _add_sentencepiece(writer, rows, tokenizer)
+        return None
+    pieces = JsonPieces(tokenizer, "the tokenizer")
+    _add_byte_level(writer, rows, pieces)
+    return torch.from_numpy(np.argsort(pieces.file_order(rows)))
+
+
+def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
+    proto = sentencepiece_format.ModelProto.FromString(tokenizer)
+    is_bpe = proto.trainer_spec.model_type == _Trainer.BPE
+    # The kinds of pieces have the same numbers there.
+    pieces = [(piece.piece, piece.score, int(piece.type)) for piece in proto.pieces]
+    if not is_bpe:
+        pieces = _with_plain_bytes(pieces)
+    pieces += [(f"[PAD{number}]", -1e4, _UNUSED) for number in range(len(pieces), rows)]
+    tokens, scores, types = map(list, zip(*pieces, strict=True))
+    writer.add_tokenizer_model("llama" if is_bpe else "t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(bool(proto.normalizer_spec.add_dummy_prefix))
+    writer.add_remove_extra_whitespaces(bool(proto.normalizer_spec.remove_extra_whitespaces))
+    _add_specials(writer, (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN))
+
+
+def _with_plain_bytes(pieces: list[tuple[str, float, int]]) -> list[tuple[str, float, int]]:
+    """Make the bytes of ASCII pieces of a text, where it has none: llama.cpp's unigram spells
+    nothing in bytes. Other characters that the vocabulary lacks are unknown to it."""
+    texts = {text for text, _, _ in pieces}
+    worst = min(score for _, score, kind in pieces if kind == _NORMAL) - _UNKNOWN_PENALTY
+    found = []
+    for text, score, kind in pieces:
+        letter = chr(int(text[1:-1], 16)) if kind == _BYTE else ""
+        # A space is written as U+2581, and the first byte ends a text in C.
+        is_plain = "\0" < letter <= "\x7f" and letter != " " and letter not in texts
+        found.append((letter, worst, _NORMAL) if is_plain else (text, score, kind))
+    return found
+
+
+def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
+    content = pieces.tokenizer
+    tokens = [f"[PAD{number}]" for number in range(rows)]
+    types = [_UNUSED] * rows
+    for token, number in content["model"]["vocab"].items():
+        tokens[number], types[number] = token, 1
+    for added in content["added_tokens"]:
+        tokens[added["id"]], types[added["id"]] = added["content"], 3 if added["special"] else 4
+    merges = content["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_cut_name(content))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_add_space_prefix(False)
+    _add_specials(writer, pieces.special)
+    if pieces.chat_template is not None:
+        writer.add_chat_template(pieces.chat_template)
+
+
+def _add_specials(writer: Any, special: tuple[int, ...]) -> None:
+    unknown, begin, end, pad = special
+    writer.add_unk_token_id(unknown)
+    writer.add_bos_token_id(begin)
+    writer.add_eos_token_id(end)
+    writer.add_pad_token_id(pad)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+
+
+def _cut_name(tokenizer: Mapping[str, Any]) -> str:
+    """Return what llama.cpp calls the way in which this tokenizer cuts a text."""
+    part = tokenizer.get("pre_tokenizer") or {}
+    parts = part.get("pretokenizers", [part]) if part.get("type") == "Sequence" else [part]
+    cut = tuple(_cut_of(part) for part in parts)
+    found = _CUTS.get(cut)
+    if tokenizer["model"]["type"] != "BPE" or found is None:
+        shown = json.dumps(cut, ensure_ascii=False)
+        raise ConfigurationError(
+            f"llama.cpp has no tokenizer that cuts a text as this one does ({shown[:200]}); use "
+            f"--format llama"
+        )
+    return found
+
+
+def _cut_of(part: Mapping[str, Any]) -> str:
+    kind = str(part.get("type"))
+    if kind == "Split":
+        return f"Split {(part.get('pattern') or {}).get('Regex')}"
+    if kind == "ByteLevel":
+        return "ByteLevel regex" if part.get("use_regex", True) else "ByteLevel"
+    return kind
