@@ -45,6 +45,8 @@ class Found:
     faults: Counter[str] = field(default_factory=Counter)
     failed_with: Counter[str] = field(default_factory=Counter)
     sums: Counter[str] = field(default_factory=Counter)
+    failing: list[tuple[int, str, str]] = field(default_factory=list)
+    """Every seed with a violation: seed, profile, the invariants."""
 
     def add(self, result: Result) -> None:
         """Count a history."""
@@ -55,7 +57,10 @@ class Found:
         for fault in drawn.faults or ("none",):
             self.faults[fault] += 1
             self.failed_with[fault] += bool(result.violations)
-        for name in {violation.invariant for violation in result.violations}:
+        names = {violation.invariant for violation in result.violations}
+        if names:
+            self.failing.append((drawn.seed, drawn.profile, ", ".join(sorted(names))))
+        for name in names:
             self.violations[name] += 1
             what = next(v.what for v in result.violations if v.invariant == name)
             found = (drawn.seed, drawn.profile, what)
@@ -70,6 +75,7 @@ class Found:
         self.failed += other.failed
         for name in ("violations", "faults", "failed_with", "sums"):
             getattr(self, name).update(getattr(other, name))
+        self.failing += other.failing
         for name, found in other.first.items():
             self.first[name] = min(self.first.get(name, found), found)
 
@@ -197,6 +203,7 @@ def main() -> int:
         "failed": found.failed,
         "violations": {name: found.violations[name] for name in INVARIANTS},
         "first": _first(found),
+        "failing": found.failing,
         "faults": dict(sorted(found.faults.items())),
         "failed_with": dict(sorted(found.failed_with.items())),
         **found.sums,

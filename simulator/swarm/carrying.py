@@ -359,7 +359,7 @@ class Carrying:
             self._wrong(f"keeps a state of {action.reference.module} that is not at hand")
             return
         self._hold(state, save=True)
-        self.fetching.fetched.pop(action.reference.digest, None)
+        self.fetching.fetched.pop(("keep", action.reference.digest), None)
 
     def _drop(self, action: actions.Drop) -> None:
         machine = self._machine

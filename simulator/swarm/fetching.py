@@ -26,8 +26,8 @@ class Fetching:
     def __init__(self, machine: Body) -> None:
         self._machine = machine
         self._world = machine.world
-        self.fetched: dict[str, SimulatedState] = {}
-        """By digest, since the path in training began."""
+        self.fetched: dict[tuple[actions.Purpose, str], SimulatedState] = {}
+        """By purpose and digest, since the path in training began: as `peer.errands` keeps it."""
         self.looked_into: set[str] = set()
         """Digests of states and chains that are being fetched."""
 
@@ -89,13 +89,13 @@ class Fetching:
         wanted, machine = action.reference, self._machine
         if wanted.version == 0:
             genesis = self._world.stock.genesis[wanted.module]
-            self.fetched[genesis.reference.digest] = genesis
+            self.fetched[action.purpose, genesis.reference.digest] = genesis
             self._deliver(0.5, self._state_fetched(genesis, (), action.purpose))
             return
-        own = machine.find(wanted.digest) or self.fetched.get(wanted.digest)
+        own = self.find(wanted.digest)
         if own is not None:
             chain = machine.book.chain(wanted.module, wanted.digest)
-            self.fetched[wanted.digest] = own
+            self.fetched[action.purpose, wanted.digest] = own
             self._deliver(0.2, self._state_fetched(own, chain, action.purpose))
             return
         self.looked_into.add(wanted.digest)
@@ -109,7 +109,7 @@ class Fetching:
                 return
             state, chain = answer
             assert state.reference.digest == wanted.digest
-            self.fetched[wanted.digest] = state
+            self.fetched[action.purpose, wanted.digest] = state
             checked = tuple(c for c in chain if is_signed(c))
             machine.deliver(self._state_fetched(state, checked, action.purpose))
 
@@ -135,4 +135,5 @@ class Fetching:
 
     def find(self, digest: str) -> SimulatedState | None:
         """Return a state that was fetched, or is held here."""
-        return self.fetched.get(digest) or self._machine.find(digest)
+        found = (state for (_, fetched), state in self.fetched.items() if fetched == digest)
+        return next(found, None) or self._machine.find(digest)
