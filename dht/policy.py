@@ -15,8 +15,12 @@ from dataclasses import dataclass
 
 from dipaco.modules.grid import Grid
 
-from .records import Claim
+from .agreement import possible_group
+from .records import Claim, Reachability
 from .view import SwarmView
+
+# Ways to reach a peer on which it leads no group: so much is nothing for a relay.
+CANNOT_LEAD: tuple[Reachability, ...] = ("relayed", "outgoing")
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,40 @@ def choose_path(
     *,
     pinned: int | None = None,
     exclude: Collection[int] = (),
+    can_lead: bool = True,
 ) -> Decision:
-    """Choose the path with the least service: fewest trainers, then longest waited, then hash."""
+    """Choose the path with the least service: fewest trainers, then longest waited, then hash.
+
+    Of paths with as many trainers, who cannot be called and so `can_lead` no group avoids those
+    with a module whose trainers can all not be called, and anybody else goes there first.
+    """
     if pinned is not None:
         return Decision(pinned, "asked for by --path")
     paths = [path for path in view.paths(grid) if path not in exclude]
     if not paths:
         raise ValueError("every path is excluded")
     others = {path: _others(view, path, me) for path in paths}
-    chosen = min(paths, key=lambda p: (others[p], view.last_round(p), rendezvous(me, p)))
+
+    def order(path: int) -> tuple[int, int, int, bytes]:
+        fit = _fit(view, grid, path, me, can_lead=can_lead)
+        return others[path], fit, view.last_round(path), rendezvous(me, path)
+
+    chosen = min(paths, key=order)
     return Decision(chosen, _reason(view, chosen, others[chosen]))
 
 
 def _others(view: SwarmView, path: int, me: str) -> int:
     return sum(claim.peer_id != me for claim in view.claimants(path))
+
+
+def _fit(view: SwarmView, grid: Grid, path: int, me: str, *, can_lead: bool) -> int:
+    """Return how ill a peer fits to a path, by its modules whose trainers can all not be called:
+    more of these never meet, and one that can be called has them meet."""
+    stranded = 0
+    for module in grid.modules_of_path(path):
+        others = possible_group(view, grid, module) - {me}
+        stranded += bool(others) and all(view.reachable(p) in CANNOT_LEAD for p in others)
+    return -stranded if can_lead else stranded
 
 
 def _reason(view: SwarmView, path: int, others: int) -> str:
@@ -84,7 +108,7 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
         for path in {*view.paths(grid), mine.path}
     }
     for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
-        place = min(trainers, key=lambda path: _preference(view, mine, trainers[path], path, peer))
+        place = min(trainers, key=lambda p: _preference(view, grid, mine, trainers[p], p, peer))
         if peer == me:
             break
         trainers[place] += 1
@@ -94,9 +118,10 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
 
 
 def _preference(
-    view: SwarmView, mine: Claim, trainers: int, path: int, peer: str
-) -> tuple[int, bool, int, bytes]:
-    return trainers, path != mine.path, view.last_round(path), rendezvous(peer, path)
+    view: SwarmView, grid: Grid, mine: Claim, trainers: int, path: int, peer: str
+) -> tuple[int, bool, int, int, bytes]:
+    fit = _fit(view, grid, path, peer, can_lead=view.reachable(peer) not in CANNOT_LEAD)
+    return trainers, path != mine.path, fit, view.last_round(path), rendezvous(peer, path)
 
 
 def should_move(

@@ -17,6 +17,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference, heaviest
 
 from .certificates import CertificateBook
+from .policy import CANNOT_LEAD
 from .records import Claim, Holding
 from .view import SwarmView, present_round
 
@@ -474,16 +475,26 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
 
 
 def _undialable(swarm: _Swarm) -> tuple[Problem, ...]:
-    """Name, in one line, the peers without an address at which others can call them."""
+    """Name the modules whose trainers never meet, and the peers that others cannot call."""
+    apart = [
+        module
+        for module, claims in sorted(swarm.claims.items())
+        if len(claims) > 1 and all(swarm.view.reachable(c.peer_id) in CANNOT_LEAD for c in claims)
+    ]
+    found: tuple[Problem, ...] = ()
+    if apart:
+        what = f"nobody who trains {_named(apart)} can be called: they do not meet, and take turns"
+        remedy = "forward a port on one of them, or start a peer that can be called"
+        found = (Problem("undialable", what, remedy, None, tuple(apart)),)
     peers = tuple(
         peer
         for peer, record in sorted(swarm.view.peers.items())
         if record.state in ("training", "serving") and record.reachable in CANNOT_BE_CALLED
     )
     if not peers:
-        return ()
+        return found
     who = f"peer {short_peer(peers[0])}"
     if len(peers) > 1:
         who = f"{len(peers)} peers ({_named([short_peer(peer) for peer in peers])})"
     remedy = "training goes on; if others wait for them, forward a port and --announce-maddrs"
-    return (Problem("undialable", f"{who} cannot be called by others", remedy, None, peers),)
+    return *found, Problem("undialable", f"{who} cannot be called by others", remedy, None, peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from dipaco.dht.policy import rendezvous
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
@@ -79,6 +80,41 @@ def test_who_cannot_be_called_knows_it_from_the_next_round_on() -> None:
     peer.happen(e.Probed("direct"))
     (meeting,) = of(a.Average, peer.at(boundary_s(4)))
     assert meeting.undialable == ()
+
+
+def test_where_nobody_can_be_called_one_steps_alone_in_each_round() -> None:
+    peer = group("Pa", "Pc")
+    peer.serving = [record("Pa", reachable="relayed"), record("Pc", reachable="outgoing")]
+    peer.happen(e.Probed("outgoing"))
+    peer.look()
+    turns = []
+    for round_index in range(3, 15):
+        peer.done.clear()
+        peer.at(boundary_s(round_index))
+        turn = min((ME, "Pa", "Pc"), key=lambda who: rendezvous(who, round_index))
+        assert peer.of(a.Average) == []
+        assert len(peer.of(a.TakeOuterStep)) == (turn == ME)
+        if turn == ME:
+            peer.stepped(MODULE, [ME], round_index)
+            assert len(peer.of(a.Commit)) == 1
+        turns.append(turn)
+    assert {*turns} == {ME, "Pa", "Pc"}
+
+
+def test_who_never_answered_has_no_turn() -> None:
+    peer = group("Pa")
+    peer.silent = {"Px"}
+    peer.claims.append(claim("Px"))
+    peer.serving = [record(other, reachable="outgoing") for other in ("Pa", "Px")]
+    peer.happen(e.Probed("outgoing"))
+    peer.look()
+    for round_index in range(3, 15):
+        peer.done.clear()
+        peer.at(boundary_s(round_index))
+        is_mine = rendezvous(ME, round_index) < rendezvous("Pa", round_index)
+        assert len(peer.of(a.TakeOuterStep)) == is_mine
+        if is_mine:
+            peer.stepped(MODULE, [ME], round_index)
 
 
 def test_a_peer_that_is_about_to_join_is_met() -> None:

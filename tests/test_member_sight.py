@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member import actions as a
-from dipaco.peer.member.gathering import SIGHT_PERIODS
+from dipaco.peer.member.gathering import SIGHT_PERIODS, rounds_stood_on
 from support.lone_member import ME, LoneMember, claim, of, record
 from support.outer_rounds import MODULE, answers, boundary_s, fail, group
 
@@ -62,3 +62,35 @@ def test_who_has_said_goodbye_is_not_called(goodbye: str) -> None:
     peer.claims = [claim("Pa", path=99)] if goodbye == "moved" else []
     peer.look()
     assert of(a.TakeOuterStep, peer.at(boundary_s(3))) == [a.TakeOuterStep(MODULE, 3, alone=True)]
+
+
+def test_others_may_go_on_from_what_they_held_last_or_were_offered_since() -> None:
+    peer = group("Pa")
+    known = peer.member.known
+    newest, second, first, _ = known.book.ancestors(MODULE, known.anchors[MODULE].digest)
+    known.note_holder("Px", MODULE, first, is_sure=True)
+    assert rounds_stood_on(known, MODULE) == set()  # It never answered: anybody can say so.
+    known.meet(["Pk"])
+    for digest, is_sure, rounds in (
+        (first, True, {0}),
+        (second, False, {0, 1}),  # It may have taken it before it was cut off.
+        (second, True, {1}),
+        (newest, False, {1}),
+        (newest, True, set()),
+    ):
+        known.note_holder("Pk", MODULE, digest, is_sure=is_sure)
+        assert rounds_stood_on(known, MODULE) == rounds
+
+
+def test_who_was_in_a_group_may_stand_on_its_commit_whether_it_has_signed_or_not() -> None:
+    peer = group("Pa")
+    known, family = peer.member.known, peer.family
+    anchor = known.anchors[MODULE]
+    *_, first, _ = known.book.ancestors(MODULE, anchor.digest)
+    known.note_holder("Pa", MODULE, first, is_sure=True)
+    assert rounds_stood_on(known, MODULE) == set()  # The view was late: it has signed since.
+    last = family.commit(anchor, 3, [ME, "Pa"], signers=[ME])
+    alone = family.commit(last, 4, [ME])
+    known.book.add_all(family.chain(alone))
+    known.anchors[MODULE] = alone
+    assert rounds_stood_on(known, MODULE) == {2, 3}

@@ -74,6 +74,24 @@ def view_of(
 # -- choosing a path
 
 
+def test_of_paths_that_are_served_alike_closed_peers_take_those_that_others_can_call() -> None:
+    grid = grid_of((4,))
+    # Path 0 has a trainer that cannot be called, path 1 one that can; 2 and 3 have two each.
+    ways = ("relayed", "direct", "direct", "direct", "direct", "direct")
+    claims = [
+        claim(number, path).model_copy(update={"reachable": way})
+        for number, (path, way) in enumerate(zip((0, 1, 2, 2, 3, 3), ways, strict=True))
+    ]
+    view = view_of(claims)
+    for number in range(10, 30):
+        me = peer_name(number)
+        assert choose_path(view, grid, me, can_lead=False).path == 1
+        assert choose_path(view, grid, me, can_lead=True).path == 0
+    # A path that nobody trains comes first for everybody.
+    view = view_of(claims[:4])
+    assert choose_path(view, grid, peer_name(10), can_lead=False).path == 3
+
+
 def test_a_newcomer_takes_the_path_with_the_fewest_trainers() -> None:
     view = view_of([claim(1, 0), claim(2, 1), claim(3, 3)], {2: 50})
     decision = choose_path(view, grid_of(), peer_name(9))

@@ -277,6 +277,21 @@ def test_peers_that_cannot_be_called_share_a_line() -> None:
     assert len(problem.subjects) == 10
 
 
+def test_a_module_whose_trainers_can_all_not_be_called_is_named() -> None:
+    records = swarm(8)
+    module = records.grid.modules()[0]
+    names = records.trainers(module)
+    assert len(names) > 1
+    for name in names:
+        records.peers[name] = records.peers[name].model_copy(update={"reachable": "relayed"})
+    problem, *others = found(records)
+    assert problem.subjects == (module,)
+    assert f"nobody who trains {module} can be called" in problem.text
+    assert others == []
+    records.peers[names[0]] = records.peers[names[0]].model_copy(update={"reachable": "direct"})
+    assert found(records) == ()
+
+
 # -- order and number
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from enum import Enum, auto
 
-from dipaco.dht.policy import Decision, choose_path, resolve_collision
+from dipaco.dht.policy import CANNOT_LEAD, Decision, choose_path, resolve_collision
 
 from .actions import Say
 from .horizon import Horizon
@@ -81,8 +81,15 @@ class Claiming:
         """A view that was asked for is here."""
         known = self._known
         if self._phase is _Phase.CHOOSING:
-            pinned = known.settings.pinned
-            self._take(choose_path(known.choice, known.grid, known.me, pinned=pinned))
+            self._take(
+                choose_path(
+                    known.choice,
+                    known.grid,
+                    known.me,
+                    pinned=known.settings.pinned,
+                    can_lead=known.own_reachable not in CANNOT_LEAD,
+                )
+            )
         elif self._phase is _Phase.TAKING:
             self._phase = _Phase.SETTLING
             self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)

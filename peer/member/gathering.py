@@ -10,7 +10,7 @@ from dipaco.dht.agreement import (
     is_overtaken,
     possible_group,
 )
-from dipaco.dht.policy import seniority
+from dipaco.dht.policy import rendezvous, seniority
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.config import RoundsConfig
 
@@ -140,7 +140,9 @@ def who_counts(
     alive: frozenset[str] | None,
 ) -> frozenset[str]:
     """Return who counts when a step of a module is to be committed; `alive` are those that were
-    asked and have answered."""
+    asked and have answered. Nobody else in this peer's turn: none of them can meet it."""
+    if whose_turn(known, module, round_index) == known.me:
+        return frozenset({known.me})
     found = counting_peers(
         known.view,
         known.grid,
@@ -152,6 +154,23 @@ def who_counts(
     )
     # Who is out of sight and answers is there.
     return found | (out_of_sight(known, module) & (alive or frozenset()))
+
+
+def whose_turn(known: Knowledge, module: str, round_index: int) -> str | None:
+    """Return who steps alone in a round, where those who train a module can never meet.
+
+    None of them can lead a group. They take turns, and the others take over what came of it, or
+    each would make a version of its own. Who has not shown itself has no turn; None where nobody
+    else has, where a group can form, and where rounds are counted: there groups wait for claims.
+    """
+    others = possible_peers(known, module) - {known.me}
+    if known.schedule.fixed_steps or any(map(known.can_lead, {known.me, *others})):
+        return None
+    training = expected_group(known.view, known.grid, module) & others
+    shown = {peer for peer in training if known.doubts.has_shown_itself(peer)}
+    if not shown:
+        return None
+    return min({known.me, *shown}, key=lambda peer: rendezvous(peer, round_index))
 
 
 def has_contributed(known: Knowledge, module: str, round_index: int) -> bool:
@@ -186,9 +205,13 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
     not known to have gone on with this peer. When a split shows, it is too late to ask.
     """
     book, anchor = known.book, known.anchors[module]
+    rounds: dict[str, list[int]] = {}
     signed: dict[str, int] = {}
     for made in reversed(book.chain(module, anchor.digest)):
-        signed |= dict.fromkeys(made.signers, made.statement.round_index)
+        said = made.statement
+        signed |= dict.fromkeys(made.signers, said.round_index)
+        for row in said.table:
+            rounds.setdefault(row.peer, []).append(said.round_index)
 
     def last_shared(digest: str) -> int:
         fork = book.get(module, book.common_ancestor(module, digest, anchor.digest) or "")
@@ -196,9 +219,10 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
 
     found: set[int] = set()
     for peer, stand in known.stands(module).items():
-        seen = last_shared(stand.seen)
+        seen, maybe = last_shared(stand.seen), [last_shared(digest) for digest in stand.offered]
         if book.common_ancestor(module, stand.seen, anchor.digest) == stand.seen:
-            # A view is late: who has signed a later state has that.
+            # A view is late: who has signed a later state has that, and who was in the group may.
             seen = max(seen, signed.get(peer, -1))
-        found.update(r for r in (seen, *map(last_shared, stand.offered)) if r >= seen)
+            maybe += rounds.get(peer, [])
+        found.update((seen, *(later for later in maybe if later > seen)))
     return frozenset(found - {-1, anchor.last_round})

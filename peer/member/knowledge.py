@@ -10,6 +10,7 @@ from random import Random
 from dipaco.dht.agreement import possible_group, round_of_others
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.coverage import Scope
+from dipaco.dht.policy import CANNOT_LEAD
 from dipaco.dht.records import Claim, PeerRecord, Reachability, refresh_period_s
 from dipaco.dht.view import SwarmView, plausible_state, present_round
 from dipaco.modules.grid import Grid
@@ -312,9 +313,9 @@ class Knowledge:
     def can_lead(self, peer: str) -> bool:
         """Tell whether others can call a peer by an address of its own, as far as is known.
 
-        Who cannot leads no group and reduces nothing: so much is nothing for a relay.
+        Who cannot leads no group and reduces nothing.
         """
-        return self.reachable(peer) not in ("relayed", "outgoing")
+        return self.reachable(peer) not in CANNOT_LEAD
 
     def hear(self, state: StateReference, peer: str) -> None:
         """Remember that a peer said that it holds a state; nonsense is not remembered."""

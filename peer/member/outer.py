@@ -48,6 +48,7 @@ from .gathering import (
     possible_peers,
     rounds_stood_on,
     who_counts,
+    whose_turn,
     why_not_alone,
 )
 from .knowledge import Knowledge
@@ -195,7 +196,11 @@ class OuterRounds:
         expected = expected_group(known.view, known.grid, module) | {known.me}
         running.expected = len(self._counting(running) | expected)
         # With fixed steps those who are about to join ask before they step.
-        if (expected if self._is_counted else possible) == {known.me}:
+        turn = whose_turn(known, module, boundary.round_index)
+        if turn not in (None, known.me) or (turn and self.adoption.is_fetching(module)):
+            self._end(running, "none of its trainers can be called: one a round", in_vain=False)
+            return
+        if turn or (expected if self._is_counted else possible) == {known.me}:
             self._step_alone(running)
             return
         if self._is_counted:
@@ -412,16 +417,8 @@ class OuterRounds:
             is_whole=is_whole(known, module, running.group, max(earlier, default=round_index)),
             is_last_signed=is_last_signed(known, module),
         )
-        known.do(
-            Commit(
-                module,
-                state,
-                round_index,
-                running.attempt,
-                running.expected,
-                save=known.is_save_due(round_index),
-            )
-        )
+        save, attempt = known.is_save_due(round_index), running.attempt
+        known.do(Commit(module, state, round_index, attempt, running.expected, save=save))
         known.anchors[module] = state
         known.serve(state)
         self._in_vain[module] = 0

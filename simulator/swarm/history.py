@@ -186,6 +186,12 @@ class _History:
             if slow and machine.peer not in ("boot", "p0", "p1") and random.random() < 0.2:
                 machine.step_s = min(100.0 * machine.step_s, SLOWEST_SHARE * self._round_s)
 
+    def _add_closed(self) -> None:
+        """Put most trainers behind routers: only relays reach them."""
+        for machine in self._trainers():
+            if self._engine.chance(0.8):
+                machine.link.can_be_called, machine.link.is_relayed = False, True
+
     def _add_dht(self) -> None:
         engine, world = self._engine, self.world
         world.directory.write_s = (0.1, engine.between(1.0, 15.0))

@@ -1,7 +1,8 @@
 """What has to hold in every history, checked while it runs and when it has come to rest.
 
 `agreement`: at rest, all honest trainers of a module stand on one state. Not where none of them
-can be called: they never meet. Who takes long over an inner step may be behind, but on no fork.
+can be called, not even through a relay: they never meet. Who takes long over an inner step may be
+behind, but on no fork.
 `work`: at rest, every step that an honest peer trained is in that state once or in the peer's
 unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
 were no numbers) the last steps may be missing: those after its last merged boundary.
@@ -13,9 +14,10 @@ train it, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as m
 counted and peers move: each begins its rounds when it comes, and may have to meet the others anew.
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
-`copies`: two rounds after a commit, three peers hold that state or a later one, where three honest
-ones can be reached, and more honest peers made it than there are liars that answer calls: keepers
-have no documents to score a state with, and cannot tell one liar from one trainer.
+`copies`: two rounds after a commit that no other chain has won over since, three peers hold that
+state or a later one, where three honest ones can be reached, and more honest peers made it than
+there are liars that answer calls: keepers have no documents to score a state with, and cannot tell
+one liar from one trainer.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart.
 `contract`: a member answers every turn, wants only what the contract allows, and never raises.
@@ -245,7 +247,7 @@ class Invariants:
         sides = Counter(m.link.side for m in fit)
         together = max(sides.values(), default=0)
         others = untrained + len(self._trainers(module, honest=False))
-        can_meet = len(trainers) == 1 or any(m.link.can_be_called for m in fit)
+        can_meet = len(trainers) == 1 or any(map(_is_in_reach, fit))
         if not fit or not can_meet or 2 * together <= len(trainers) + others:
             self._alive_since.pop(module, None)
             return
@@ -270,7 +272,7 @@ class Invariants:
         wanted = state.reference
         trainers = self._trainers(module)
         never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
-        if reachable < COPIES or never_meet:
+        if reachable < COPIES or never_meet or self._has_lost(state, trainers):
             return
 
         def holds(machine: Body, version: int = wanted.version) -> bool:
@@ -287,6 +289,17 @@ class Invariants:
                 f"{COPY_ROUNDS} rounds after version {wanted.version} of {module} only "
                 f"{', '.join(holders) or 'nobody'} hold it, of {reachable} that could",
             )
+
+    def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
+        """Tell whether all who train a module have taken another chain, which may be shorter."""
+        module, states = state.reference.module, self._world.stock.states
+        for machine in trainers:
+            anchor: SimulatedState | None = machine.works[module].anchor
+            while anchor is not None and anchor is not state:
+                anchor = states.get(anchor.parent)
+            if anchor is state:
+                return False
+        return bool(trainers)
 
     def _contributors(self, state: SimulatedState) -> list[Body]:
         """Return the honest living machines in the group that made a state."""
@@ -342,7 +355,7 @@ class Invariants:
         """Look again and again whether all stand on one state: while they commit, they do not."""
         for module in sorted(self._unsettled):
             machines = self._trainers(module)
-            never_meet = len(machines) > 1 and not any(m.link.can_be_called for m in machines)
+            never_meet = len(machines) > 1 and not any(map(_is_in_reach, machines))
             if never_meet:
                 self._unsettled.discard(module)
             elif self._is_settled(module, machines):
@@ -440,3 +453,8 @@ class Invariants:
         if any(counts.values()):
             step = next(step for step, count in sorted(counts.items()) if count)
             self._violated("work", f"step {step} of {machine.peer} is in {module}; not its work")
+
+
+def _is_in_reach(machine: Body) -> bool:
+    """Tell whether calls reach a machine, if only through a relay."""
+    return machine.link.can_be_called or machine.link.is_relayed

@@ -96,6 +96,8 @@ class Link:
     """Bytes a second."""
     downlink: float = 8e6
     can_be_called: bool = True
+    is_relayed: bool = False
+    """Where it cannot be called: whether questions and states reach it all the same."""
     is_up: bool = True
     """Whether the process lives."""
     hangs: bool = False
@@ -159,13 +161,18 @@ class Network:
         a, b = self.links[one], self.links[other]
         return a.is_up and b.is_up and a.side == b.side
 
-    def can_call(self, caller: str, callee: str) -> bool:
-        """Open a connection, or use one: tell whether a call gets through to one that is awake."""
+    def can_call(self, caller: str, callee: str, *, relayed: bool = False) -> bool:
+        """Open a connection, or use one: tell whether a call gets through to one that is awake.
+
+        `relayed`: it may take the way through a relay.
+        """
         if not self.connected(caller, callee):
             return False
         a, b = self.links[caller], self.links[callee]
         if b.can_be_called:
             self._opened[caller, callee] = (a.life, b.life)
+            return True
+        if relayed and b.is_relayed:
             return True
         return self._opened.get((callee, caller)) == (b.life, a.life)
 
@@ -256,7 +263,7 @@ class Network:
             refused_s = min(limit_s, engine.between(0.1, 3.0))
             engine.after(refused_s, self.run, caller, life, call.finish, None)
             return
-        if not self.can_call(caller, callee):
+        if not self.can_call(caller, callee, relayed=True):
             if not target.hangs and source.side == target.side:
                 # Refused at once; who vanished or is cut off lets the caller wait.
                 refused_s = 2 * source.latency_s + 0.05

@@ -99,7 +99,9 @@ class Publishing:
         now_round = machine.round_index
         if not plan.rounds.inner_steps:
             now_round = max(0, plan.rounds.round_at(machine.believed_s - plan.start_s))
-        reachable: Reachability = "direct" if machine.link.can_be_called else "outgoing"
+        link = machine.link
+        otherwise: Reachability = "relayed" if link.is_relayed else "outgoing"
+        reachable: Reachability = "direct" if link.can_be_called else otherwise
         return make_standing(
             claim.state,
             claim.path,
