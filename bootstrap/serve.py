@@ -9,6 +9,7 @@ the run before goes on with that one.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -26,6 +27,7 @@ from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from dipaco.peer.server import Server
 from dipaco.routing.run_folder import RunFolder
 
+from .archive import Archive, Archivist
 from .settings import ServeSettings
 
 logger = logging.getLogger("dipaco.bootstrap.serve")
@@ -98,6 +100,12 @@ def _serve(
         ),
     )
     looking.start()
+    if settings.archive is not None:
+        most_bytes = math.inf if settings.archive_gb is None else settings.archive_gb * 1e9
+        archive = Archive(settings.archive, settings.archive_copies, most_bytes)
+        archivist = Archivist(archive, node, display.say)
+        period_s = settings.archive_period_s
+        background.thread("archive", lambda: archivist.run(period_s, stopping)).start()
     try:
         server.run()
     finally:

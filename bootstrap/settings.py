@@ -105,3 +105,21 @@ class ServeSettings(NodeSettings):
     refresh_period_s: Annotated[
         float, Option("seconds between status lines", "S", least=0.1, most=3600)
     ] = 30.0
+    archive: Annotated[
+        Path | None,
+        Option("keep dated copies of all states in DIR, for when every peer is gone", "DIR"),
+    ] = None
+    archive_period_s: Annotated[
+        float, Option("seconds between two copies", "S", least=1, most=1e9)
+    ] = 3600.0
+    archive_copies: Annotated[int, Option("copies that are kept", "N", least=1, most=1000)] = 3
+    archive_gb: Annotated[
+        float | None,
+        Option("disk that the archive may take; it must hold two copies", "GB", least=0.001),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.archive_period_s != 3600.0 or self.archive_copies != 3 or self.archive_gb
+        if given and self.archive is None:
+            raise ConfigurationError("--archive-... are for --archive DIR; name the folder")
