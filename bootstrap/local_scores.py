@@ -1,7 +1,8 @@
 """Scoring the router documents with every path on this machine, one path at a time.
 
 What a swarm does for its operator (`gather_scores.py`), done alone: for a simulation, for an old
-run whose peers are gone, and for the paths that nobody scored in time.
+run whose peers are gone, for the paths that nobody scored in time, and for a sample of documents,
+by which the scores of others are checked.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ from dipaco.routing.document_scores import (
     score_router_documents,
 )
 
+# Documents that the operator scores itself with every path. Drawn anew each time: who lies about
+# scores does not know which.
+SAMPLE_DOCUMENTS = 32
+# Peers score the states of an earlier moment than the operator. So numbers may differ, but less
+# than documents do, and another path's numbers must not fit better, in this sense.
+CLEARLY = 0.5
+# The mean may have fallen by training since, but not by more than this part.
+GREATEST_SHIFT = 0.3
 # Rows between two calls of `progress`; a multiple of the scorer's batch, so that bits are equal.
 _SLICE_ROWS = 16 * SCORING_BATCH
 
@@ -74,6 +83,10 @@ class ScoresFolder:
         """Keep scores: all or nothing. Raises StorageError."""
         atomic_write(self._file(scores.path), scores.to_bytes())
 
+    def remove(self, path: int) -> None:
+        """Forget the scores of a path."""
+        self._file(path).unlink(missing_ok=True)
+
     def _file(self, path: int) -> Path:
         return self._folder / f"P{path:05d}.safetensors"
 
@@ -119,3 +132,61 @@ def score_paths(
         nll, tokens = (np.concatenate(part) for part in zip(*pieces, strict=True))
         states = {module: digests[module] for module in modules}
         folder.save(DocumentScores(folder.request, path, states, nll, tokens))
+
+
+def disagreements(
+    folder: ScoresFolder,
+    grid: Grid,
+    load: LoadState,
+    paths: Iterable[int],
+    device: torch.device,
+    generator: np.random.Generator,
+) -> dict[int, str]:
+    """Return, by path, what is wrong with the scores in `folder` that others made.
+
+    All `paths` score a few documents here, with the states that `load` gives.
+    """
+    paths, documents = tuple(paths), folder.documents
+    scored = np.flatnonzero(documents.targets)
+    count = min(SAMPLE_DOCUMENTS, len(scored))
+    rows = np.sort(generator.choice(scored, count, replace=False))
+    sample = RouterDocuments(documents.tokens[rows], documents.prefix_tokens)
+    model = PathModel(grid.model).to(device).eval()
+    own = {}
+    for path in paths:
+        states = {module: load(module) for module in grid.modules_of_path(path)}
+        load_path(model, grid, path, states)
+        own[path] = score_router_documents(model, sample, device=device)[0] / sample.targets
+    found = {}
+    for path in paths:
+        scores = folder.load(path, grid.modules_of_path(path))
+        if scores is None:
+            continue
+        reason = disagreement(scores.nll[rows] / sample.targets, own, path)
+        if reason is not None:
+            found[path] = reason
+    return found
+
+
+def disagreement(claimed: np.ndarray, own: Mapping[int, np.ndarray], path: int) -> str | None:
+    """Tell why a path's loss per token of some documents, as somebody claims it, cannot be.
+
+    `own` is what each path gives of them here, perhaps some rounds later: losses that fell alike
+    agree, losses of other documents or of another path do not. None when they agree.
+    """
+    spreads = {other: _spread(claimed - values) for other, values in own.items()}
+    shift = float(np.median(claimed - own[path]))
+    level = float(np.median(own[path]))
+    if abs(shift) > GREATEST_SHIFT * level:
+        return f"its loss is {shift:+.2f} a token beside {level:.2f} here"
+    nearest = min(spreads, key=lambda other: (spreads[other], other))
+    if spreads[nearest] < CLEARLY * spreads[path] and spreads[path] > 0.01 * level:
+        return f"they are more like those of path {nearest}"
+    # Where all documents are alike, a few percent are no disagreement.
+    if spreads[path] > max(CLEARLY * _spread(own[path]), 0.05 * level):
+        return f"its documents differ from those here by {spreads[path]:.2f} a token"
+    return None
+
+
+def _spread(values: np.ndarray) -> float:
+    return float(np.abs(values - np.median(values)).mean())

@@ -31,7 +31,7 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import reported_rows
 
 from .display import Display
-from .local_scores import ScoresFolder, local_request, score_paths
+from .local_scores import ScoresFolder, disagreements, local_request, score_paths
 from .predecessor import Predecessor
 from .stages import StageMarkers, inputs_hash
 
@@ -159,6 +159,7 @@ class Succession:
         folder = ScoresFolder(self.work / "scores", request, documents)
         if self.swarm is not None:
             self.swarm.gather(folder, needed)
+            self._check_scores(folder, needed)
 
         def at_hand(path: int) -> DocumentScores | None:
             # The peers scored the states of that moment; newer ones begin the successor.
@@ -179,6 +180,19 @@ class Succession:
         found = [at_hand(path) for path in needed]
         by_path = {scores.path: scores.nll for scores in found if scores is not None}
         return np.stack([by_path[origin] for origin in origins], axis=1)
+
+    def _check_scores(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
+        """Score a sample here, and forget what others claim of a path if it does not agree."""
+        old = self.predecessor
+        wrong = disagreements(
+            folder, old.grid, old.load, paths, self.device, np.random.default_rng()
+        )
+        for path, reason in wrong.items():
+            folder.remove(path)
+            self.display.say(
+                f"scores of path {path} do not agree with a sample scored here ({reason}); "
+                "the path is scored here"
+            )
 
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 from dipaco.bootstrap.gather_scores import SwarmScores
-from dipaco.bootstrap.local_scores import ScoresFolder, local_request, score_paths
+from dipaco.bootstrap.local_scores import (
+    ScoresFolder,
+    disagreement,
+    disagreements,
+    local_request,
+    score_paths,
+)
 from dipaco.bootstrap.predecessor import Predecessor, open_predecessor
 from dipaco.dht.records import ScoreEntry, ScoresRecord
 from dipaco.dht.score_request import verify_score_request
@@ -241,3 +248,65 @@ def test_scoring_here_gives_what_a_peer_gives(peers: Peers, tmp_path: Path) -> N
     changed = {**old.digests, "L0.E0": "b" * 64}
     assert folder.load(0, old.grid.modules_of_path(0), changed) is None
     assert folder.load(3, old.grid.modules_of_path(3), changed) is not None
+
+
+# -- a sample that the operator scores itself
+
+
+def losses(seed: int, count: int = 4) -> dict[int, np.ndarray]:
+    """Losses a token of 32 documents by path: documents differ by about 0.5, paths by 0.15."""
+    random = np.random.default_rng(seed)
+    documents = 3.0 + 0.5 * random.standard_normal(32)
+    return {path: documents + 0.15 * random.standard_normal(32) for path in range(count)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_peers_scored_some_rounds_ago_agrees(seed: int) -> None:
+    own = losses(seed)
+    drift = np.random.default_rng(100 + seed).standard_normal(32)
+    for path, values in own.items():
+        assert disagreement(values, own, path) is None
+        assert disagreement(values * 1.1 + 0.03 * drift, own, path) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_cannot_be_a_paths_scores_does_not_agree(seed: int) -> None:
+    own = losses(seed)
+    random = np.random.default_rng(200 + seed)
+    assert "differ from those here" in str(disagreement(random.permutation(own[1]), own, 1))
+    assert "more like those of path 2" in str(disagreement(own[2], own, 1))
+    assert "beside" in str(disagreement(own[1] - 1.5, own, 1))
+    assert "beside" in str(disagreement(own[1] * 0.5, own, 1))
+
+
+def test_paths_that_are_alike_agree_with_each_other() -> None:
+    """As when a run has just begun, and as documents that are all alike."""
+    own = dict.fromkeys(range(4), losses(1)[0])
+    assert disagreement(own[0] * 1.001, own, 2) is None
+    flat = dict.fromkeys(range(4), np.full(32, 3.0))
+    noise = np.random.default_rng(1).standard_normal(32)
+    assert disagreement(flat[0] + 0.02 * noise, flat, 2) is None
+
+
+def test_one_who_serves_permuted_numbers_of_all_paths_is_noticed(
+    peers: Peers, tmp_path: Path
+) -> None:
+    old, documents = peers.predecessor, peers.documents
+    folder = ScoresFolder(tmp_path / "here", local_request(documents, old.plan.run_id), documents)
+    device, paths = torch.device("cpu"), (0, 1, 2, 3)
+    score_paths(folder, old.grid, old.load, old.digests, paths, device)
+
+    def wrong() -> set[int]:
+        random = np.random.default_rng(7)
+        return set(disagreements(folder, old.grid, old.load, paths, device, random))
+
+    assert wrong() == set()
+    for path in (1, 3):
+        scores = folder.load(path, old.grid.modules_of_path(path))
+        assert scores is not None
+        nll = scores.tokens * np.linspace(9.0, 0.5, len(scores.nll))
+        folder.save(dataclasses.replace(scores, nll=nll))
+    assert wrong() == {1, 3}
+    folder.remove(1)
+    assert wrong() == {3}
+    assert folder.load(1, old.grid.modules_of_path(1)) is None
