@@ -29,10 +29,12 @@ _UNKNOWN_DATA = (
 
 @dataclass(frozen=True)
 class CardNotes:
-    """What the operator adds: a licence's name, and Markdown on the data's origin and licences."""
+    """What the operator adds: a licence's name, Markdown on the data's origin and licences, and the
+    repository of the Hub that the export goes to."""
 
     licence: str | None = None
     attribution: str | None = None
+    repository: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def path_readme(source: StateSource, path: int, notes: CardNotes, gguf: str | No
             f"parameters, trained on the documents that are routed to it. It is at its best on "
             f"such documents. States: {_states(source, path)}.",
             "",
-            *(_gguf_usage(gguf_name(plan.name, path, gguf)) if gguf else _usage(".")),
+            *(_gguf_usage(gguf_name(plan.name, path, gguf)) if gguf else _usage(notes)),
             "",
             *_data_section(notes),
             "",
@@ -153,7 +155,7 @@ def model_card(
             "Route a text, load the folder of its path. [router/README.md](router/README.md) says "
             "how to route.",
             "",
-            *(_gguf_usage(f"paths/00000/{file}") if gguf else _usage("paths/00000")),
+            *(_gguf_usage(f"paths/00000/{file}") if gguf else _usage(notes, "paths/00000")),
             "",
             "## Figures",
             "",
@@ -180,13 +182,16 @@ def _front_matter(notes: CardNotes, gguf: str | None = None) -> list[str]:
     return ["---", data.to_yaml(), "---", ""]
 
 
-def _usage(folder: str) -> list[str]:
+def _usage(notes: CardNotes, folder: str = "") -> list[str]:
+    place = f'"{folder or "."}"'
+    if notes.repository:
+        place = f'"{notes.repository}"' + (f', subfolder="{folder}"' if folder else "")
     return [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}")',
+        f"tokenizer = AutoTokenizer.from_pretrained({place})",
+        f"model = AutoModelForCausalLM.from_pretrained({place})",
         'inputs = tokenizer("The city lies", return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
         "```",

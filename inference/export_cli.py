@@ -59,9 +59,16 @@ class ExportSettings(RerouterSettings):
     attribution: Annotated[
         Path | None, Option("Markdown on origin and licences of the data, for the card", "FILE")
     ] = None
+    push_to_hub: Annotated[
+        str | None,
+        Option("upload what was exported to this repository of the Hugging Face Hub", "OWNER/NAME"),
+    ] = None
+    private: Annotated[bool, Option("make the repository private, if it is new")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.private and self.push_to_hub is None:
+            raise ConfigurationError("--private is for --push-to-hub OWNER/NAME; leave it out")
         if self.path is not None and self.eval_json is not None:
             raise ConfigurationError("--eval-json is for the model card of --all; leave it out")
         fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
@@ -75,28 +82,45 @@ class ExportSettings(RerouterSettings):
 def run(settings: ExportSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from .export import Exporter
-    from .export_card import path_readme
+
+    from .export_hub import HubRepository
 
     settings.prepare_process()
     notes = _notes(settings)
+    hub = HubRepository(settings.push_to_hub, settings.private) if settings.push_to_hub else None
     with settings.open_source() as source:
         if settings.path is None:
             _export_all(settings, source, notes)
             print(f"{source.grid.path_count} paths and the router: {settings.out}")
-            return 0
-        gguf = _gguf_type(settings)
-        exporter = Exporter(
-            source, _dtype(settings), exact_tokenizer=settings.tokenizer == "exact", gguf=gguf
-        )
-        is_new = exporter.write_path(
-            settings.path, settings.out, lambda path: path_readme(source, path, notes, gguf)
-        )
-        best = source.best_round(settings.path)
-        states = "newest states" if best is None else f"best states, of round {best}"
-        already = "" if is_new else ", which was there already"
-        print(f"path {settings.path} ({states}): {settings.out}{already}")
+        else:
+            _export_path(settings, settings.path, source, notes)
+        if hub is not None:
+            what = "all paths" if settings.path is None else f"path {settings.path}"
+            print(hub.upload(settings.out, f"{source.plan.name}, {what}", _say))
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _export_path(
+    settings: ExportSettings, path: int, source: StateSource, notes: CardNotes
+) -> None:
+    from .export import Exporter
+    from .export_card import path_readme
+
+    gguf = _gguf_type(settings)
+    exporter = Exporter(
+        source, _dtype(settings), exact_tokenizer=settings.tokenizer == "exact", gguf=gguf
+    )
+    is_new = exporter.write_path(
+        path, settings.out, lambda path: path_readme(source, path, notes, gguf)
+    )
+    best = source.best_round(path)
+    states = "newest states" if best is None else f"best states, of round {best}"
+    already = "" if is_new else ", which was there already"
+    print(f"path {path} ({states}): {settings.out}{already}")
 
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:
@@ -114,7 +138,7 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
         share_modules=settings.current and settings.format != "gguf",
         exact_tokenizer=settings.tokenizer == "exact",
         gguf=_gguf_type(settings),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=_say,
     )
 
 
@@ -149,7 +173,7 @@ def _notes(settings: ExportSettings) -> CardNotes:
         with storage_errors(settings.attribution.parent):
             content = settings.attribution.read_bytes()
         attribution = content.decode("utf-8", "replace").strip()
-    return CardNotes(settings.licence, attribution)
+    return CardNotes(settings.licence, attribution, settings.push_to_hub)
 
 
 COMMAND = Command(
