@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PACKAGES := modules routing dht peer bootstrap inference simulator
 QUICK ?=
 
-.PHONY: demo test setup lint types unit format clean
+.PHONY: demo test setup lint types unit browser format clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,11 @@ types: setup
 unit: setup
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --ignore-glob='*/test_swarm_*'
 	$(BIN)/python -m pytest tests/test_swarm_*.py
+
+# The page of dipaco-serve in a real browser; needs Chromium, which CI does not have.
+browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
+	$(BIN)/python benchmarks/browser.py
 
 format: setup
 	$(BIN)/ruff check --fix .

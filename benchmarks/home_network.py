@@ -27,8 +27,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from churn import STEADY_PEER
-from parts.common import Report, build_parser, scratch_folder
+from parts.common import Report, build_parser, scratch_folder, steady_peer
 from parts.home_lines import Homes, can_make_homes, homes
 from support.swarm import BIN, Member, Swarm
 from support.tiny_run import make_tiny_run
@@ -73,7 +72,7 @@ class World:
             name = ("open", "closed", "double")[depth] + str(site)
             cache = self.swarm.folder / f"{name}-cache"
             peer = self._start(
-                site, name, sys.executable, "-c", STEADY_PEER.format(step_s=STEP_S),
+                site, name, *steady_peer(STEP_S),
                 "--initial-peers", self.bootstrap.address(), "--threads", "1",
                 "--cache-dir", str(cache), "--path", str(PATHS[(site - 1) % len(PATHS)]),
             )  # fmt: skip

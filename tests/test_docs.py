@@ -13,7 +13,14 @@ import torch
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.dht import records, status_cli
-from dipaco.inference import evaluate_cli, export_cli, generate_cli, reroute_cli, serve_cli
+from dipaco.inference import (
+    evaluate_cli,
+    export_cli,
+    generate_cli,
+    harness,
+    reroute_cli,
+    serve_cli,
+)
 from dipaco.modules import errors
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import OuterConfig
@@ -129,6 +136,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "dipaco-serve": serve_cli.COMMAND.parser(),
         "dipaco-export": export_cli.COMMAND.parser(),
         "dipaco-simulate": simulator_cli.COMMAND.parser(),
+        harness.COMMAND.name: harness.COMMAND.parser(),
     }
     found |= {f"dipaco-peer {name}": c.parser() for name, c in control_cli.COMMANDS.items()}
     programs = {"bootstrap": bootstrap_cli.COMMAND, "reroute": reroute_cli.COMMAND}
@@ -167,7 +175,7 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
         assert flags <= options_of(known[name]), f"{line!r}: {flags - options_of(known[name])}"
     everywhere = set().union(*(options_of(parser) for parser in known.values()))
     foreign = {"--shm-size", "--gpus", "--check", "--install", "--update", "--shutdown"}
-    foreign |= {"--set-version"}
+    foreign |= {"--set-version", "--model"}
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(code_of(text))))
     assert mentioned <= everywhere | foreign, mentioned - everywhere - foreign
 
