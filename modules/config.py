@@ -326,6 +326,13 @@ class AveragingConfig(Config):
         description="centered_clipping: greatest distance of a path from the median, as a multiple "
         "of the median distance.",
     )
+    check_pieces: int = Field(
+        8,
+        ge=0,
+        le=1024,
+        description="Pieces of 4,096 numbers that each member makes again of what others averaged, "
+        "before it commits; 0 is off.",
+    )
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

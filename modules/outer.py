@@ -147,6 +147,8 @@ class AveragingRule:
     mean: MeanName = "weighted_mean"
     trim_share: float = 0.2
     centre_multiple: float = 2.0
+    check_pieces: int = 0
+    """Pieces of others' averages that a member makes again before it commits."""
 
     @classmethod
     def of(cls, plan: RunPlan, index: ShardIndex) -> AveragingRule:
@@ -161,6 +163,7 @@ class AveragingRule:
             mean=plan.averaging.combine,
             trim_share=plan.averaging.trim_share,
             centre_multiple=plan.averaging.centre_multiple,
+            check_pieces=plan.averaging.check_pieces,
         )
 
     @property
@@ -241,7 +244,12 @@ class AveragingRule:
         """Scale down, in place, what is too great among a section's contributions to one part."""
         if not self.clip_multiple or len(contributions) < 2:
             return
-        norms = [exact_norm(part) for part in contributions]
+        self.scale(contributions, [exact_norm(part) for part in contributions], usual_norm)
+
+    def scale(
+        self, contributions: Sequence[torch.Tensor], norms: Sequence[float], usual_norm: float
+    ) -> None:
+        """Scale down, in place, contributions to a part, or pieces of them, by the parts' norms."""
         _scale(contributions, self.scales(norms, usual_norm))
 
     def combine_section(

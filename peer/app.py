@@ -29,6 +29,7 @@ from dipaco.modules.outer import AveragingRule
 from hivemind.utils.limits import increase_file_limit
 
 from .averaging.pool import AveragingPool
+from .averaging.verdicts import Signing
 from .background import Background
 from .check.needs import too_slow
 from .display import Display
@@ -125,7 +126,8 @@ def _train(
     Returns the node of the successor that the peer moves to, if it does, and the settings there.
     """
     rule = AveragingRule.of(node.plan, node.load_shard_index())
-    pool = AveragingPool(node.dht, node.plan, node.grid, rule, uplink)
+    signing = Signing(node.identity.key.sign)
+    pool = AveragingPool(node.dht, node.plan, node.grid, rule, uplink, signing)
     hours = Hours.parse(settings.hours) if settings.hours is not None else None
     budget = UploadBudget(settings.cache_folder, settings.max_upload_gb_month, uplink)
     pauses = Pauses(

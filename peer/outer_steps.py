@@ -151,7 +151,7 @@ class OuterSteps:
             )
         else:
             self._outcomes[module] = outcome
-            self._report(e.Averaged(module, attempt, outcome.table))
+            self._report(e.Averaged(module, attempt, outcome.table, outcome.culprits))
 
     def _meet(
         self, action: a.Average, snapshot: Snapshot, averager: ExactAverager

@@ -79,7 +79,7 @@ def reference(
 
 @pytest.mark.parametrize("codec", ["float16", "blockwise8bit"])
 def test_all_peers_hold_the_digest_of_the_reference(hosts: list[Host], codec: str) -> None:
-    start(hosts, 3, f"--codec={codec}")
+    start(hosts, 3, f"--codec={codec}", "--check-pieces=4")
     for round_index, attempt in enumerate([0, 1]):
         answers = average(hosts, round_index, attempt=attempt)
         assert [answer.get("failed") for answer in answers] == [None] * 3

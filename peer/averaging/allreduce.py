@@ -16,8 +16,8 @@ So whoever ends with a result ends with the same bits as everybody who does, and
 `dipaco.modules.outer.AveragingRule.average` gives in one process. Known weakness, as without a
 commit protocol there must be one: a reducer that dies between its last answers leaves members
 with a complete result and members without. The latter learn of it from the state that the former
-publish (design 4.4, the state with more contributors wins). A hostile reducer can send different
-numbers to different members, which ends the same way.
+publish (design 4.4, the state with more contributors wins). A hostile reducer, which sends wrong
+numbers or different ones to different members, is what `check` looks for afterwards (`verdicts`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import AveragingRule
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.proto.averaging_pb2 import AveragingData as Message
 from hivemind.utils.asyncio import amap_in_executor, as_aiter
 
@@ -42,18 +42,18 @@ from .group import AgreedGroup
 from .parts import (
     AveragingFailed,
     FirstFailure,
-    NoGroup,
     PartedVector,
     PartRoot,
     ReducedPart,
     SectionReducer,
+    in_executor,
 )
-from .streams import Answers, Counter, Inbox, counted
+from .streams import Answers, Counter, Inbox, counted, describe, reported
 from .topology import Topology
+from .verdicts import Signing, make_step_check
 
 logger = logging.getLogger(__name__)
 
-PEER_ID_BYTES = 64
 # A share of the silence that is borne: so long a reducer goes on reading after its last answer, and
 # who fails goes on telling.
 LINGER_SHARE = 0.25
@@ -86,6 +86,8 @@ class ExactAllReduceRunner:
         flat: torch.Tensor,
         codec: PartCodec,
         silence_s: float,
+        nodes: Sequence[bytes] = (),
+        signing: Signing | None = None,
     ) -> None:
         self.peer_id = p2p.peer_id
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
@@ -118,6 +120,10 @@ class ExactAllReduceRunner:
             )
             for section in topology.sections_reduced_by(self._me)
         }
+        self._nodes = b"".join(nodes)
+        self.step_check = make_step_check(
+            group, rule, codec, topology, order, flat, self._me, silence_s, self._open, signing
+        )
         members = range(len(group.peers))
         others = [member for member in members if member != self._me]
         self._owed = {root: topology.sums_between(self._me, root) for root in others}
@@ -144,6 +150,15 @@ class ExactAllReduceRunner:
         Nothing changes for parts that are averaged, nor for a result that is complete.
         """
         self._failure.set(AveragingFailed(reason, self._group.peers, culprits, (), reported))
+
+    async def check(self, limit_s: float) -> tuple[str, ...]:
+        """Check the reducers after `run`, within `limit_s`; returns who accused one falsely."""
+        return () if self.step_check is None else await self.step_check.run(limit_s)
+
+    def end_check(self) -> None:
+        """Let nobody wait for this peer's verdict any more."""
+        if self.step_check is not None:
+            self.step_check.give_up()
 
     async def run(self) -> None:
         """Take part until the vector is the average in all of its parts, or raise the failure."""
@@ -199,7 +214,7 @@ class ExactAllReduceRunner:
             self._failure.set(failure)
         except Exception as error:
             logger.debug("exchange with %s failed", name, exc_info=True)
-            self.fail(f"peer {name} failed as a reducer: {_describe(error)}", name)
+            self.fail(f"peer {name} failed as a reducer: {describe(error)}", name)
 
     # What this peer sends: contributions to reducers, sums to roots.
 
@@ -208,10 +223,10 @@ class ExactAllReduceRunner:
         reducer = self._reducers[self._section]
 
         async def put() -> None:
+            self._begin_keeping(self._me, self._nodes)
             for part in reducer.sizes:
-                own = self._vector.parts[part]
-                seen_by_others = await _in_executor(self._codec.round_trip, own)
-                await reducer.put(self._me, part, seen_by_others)
+                encoded = await in_executor(self._codec.encode, self._vector.parts[part])
+                await self._put(reducer, self._me, part, encoded)
 
         async def take() -> None:
             for part in reducer.sizes:
@@ -226,6 +241,10 @@ class ExactAllReduceRunner:
             own = as_aiter(*(self._vector.parts[part] for part in parts))
             encoded = amap_in_executor(self._codec.encode, own, max_prefetch=ENCODED_AHEAD)
             code, group_id = averaging_pb2.PART_FOR_AVERAGING, self._group.group_id
+            if self.step_check is not None:
+                hashes = runtime_pb2.Tensor(buffer=self._nodes)
+                yield Message(code=code, group_id=group_id, tensor_part=hashes)
+                code, group_id = averaging_pb2.NO_CODE, b""
             async for part in encoded:
                 failure = self._failure.get()
                 if failure is not None:
@@ -238,6 +257,11 @@ class ExactAllReduceRunner:
         async with self._exchange(member, call, contributions()) as answers:
             for part in parts:
                 reduced = await self._decoded(await answers.next(), part)
+                if self.step_check is not None:
+                    self.step_check.note(part, reduced.encoded)
+                    if part == parts[-1]:
+                        signature = (await answers.next()).tensor_part.buffer
+                        self.step_check.take_signature(member, signature)
                 self._vector.put(part, reduced.decoded)
 
     async def _hand_on(self, member: int, places: Sequence[tuple[int, int]]) -> None:
@@ -270,7 +294,10 @@ class ExactAllReduceRunner:
         async def finish(part: int, section_sum: torch.Tensor) -> ReducedPart:
             if self._topology.root(part) == self._me:
                 await self._root.put(section, part, section_sum)
-                return await self._root.take(part)
+                reduced = await self._root.take(part)
+                if self.step_check is not None:
+                    self.step_check.note(part, reduced.encoded)
+                return reduced
             self._sums[part, section].set_result(section_sum)
             return await self._failure.or_result(self._averages[part, section])
 
@@ -280,11 +307,12 @@ class ExactAllReduceRunner:
         return PeerID.from_base58(self._group.peers[member])
 
     def _farewell(self, failure: AveragingFailed) -> Message:
-        return Message(code=averaging_pb2.INTERNAL_ERROR, peer_id=_blame(failure))
+        blamed = PeerID.from_base58(failure.blamed).to_bytes() if failure.blamed else b""
+        return Message(code=averaging_pb2.INTERNAL_ERROR, peer_id=blamed)
 
     async def _decoded(self, message: Message, part: int) -> ReducedPart:
         encoded = message.tensor_part
-        decoded = await _in_executor(self._codec.decode, encoded, self._sizes[part])
+        decoded = await in_executor(self._codec.decode, encoded, self._sizes[part])
         return ReducedPart(encoded, decoded)
 
     @contextlib.asynccontextmanager
@@ -316,22 +344,7 @@ class ExactAllReduceRunner:
             await answers.close()
 
     def _report(self, name: str, message: Message) -> AveragingFailed:
-        """Turn a member's error message into a failure; whom it blames is unproven."""
-        blamed = ""
-        if 0 < len(message.peer_id) <= PEER_ID_BYTES:
-            blamed = PeerID(message.peer_id).to_base58()
-        members = self._group.peers
-        if (
-            message.code == averaging_pb2.INTERNAL_ERROR
-            and blamed in self._place
-            and blamed not in (name, members[self._me])
-        ):
-            reason = f"peer {name} reports that peer {blamed} failed"
-            return AveragingFailed(reason, members, (), (), blamed)
-        if message.code == averaging_pb2.BAD_GROUP_ID:
-            return NoGroup(f"peer {name} knows nothing of the group", members, (name,))
-        code = averaging_pb2.MessageCode.Name(message.code)
-        return AveragingFailed(f"peer {name} sent {code} instead of a part", members, (name,))
+        return reported(name, message, self._group.peers, self.peer_id.to_base58())
 
     # What others send to this peer: contributions, as a reducer; sums, as a root.
 
@@ -346,10 +359,12 @@ class ExactAllReduceRunner:
             return
 
         async def receive(messages: Inbox) -> None:
-            for part, size in reducer.sizes.items():
+            if self.step_check is not None:
                 message = await messages.next(self._silence_s)
-                contribution = await _in_executor(self._codec.decode, message.tensor_part, size)
-                await reducer.put(sender, part, contribution)
+                self._begin_keeping(sender, message.tensor_part.buffer)
+            for part in reducer.sizes:
+                message = await messages.next(self._silence_s)
+                await self._put(reducer, sender, part, message.tensor_part)
 
         async def average(part: int) -> ReducedPart:
             # Who can only send gets nothing before it has sent all: its line may be bad both ways.
@@ -357,9 +372,35 @@ class ExactAllReduceRunner:
                 await reducer.wait_until_finished()
             return await reducer.take(part)
 
-        averages = (functools.partial(average, part) for part in reducer.sizes)
+        averages = [functools.partial(average, part) for part in reducer.sizes]
+        if self.step_check is not None:
+            averages.append(functools.partial(self._signature, reducer))
         async for message in self._serve(sender, stream, receive, averages):
             yield message
+
+    def _begin_keeping(self, member: int, nodes: bytes) -> None:
+        if self.step_check is not None:
+            self.step_check.kept.begin(member, nodes)
+
+    async def _put(
+        self, reducer: SectionReducer, member: int, part: int, encoded: runtime_pb2.Tensor
+    ) -> None:
+        """Decode a member's contribution to a part, which others may ask to see, and take it."""
+        decoded = await in_executor(self._codec.decode, encoded, self._sizes[part])
+        if self.step_check is not None:
+            await in_executor(self.step_check.kept.keep, member, part, encoded.buffer, decoded)
+        await reducer.put(member, part, decoded)
+
+    async def _signature(self, reducer: SectionReducer) -> ReducedPart:
+        """Return this reducer's signature of all its averages, in the place of a part."""
+        assert self.step_check is not None
+        await reducer.wait_until_finished()
+        return ReducedPart(runtime_pb2.Tensor(buffer=self.step_check.signature()), torch.empty(0))
+
+    # Checks.
+
+    async def _open(self, member: int, name: str, inputs: AsyncIterator[Message]) -> Any:
+        return await getattr(self._get_peer_stub(self._peer_id(member)), name)(inputs)
 
     async def rpc_add_sums(
         self, stream: AsyncIterator[Message], context: P2PContext
@@ -455,20 +496,4 @@ class ExactAllReduceRunner:
             return
         name = self._group.peers[sender]
         logger.debug("contribution of %s failed", name, exc_info=error)
-        self.fail(f"peer {name} failed to contribute: {_describe(error)}", name)
-
-
-async def _in_executor(function: Callable[..., T], *arguments: Any) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
-
-
-def _blame(failure: AveragingFailed) -> bytes:
-    """Return the peer id that an error message names, or nothing."""
-    return PeerID.from_base58(failure.blamed).to_bytes() if failure.blamed else b""
-
-
-def _describe(error: Exception) -> str:
-    """Return one short line; some exceptions have no text."""
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-        return "it was silent for too long"
-    return f"{error}".splitlines()[0][:200] if f"{error}" else type(error).__name__
+        self.fail(f"peer {name} failed to contribute: {describe(error)}", name)

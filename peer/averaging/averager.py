@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ from hivemind.utils.asyncio import switch_to_uvloop
 
 from .bounded_p2p import BoundedP2P, greatest_message_bytes
 from .codec import PartCodec, is_finite
+from .commitment import merkle_root, nodes_of
 from .group import BadRowError, GatherRow, GroupRules, meeting_key
 from .own_process import become_quiet, interrupts_held_back
 from .parts import AveragingFailed, AveragingOutcome, AveragingRequest
 from .service import AveragingService
+from .verdicts import Signing
 
 __all__ = ["AveragingFailed", "AveragingOutcome", "ExactAverager"]
 
@@ -68,6 +71,7 @@ class ExactAverager(multiprocessing.Process):
     :param replaces: `listens_at` of one that has ended without a word, whose place this one takes
     :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
     :param uplink: what all processes of this peer may send
+    :param signing: signs with this peer's key; without it reducers are not checked
     :param start: start the process now; otherwise call `run_in_background`
 
     Create it early, before CUDA is used, on a thread that lives as long as the peer: the process
@@ -88,6 +92,7 @@ class ExactAverager(multiprocessing.Process):
         replaces: str = "",
         bandwidth_mbit: int | None = None,
         uplink: Uplink | None = None,
+        signing: Signing | None = None,
         start: bool = True,
         shutdown_timeout: float = 3.0,
     ) -> None:
@@ -102,6 +107,7 @@ class ExactAverager(multiprocessing.Process):
         self._replaces = replaces
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
         self._uplink = uplink
+        self._signing = signing
         self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
         self._scratch = torch.zeros(size, dtype=torch.float32).share_memory_()
         self._call_lock = threading.Lock()
@@ -160,14 +166,20 @@ class ExactAverager(multiprocessing.Process):
         no run can have.
         """
         can_reduce = contribution.peer not in undialable
-        own = self._row(contribution, module, round_index, anchor_digest, can_reduce)
+        self._check(flat, close_s, end_s)
+        nodes: tuple[bytes, ...] = ()
+        if self._rule.check_pieces and self._signing is not None:
+            nodes = nodes_of(self._codec, self._rule, flat)
+        own = replace(
+            self._row(contribution, module, round_index, anchor_digest, can_reduce),
+            commitment=merkle_root(nodes) if nodes else b"",
+        )
         rules = GroupRules(own, self._paths_of_module[module], greatest_tokens, usual)
         # What others would refuse is found here.
         try:
             rules.check_row(own.to_bytes(), self.peer_id.to_base58())
         except BadRowError as error:
             raise AveragingFailed(f"own contribution would be refused: {error.reason}") from None
-        self._check(flat, close_s, end_s)
         together = attempt == 0 and awaited is None
         give_up_s = end_s if awaited is not None else close_s + 0.5 * self._matchmaking_s + 0.5
         request = AveragingRequest(
@@ -182,12 +194,14 @@ class ExactAverager(multiprocessing.Process):
             awaited=None if awaited is None else awaited() or frozenset(),
             exclude=frozenset(exclude),
             undialable=frozenset(undialable),
+            nodes=nodes,
         )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("an averager serves one call at a time")
         try:
             future = self._send(request, flat)
-            rows, matchmaking_s, reduce_s, notices = self._wait(future, end_s + _GRACE_S, awaited)
+            answer = self._wait(future, end_s + _GRACE_S, awaited)
+            rows, matchmaking_s, reduce_s, notices, culprits = answer
             average = self._scratch.clone()
         except AveragingFailed as failure:
             self._log(module, round_index, failure.notices)
@@ -198,7 +212,7 @@ class ExactAverager(multiprocessing.Process):
             self._call_lock.release()
         self._log(module, round_index, notices)
         table = canonical_table(Contribution(*row) for row in rows)
-        return AveragingOutcome(average, table, matchmaking_s, reduce_s)
+        return AveragingOutcome(average, table, matchmaking_s, reduce_s, culprits)
 
     @property
     def listens_at(self) -> str:
@@ -379,6 +393,7 @@ class ExactAverager(multiprocessing.Process):
                 codec=self._codec,
                 silence_s=self._silence_s,
                 tell=self._note_together,
+                signing=self._signing,
             )
             await service.open()
         except Exception as error:

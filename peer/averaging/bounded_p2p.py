@@ -27,9 +27,9 @@ from .codec import PartCodec
 
 logger = logging.getLogger(__name__)
 
-# Streams with parts or sums that one member has open at once: those of the attempt before may
-# still linger.
-GREATEST_STREAMS_OF_A_PEER = 4
+# Streams of a reduce and its checks that one member has open at once: those of the attempt before
+# may still linger.
+GREATEST_STREAMS_OF_A_PEER = 8
 # Of a peer that this one does not know as a trainer of the module, and of all such together.
 GREATEST_STREAMS_OF_A_STRANGER = 2
 GREATEST_STREAMS_OF_STRANGERS = 8

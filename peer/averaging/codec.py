@@ -21,6 +21,8 @@ from hivemind.compression import (
 )
 from hivemind.proto import runtime_pb2
 
+# What is shown of a part when a reducer is checked; whole blocks of every codec.
+PIECE_VALUES = BLOCK_VALUES
 _HEADER_BYTES = 16
 _COMPRESSIONS: dict[CodecName, type[CompressionBase]] = {
     "none": NoCompression,
@@ -70,6 +72,32 @@ class PartCodec:
         Raises ValueError when that is not finite.
         """
         return self.decode(self.encode(part), part.numel())
+
+    def cut(self, buffer: bytes, elements: int, piece: int) -> bytes:
+        """Return a piece of an encoded part, itself encoded as a part."""
+        begin, end = piece * PIECE_VALUES, min(elements, (piece + 1) * PIECE_VALUES)
+        if self.codec.name != "blockwise8bit":
+            width = self.codec.value_bytes
+            return buffer[begin * width : end * width]
+        scales = _HEADER_BYTES + 4 * -(-elements // BLOCK_VALUES)
+        codes = scales + 4 * CODEBOOK_VALUES
+        return b"".join(
+            (
+                np.array([1, CODEBOOK_VALUES], dtype="<i8").tobytes(),
+                buffer[_HEADER_BYTES + 4 * piece : _HEADER_BYTES + 4 * piece + 4],
+                buffer[scales:codes],
+                buffer[codes + begin : codes + end],
+            )
+        )
+
+    def decode_piece(self, data: bytes, elements: int) -> torch.Tensor:
+        """Return the flat fp32 piece of exactly `elements` finite values. Raises ValueError."""
+        if len(data) != self.codec.encoded_bytes(elements):
+            raise ValueError(f"a piece has {len(data)} bytes")
+        piece = self._decode_buffer(data, elements)
+        if not is_finite(piece):
+            raise ValueError("a piece is not finite")
+        return piece
 
     def _decode_buffer(self, buffer: bytes, elements: int) -> torch.Tensor:
         if self.codec.name == "none":

@@ -75,6 +75,8 @@ class GatherRow:
     """Tokens trained since the anchor: the contribution's weight."""
     bandwidth_mbit: int
     """Upload of the member; 0 cannot be reached, so it reduces nothing."""
+    commitment: bytes = b""
+    """Root of the hashes of its contribution; empty where reducers are not checked."""
 
     def to_bytes(self) -> bytes:
         """Return the row as msgpack."""
@@ -136,6 +138,8 @@ class GroupRules:
             )
         if not 0 <= row.bandwidth_mbit <= GREATEST_BANDWIDTH_MBIT:
             raise BadRowError(sender, f"bandwidth {row.bandwidth_mbit} Mbit/s is impossible")
+        if len(row.commitment) != len(own.commitment):
+            raise BadRowError(sender, f"a commitment of {len(row.commitment)} bytes is none")
         return row
 
 
@@ -152,6 +156,8 @@ class AgreedGroup:
     """For each of `peers`, how much of the vector it reduces; no meaning but their ratio."""
     usual: Usual = UNKNOWN
     """What the members' anchor says of contributions."""
+    commitments: tuple[bytes, ...] = ()
+    """Of each of `peers`; none where reducers are not checked."""
 
 
 def agree(
@@ -181,6 +187,7 @@ def agree(
         table=bounded_table(canonical_table(contributions), rules.usual),
         shares=reduce_shares([row.bandwidth_mbit for row in checked]),
         usual=rules.usual,
+        commitments=tuple(row.commitment for row in checked) if rules.own.commitment else (),
     )
 
 

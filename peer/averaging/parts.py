@@ -62,6 +62,11 @@ class NoGroup(AveragingFailed):
     """A reducer knows no such group, so nobody can have its average: as if none had formed."""
 
 
+async def in_executor(function: Callable[..., T], *arguments: Any) -> T:
+    """Have a thread do something that takes long."""
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
 class FirstFailure:
     """Why an all-reduce has failed here, if it has; whoever waits for anything waits for this."""
 
@@ -280,6 +285,8 @@ class AveragingOutcome:
     """Canonical rows of all contributions in the average."""
     matchmaking_s: float = 0.0
     reduce_s: float = 0.0
+    culprits: tuple[str, ...] = ()
+    """Members that accused a reducer falsely."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +313,8 @@ class AveragingRequest:
     """Peers that are neither called nor admitted."""
     undialable: frozenset[str] = frozenset()
     """Candidates that are not called and do not lead."""
+    nodes: tuple[bytes, ...] = ()
+    """Hashes of the own parts, which the own row commits to; none where nothing is checked."""
 
 
 def as_failure(

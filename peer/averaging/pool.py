@@ -17,6 +17,7 @@ from dipaco.peer.owner.uplink import Uplink
 
 from .averager import ExactAverager
 from .group import averager_prefix
+from .verdicts import Signing
 
 logger = logging.getLogger("dipaco.peer.averaging.pool")
 
@@ -37,8 +38,10 @@ class AveragingPool:
         grid: Grid,
         rule: AveragingRule,
         uplink: Uplink | None = None,
+        signing: Signing | None = None,
     ) -> None:
         self._dht = dht
+        self._signing = signing
         self._uplink = uplink or Uplink()
         self._plan = plan
         self._grid = grid
@@ -60,6 +63,7 @@ class AveragingPool:
             replaces=replaces,
             bandwidth_mbit=self._uplink.stated_mbit_per_s,
             uplink=self._uplink,
+            signing=self._signing,
             silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),
         )
 

@@ -23,6 +23,7 @@ from .codec import PartCodec
 from .group import AgreedGroup, BadRowError, agree
 from .meeting_room import MeetingRoom
 from .parts import AveragingFailed, AveragingRequest, as_failure
+from .verdicts import Signing
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class AveragingService(ServicerBase):
     """Serves one averager's calls and its part in others' all-reduces. Lives in one event loop.
 
     :param flat: the scratch copy, shared with the host, which is averaged in place
+    :param signing: signs what this peer averages; None checks nothing
     :param tell: hears how many members are together while a group forms
     """
 
@@ -49,7 +51,9 @@ class AveragingService(ServicerBase):
         codec: PartCodec,
         silence_s: float,
         tell: Callable[[int], None],
+        signing: Signing | None = None,
     ) -> None:
+        self._signing = signing
         self._p2p, self._prefix, self._flat = p2p, prefix, flat
         self._rule, self._codec = rule, codec
         self._silence_s = silence_s
@@ -96,9 +100,9 @@ class AveragingService(ServicerBase):
             self._p2p.expected = frozenset((*request.candidates, *members))
             met = time.monotonic()
             with self._announced(group) as announced:
-                await self._reduce(group, announced, request.end_s)
+                culprits = await self._reduce(group, announced, request)
             rows = tuple((row.path, row.peer, row.tokens) for row in group.table)
-            future.set_result((rows, met - started, time.monotonic() - met, notices))
+            future.set_result((rows, met - started, time.monotonic() - met, notices, culprits))
         except asyncio.CancelledError:
             future.set_exception(AveragingFailed("the averaging was given up", members))
         except Exception as error:
@@ -160,9 +164,12 @@ class AveragingService(ServicerBase):
         self,
         group: AgreedGroup,
         announced: asyncio.Future[ExactAllReduceRunner | None],
-        end_s: float,
-    ) -> None:
-        """Replace the scratch copy by the group's average, or raise."""
+        request: AveragingRequest,
+    ) -> tuple[str, ...]:
+        """Replace the scratch copy by the group's average, or raise.
+
+        Returns who accused a reducer falsely.
+        """
         runner = ExactAllReduceRunner(
             p2p=self._p2p,
             servicer_type=type(self),
@@ -172,12 +179,18 @@ class AveragingService(ServicerBase):
             flat=self._flat,
             codec=self._codec,
             silence_s=self._silence_s,
+            nodes=request.nodes,
+            signing=self._signing,
         )
         announced.set_result(runner)
         try:
-            await asyncio.wait_for(runner.run(), max(0.0, end_s - time.time()))
+            await asyncio.wait_for(runner.run(), max(0.0, request.end_s - time.time()))
         except TimeoutError:
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
+        else:
+            return await runner.check(max(0.0, request.end_s - time.time()))
+        finally:
+            runner.end_check()
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
@@ -191,6 +204,20 @@ class AveragingService(ServicerBase):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Take sums of parts from a member of a group that this peer is in."""
         async for message in self._pass_on("rpc_add_sums", stream, context):
+            yield message
+
+    async def rpc_show_pieces(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Show a member of a group that this peer is in what it sent and others did."""
+        async for message in self._pass_on("rpc_show_pieces", stream, context):
+            yield message
+
+    async def rpc_compare(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Exchange verdicts with a member of a group that this peer is in."""
+        async for message in self._pass_on("rpc_compare", stream, context):
             yield message
 
     async def _pass_on(
@@ -207,13 +234,16 @@ class AveragingService(ServicerBase):
                 await asyncio.wait_for(self._settled.wait(), self._silence_s)
         announced = self._running.get(request.group_id)
         runner = await asyncio.shield(announced) if announced is not None else None
-        if runner is None:
+        served: Any = runner
+        if runner is not None and not hasattr(runner, call):
+            served = runner.step_check
+        if served is None:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             # Reading on, or the sender would lose this answer while it writes.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(_exhaust(stream), LINGER_SHARE * self._silence_s)
             return
-        async for message in getattr(runner, call)(achain(as_aiter(request), stream), context):
+        async for message in getattr(served, call)(achain(as_aiter(request), stream), context):
             yield message
 
 

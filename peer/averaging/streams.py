@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
 
+from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.proto.averaging_pb2 import AveragingData as Message
 from hivemind.utils.asyncio import anext
 
-from .parts import AveragingFailed, FirstFailure
+from .parts import AveragingFailed, FirstFailure, NoGroup
+
+PEER_ID_BYTES = 64
 
 
 class Counter:
@@ -137,3 +140,27 @@ class Inbox:
             return coming.result()
         finally:
             coming.cancel()
+
+
+def reported(name: str, message: Message, members: Sequence[str], me: str) -> AveragingFailed:
+    """Turn an error message of the member `name` into a failure; whom it blames is unproven."""
+    group = tuple(members)
+    blamed = ""
+    if 0 < len(message.peer_id) <= PEER_ID_BYTES:
+        blamed = PeerID(message.peer_id).to_base58()
+    is_error = message.code == averaging_pb2.INTERNAL_ERROR
+    if is_error and blamed in group and blamed not in (name, me):
+        return AveragingFailed(
+            f"peer {name} reports that peer {blamed} failed", group, (), (), blamed
+        )
+    if message.code == averaging_pb2.BAD_GROUP_ID:
+        return NoGroup(f"peer {name} knows nothing of the group", group, (name,))
+    code = averaging_pb2.MessageCode.Name(message.code)
+    return AveragingFailed(f"peer {name} sent {code} instead of a part", group, (name,))
+
+
+def describe(error: Exception) -> str:
+    """Return one short line; some exceptions have no text."""
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return "it was silent for too long"
+    return f"{error}".splitlines()[0][:200] if f"{error}" else type(error).__name__

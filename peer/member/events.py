@@ -142,6 +142,8 @@ class Averaged:
     attempt: int
     table: tuple[Contribution, ...]
     """The canonical rows of the group."""
+    culprits: tuple[str, ...] = ()
+    """Members that accused a reducer falsely."""
     kind: Literal["averaged"] = "averaged"
 
 

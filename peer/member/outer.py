@@ -271,6 +271,7 @@ class OuterRounds:
         running = self._of(event.module, Phase.MEETING)
         if running is None or event.attempt != running.attempt:
             return
+        self._culprits.blame(event.culprits, running.boundary.round_index)
         group = frozenset(row.peer for row in event.table)
         self.known.meet(group)
         counting = self._counting(running)

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,12 +26,20 @@ from dipaco.modules.outer import (
 )
 from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
 from dipaco.peer.averaging.codec import PartCodec
+from dipaco.peer.averaging.commitment import merkle_root, nodes_of
 from dipaco.peer.averaging.group import AgreedGroup, reduce_shares
 from dipaco.peer.averaging.parts import AveragingFailed
+from dipaco.peer.averaging.verdicts import Signing
 from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
 PART_BYTES = 4096
+RPCS = {
+    "part": "rpc_aggregate_part",
+    "sum": "rpc_add_sums",
+    "ask": "rpc_show_pieces",
+    "verdict": "rpc_compare",
+}
 _END = None
 
 Message = averaging_pb2.AveragingData
@@ -42,7 +51,8 @@ class Transit:
     """Where a message is: which way, between whom, and its place in the stream."""
 
     kind: str
-    """"part" to a reducer, "average" back from it; "sum" to a root, "total" back from it."""
+    """"part" to a reducer, "average" back from it; "sum" to a root, "total" back from it; "ask" a
+    reducer, "shown" by it; "verdict" to another member, "answer" back from it."""
     source: PeerID
     target: PeerID
     index: int
@@ -50,6 +60,19 @@ class Transit:
 
 def make_peer_id(number: int) -> PeerID:
     return PeerID(b"\x12\x20" + hashlib.sha256(str(number).encode()).digest())
+
+
+def signature_of(peer: str, message: bytes) -> bytes:
+    """As good as a signature where nobody forges one."""
+    return hashlib.sha512(peer.encode() + message).digest()
+
+
+def signing_of(peer_id: PeerID) -> Signing:
+    name = peer_id.to_base58()
+    return Signing(
+        lambda message: signature_of(name, message),
+        lambda peer, message, signature: signature == signature_of(peer, message),
+    )
 
 
 async def untouched(transit: Transit, message: Message) -> Message:
@@ -101,8 +124,9 @@ class MemoryNetwork:
 
         async def handle() -> None:
             runner = self.runners[target]
-            serve = runner.rpc_aggregate_part if there == "part" else runner.rpc_add_sums
-            handler = serve(read_requests(), context)
+            name = RPCS[there]
+            served = runner if hasattr(runner, name) else runner.step_check
+            handler = getattr(served, name)(read_requests(), context)
             async for message in self._in_transit(back, target, source, handler):
                 await answers.put(message)
             if not all_read.is_set():
@@ -159,11 +183,18 @@ class _MemoryStub:
     async def rpc_add_sums(self, inputs: AsyncIterator[Message]) -> AsyncIterator[Message]:
         return await self.network.open(("sum", "total"), self.source, self.target, inputs)
 
+    async def rpc_show_pieces(self, inputs: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        return await self.network.open(("ask", "shown"), self.source, self.target, inputs)
+
+    async def rpc_compare(self, inputs: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        return await self.network.open(("verdict", "answer"), self.source, self.target, inputs)
+
 
 class MemoryRunner(ExactAllReduceRunner):
     def __init__(self, network: MemoryNetwork, peer_id: PeerID, **kwargs: Any) -> None:
         super().__init__(p2p=_MemoryP2P(peer_id), servicer_type=ServicerBase, prefix=None, **kwargs)
         self.network, self.flat = network, kwargs["flat"]
+        self.culprits: tuple[str, ...] = ()
         network.runners[peer_id] = self
 
     def _get_peer_stub(self, peer: PeerID) -> _MemoryStub:
@@ -187,6 +218,9 @@ class Group:
     absent: frozenset[int] = frozenset()
     usual: Usual = UNKNOWN
     mean: MeanName = "weighted_mean"
+    check_pieces: int = 0
+    spoil: Callable[[MemoryRunner], None] = lambda runner: None
+    """Does something to each member before it begins."""
 
     @classmethod
     def random(cls, size: int, elements: int, seed: int = 0, **kwargs: Any) -> Group:
@@ -210,7 +244,15 @@ class Group:
             Contribution(path, name, tokens)
             for path, name, tokens in zip(self.paths, names, self.tokens, strict=True)
         )
-        return AgreedGroup(b"group", names, table, reduce_shares(self.bandwidths), self.usual)
+        shares = reduce_shares(self.bandwidths)
+        commitments = tuple(map(merkle_root, self.nodes)) if self.check_pieces else ()
+        return AgreedGroup(b"group", names, table, shares, self.usual, commitments)
+
+    @cached_property
+    def nodes(self) -> list[tuple[bytes, ...]]:
+        """What each member commits to, when it is first asked."""
+        codec = PartCodec(self.rule.codec)
+        return [nodes_of(codec, self.rule, flat) for flat in self.flats]
 
     @property
     def rule(self) -> AveragingRule:
@@ -220,6 +262,7 @@ class Group:
             self.section_rows,
             self.part_bytes,
             mean=self.mean,
+            check_pieces=self.check_pieces,
         )
 
     def expected(self) -> torch.Tensor:
@@ -235,17 +278,20 @@ class Group:
         network = network or MemoryNetwork()
         network.tamper = tamper
         codec = PartCodec(self.rule.codec)
+        agreed, nodes = self.agreed, self.nodes if self.check_pieces else [()] * len(self.flats)
         runners = [
             None
             if index in self.absent
             else MemoryRunner(
                 network,
                 peer_id,
-                group=self.agreed,
+                group=agreed,
                 rule=self.rule,
                 flat=flat.clone(),
                 codec=codec,
                 silence_s=self.silence_s,
+                nodes=nodes[index],
+                signing=signing_of(peer_id),
             )
             for index, (peer_id, flat) in enumerate(zip(self.peer_ids, self.flats, strict=True))
         ]
@@ -253,7 +299,12 @@ class Group:
         async def run_one(runner: MemoryRunner | None) -> torch.Tensor | None:
             if runner is None:
                 return None
-            await runner.run()
+            self.spoil(runner)
+            try:
+                await runner.run()
+                runner.culprits = await runner.check(self.timeout_s)
+            finally:
+                runner.end_check()
             return runner.flat
 
         waits = [asyncio.wait_for(run_one(runner), self.timeout_s) for runner in runners]

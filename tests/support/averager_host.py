@@ -23,6 +23,7 @@ from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import averager_prefix
 from hivemind.proto import runtime_pb2
 
+from support.allreduce_harness import signing_of
 from support.host_process import ANCHOR, SILENCE_S, digest, loopback_dht, outer_gradient
 
 
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--initial-peers", nargs="*", default=[])
     parser.add_argument("--die-after-parts", type=int, default=0)
     parser.add_argument("--section-rows", type=int, default=SECTION_ROWS)
+    parser.add_argument("--check-pieces", type=int, default=0)
     parser.add_argument("--debug", action="store_true")
     arguments = parser.parse_args()
     if arguments.debug:
@@ -100,7 +102,10 @@ def main() -> None:
     dht = loopback_dht(arguments.initial_peers)
     signal.signal(signal.SIGINT, handler)
     rule = AveragingRule(
-        CODECS[arguments.codec], section_rows=arguments.section_rows, part_bytes=2**16
+        CODECS[arguments.codec],
+        section_rows=arguments.section_rows,
+        part_bytes=2**16,
+        check_pieces=arguments.check_pieces,
     )
     averager = ExactAverager(
         dht,
@@ -110,6 +115,7 @@ def main() -> None:
         matchmaking_s=3.0,
         paths_of_module={"L0.E0": (0, 1)},
         silence_s=SILENCE_S,
+        signing=signing_of(dht.peer_id),
         start=False,
     )
     if arguments.die_after_parts:
