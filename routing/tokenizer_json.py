@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import tokenizers
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.modules.files import canonical_json
 
 FORMAT = "dipaco-tokenizer/1"
@@ -53,15 +54,16 @@ class JsonPieces:
         # Names of special tokens in a text stay text here; `_marked` reads them as tokens.
         self._plain.encode_special_tokens = True
         self._marked = _load(self.tokenizer, source)
-        numbers = self._plain.get_vocab(with_added_tokens=True).values()
-        if len(numbers) > _GREATEST_TOKENS or not set(self.special) <= set(numbers):
-            raise IntegrityError(f"{source} has {len(numbers)} tokens, or lacks its special ones")
-        self.vocabulary_size = max(numbers) + 1
-        if self.vocabulary_size > _GREATEST_TOKENS:
-            raise IntegrityError(f"{source} has a token {self.vocabulary_size - 1}; too many")
+        numbers = set(self._plain.get_vocab(with_added_tokens=True).values())
+        self.vocabulary_size = max(numbers, default=0) + 1
+        if self.vocabulary_size > _GREATEST_TOKENS or not set(self.special) <= numbers:
+            raise IntegrityError(
+                f"{source} lacks its special tokens, or has a token {self.vocabulary_size - 1}"
+            )
         self._to_file = self.file_order(self.vocabulary_size)
         self._to_run = np.argsort(self._to_file)
-        _check_round_trip(self, source)
+        with _panics(source):
+            _check_round_trip(self, source)
 
     def file_order(self, rows: int) -> np.ndarray:
         """Return for each of the run's tokens, up to `rows`, its number in the file."""
@@ -221,12 +223,19 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
                 raise IntegrityError(f"{source} has a pattern of over {_GREATEST_PATTERN} letters")
     if (tokenizer.get("model") or {}).get("dropout"):
         raise ConfigurationError(f"{source}: model.dropout is not 0, so a text has no one encoding")
-    try:
+    with _panics(source):
         return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+
+@contextmanager
+def _panics(source: str) -> Iterator[None]:
+    """Turn what the library raises at broken input into an IntegrityError: a panic in Rust is a
+    BaseException of no public class."""
+    try:
+        yield
+    except (DipacoError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
     except BaseException as error:
-        # A panic in Rust is no Exception.
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
         raise IntegrityError(f"{source} is no tokenizer.json: {str(error)[:200]}") from None
 
 
