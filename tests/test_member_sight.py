@@ -76,6 +76,7 @@ def test_others_may_go_on_from_what_they_held_last_or_were_offered_since() -> No
         (second, False, {0, 1}),  # It may have taken it before it was cut off.
         (second, True, {1}),
         (newest, False, {1}),
+        ("9" * 64, True, {1}),  # It went on, and where from is not known yet.
         (newest, True, set()),
     ):
         known.note_holder("Pk", MODULE, digest, is_sure=is_sure)

@@ -62,6 +62,7 @@ FOUND = (
     ("mixed", 47, 5, 6),  # Two clocks that were ahead believed each other.
     ("split", 1011, 5, 8),  # A split began between two commits that a peer made alone ...
     ("split", 145, 3, 6),  # ... while the records of the others still lived.
+    ("split", 180, 7, 19),  # After a split others held what nobody knew the descent of yet.
 )
 
 

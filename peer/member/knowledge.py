@@ -74,9 +74,10 @@ class Stand:
     """Which state of a module another peer holds, as far as this one knows."""
 
     seen: str = ""
-    """What it said that it holds, the last time."""
+    """What it said that it holds, the last time that the chain of that was known."""
     offered: tuple[str, ...] = ()
-    """What it was offered since then. It may have that, whatever it answered."""
+    """What it was offered since then, and may have, whatever it answered; and what it said that
+    it holds, while the chain of that is not known."""
 
 
 @dataclass
@@ -193,8 +194,10 @@ class Knowledge:
         if peer == self.me or module not in self.anchors:
             return
         stand = self._stands.setdefault(module, {}).setdefault(peer, Stand())
-        if not is_sure:
-            stand.offered = (*stand.offered[1 - GREATEST_OFFERED :], digest)
+        if not is_sure or self.book.get(module, digest) is None:
+            # Of a state whose chain is not known yet, nobody can say where it parted.
+            if digest not in stand.offered:
+                stand.offered = (*stand.offered[1 - GREATEST_OFFERED :], digest)
             return
         if digest in stand.offered:
             stand.offered = stand.offered[stand.offered.index(digest) + 1 :]
