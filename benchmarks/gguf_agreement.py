@@ -24,6 +24,7 @@ from dipaco.inference.options import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import JsonPieces
+from parts.common import build_parser
 
 PROMPTS = (
     "The city lies",
@@ -35,13 +36,12 @@ PROMPTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = build_parser(__doc__)
     parser.add_argument("state_dir", type=Path, help="a run on disk, as for dipaco-export")
     parser.add_argument("--path", type=int, default=0)
     parser.add_argument("--dtype", choices=sorted(GGUF_TYPES), default="float32")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to generate for each prompt")
     parser.add_argument("--prompt", nargs="+", default=PROMPTS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(arguments, Path(folder))
@@ -72,15 +72,17 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     rows_of_file = range(source.plan.model.vocabulary_size)
     order = JsonPieces(data, "it").file_order(len(rows_of_file)) if is_json(data) else rows_of_file
     tokenizer, found = source.tokenizer(), []
-    sampling = Sampling(max_tokens=arguments.tokens, temperature=0.0)
     for prompt in arguments.prompt:
         ids = prompt_tokens(tokenizer, prompt)
+        # llama.cpp goes no further than the context that the model was trained with.
+        count = max(1, min(arguments.tokens, source.plan.model.sequence_length - len(ids) - 1))
+        sampling = Sampling(max_tokens=count, temperature=0.0)
         with torch.no_grad():
             ours = [int(order[t]) for t in generate_tokens(model, ids, sampling)]
         numbers = [int(order[token]) for token in ids]
         asked = {"content": prompt, "add_special": True, "parse_special": False}
         theirs = post(server.listening_address + "/tokenize", asked)["tokens"]
-        request = {"prompt": numbers, "n_predict": arguments.tokens, "temperature": 0.0}
+        request = {"prompt": numbers, "n_predict": count, "temperature": 0.0}
         answer = post(
             server.listening_address + "/completion",
             {**request, "return_tokens": True, "cache_prompt": False},

@@ -87,7 +87,9 @@ def evaluated(model: Any, folder: Path, arguments: str | None = None) -> tuple[A
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--path", type=int, default=1)
     options = parser.parse_args()
