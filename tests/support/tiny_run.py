@@ -107,8 +107,7 @@ def make_tiny_run(
                 **(rounds or {}),
             }
         ),
-        # A busy machine is late for short rounds as it is.
-        averaging=AveragingConfig(codec=codec, check_pieces=8 if inner_steps else 0),
+        averaging=AveragingConfig(codec=codec),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=TINY_PREFIX_TOKENS),
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tokenizer_bytes),
