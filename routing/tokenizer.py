@@ -62,6 +62,10 @@ class Tokenizer:
         """
         return self._pieces.chat_template
 
+    def special_names(self) -> list[str]:
+        """Return the names of unknown, begin, end and padding, as a chat template writes them."""
+        return self._pieces.special_names()
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without begin and end. Names of special tokens are text."""
         return self._pieces.encode([_clean(text)], 1)[0]
@@ -92,6 +96,10 @@ class SentencePieces:
     """A SentencePiece model; used through `Tokenizer`."""
 
     chat_template = None
+
+    def special_names(self) -> list[str]:
+        """Return the names of unknown, begin, end and padding."""
+        return ["<unk>", "<s>", "</s>", "<pad>"]
 
     def __init__(self, data: bytes, source: str) -> None:
         try:

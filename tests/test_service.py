@@ -310,8 +310,8 @@ def test_limits_and_key(engine: Engine) -> None:
 
 def test_a_chat_goes_through_the_template(engine: Engine) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
-        "{% endif %}{{ m.content }}\n{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ raise_exception('no tools') }}{% endif %}{{ m.content }}\n{% endfor %}"
     )
     service = Service(engine, template=template)
     with TestClient(service.application()) as client:

@@ -21,6 +21,7 @@ from dipaco.inference import serve_cli
 from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.options import Sampling
 from dipaco.inference.rerouter import Rerouter
+from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.service.server import listen, server_of
@@ -303,8 +304,12 @@ def test_the_openai_client(served: tuple[Engine, str]) -> None:
         client.models.list()
 
 
-def test_a_client_that_leaves_costs_nothing_more(served: tuple[Engine, str]) -> None:
+def test_a_client_that_leaves_costs_nothing_more(
+    served: tuple[Engine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, address = served
+    # No answer ends by itself.
+    monkeypatch.setattr(path_batch, "END_TOKEN", -1)
     endless: dict[str, Any] = {"prompt": "ba", "max_tokens": 10**6, "model": "path-2"}
     extra = {"context_shift": True, "top_k": 3}
     with openai.OpenAI(base_url=address, api_key="secret", max_retries=0) as client:

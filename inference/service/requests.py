@@ -263,21 +263,21 @@ class RequestReader:
                 "start dipaco-serve with --chat-template FILE",
                 code="no_chat_template",
             )
+        _, begin, end, _ = self._engine.tokenizer.special_names()
         try:
             text = self._template.render(
                 messages=[message.plain() for message in body.messages],
                 add_generation_prompt=True,
-                bos_token="<s>",
-                eos_token="</s>",
+                bos_token=begin,
+                eos_token=end,
             )
         except Exception as error:  # a template may fail in any way
             raise ApiError(
                 400, f"messages: the chat template refuses them: {error}", parameter="messages"
             ) from None
         marked = self._engine.tokenizer.encode_marked
-        tokens = [BEGIN_TOKEN, *marked(text.removeprefix("<s>"))]
-        if len(tokens) > 1 and tokens[1] == BEGIN_TOKEN:
-            del tokens[0]
+        # Whether the template writes it or not: a text begins once.
+        tokens = [BEGIN_TOKEN, *marked(text.removeprefix(begin))]
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", parameter="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
