@@ -66,17 +66,23 @@ class ModelConfig(Config):
 
     vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
     block_count: int = Field(6, ge=1, le=1024, description="Transformer blocks in a path.")
-    hidden_size: int = Field(128, ge=8, description="Width of the residual stream.")
+    hidden_size: int = Field(128, ge=8, le=2**17, description="Width of the residual stream.")
     head_count: int = Field(
-        4, ge=1, description="Query heads; must divide hidden_size, unless head_width is given."
+        4,
+        ge=1,
+        le=2**12,
+        description="Query heads; must divide hidden_size, unless head_width is given.",
     )
     kv_head_count: int | None = Field(
         None, ge=1, description="Key and value heads; must divide head_count. Default: head_count."
     )
     feed_forward_size: int | None = Field(
-        None, ge=1, description="Width of the SwiGLU. Default: 8/3 of hidden_size, up to 32."
+        None,
+        ge=1,
+        le=2**20,
+        description="Width of the SwiGLU. Default: 8/3 of hidden_size, up to 32.",
     )
-    sequence_length: int = Field(256, ge=8, description="Tokens in a training sequence.")
+    sequence_length: int = Field(256, ge=8, le=2**24, description="Tokens in a training sequence.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
     tied_embedding: bool = Field(True, description="Use the embedding as the output head.")

@@ -139,6 +139,14 @@ def test_a_well_signed_impossible_plan_names_the_field(key_path: Path) -> None:
         verify_manifest(resigned(key_path, values))
 
 
+def test_a_well_signed_model_of_overflowing_size_is_refused(key_path: Path) -> None:
+    # Whoever lists the runs of a DHT looks at the plans of strangers.
+    values = make_plan().model_dump(mode="json")
+    values["model"] |= {"hidden_size": 2**32 + 16, "head_count": 4}
+    with pytest.raises(ManifestError, match="hidden_size"):
+        verify_manifest(resigned(key_path, values))
+
+
 @pytest.mark.parametrize("scheme", ["https", "s3", "gs", "hf"])
 def test_mirrors_are_folders_afar(key_path: Path, scheme: str) -> None:
     mirrors = [f"{scheme}://example.org/a/b-c@main", f"{scheme}://b/"]
