@@ -25,7 +25,7 @@ COMMANDS = {
     "dipaco-peer": "dipaco.peer.cli",
     "dipaco-replay": "dipaco.peer.replay_cli",
     "dipaco-bootstrap": "dipaco.bootstrap.cli",
-    "dipaco-status": "dipaco.dht.status_cli",
+    "dipaco-status": "dipaco.dht.status.cli",
     "dipaco-eval": "dipaco.inference.evaluate_cli",
     "dipaco-generate": "dipaco.inference.generate_cli",
     "dipaco-serve": "dipaco.inference.serve_cli",

@@ -12,7 +12,8 @@ import pytest
 import torch
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.run_config import RunConfig
-from dipaco.dht import records, status_cli
+from dipaco.dht import records
+from dipaco.dht.status import cli as status_cli
 from dipaco.inference import (
     evaluate_cli,
     export_cli,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dipaco.dht.certificates import Certificate, CertificateBook, CommitStatement
-from dipaco.dht.problems import MOST_ALIKE, Problem, problems
+from dipaco.dht.status.problems import MOST_ALIKE, Problem, problems
 from dipaco.modules.outer import Contribution
 from hypothesis import given, settings
 from hypothesis import strategies as st

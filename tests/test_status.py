@@ -20,8 +20,8 @@ from dipaco.dht.manifest import (
     verify_manifest,
 )
 from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.dht.status import status_of
-from dipaco.dht.status_screen import render
+from dipaco.dht.status.screen import render
+from dipaco.dht.status.summary import status_of
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.grid import Grid
 from rich.console import Console

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from dipaco.dht.manifest import SignedManifest, load_or_create_operator_key, sign_manifest
 from dipaco.dht.manifest import verify_manifest as verify
-from dipaco.dht.status import status_of
-from dipaco.dht.status_screen import FittedStatus, render
+from dipaco.dht.status.screen import FittedStatus, render
+from dipaco.dht.status.summary import status_of
 from rich.console import Console
 from support.swarm_views import Records, healthy_swarm, peer_name, plan_of
 

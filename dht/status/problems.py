@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from dipaco.dht.certificates import CertificateBook
+from dipaco.dht.policy import CANNOT_LEAD
+from dipaco.dht.records import Claim, Holding
+from dipaco.dht.view import SwarmView, present_round
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference, heaviest
-
-from .certificates import CertificateBook
-from .policy import CANNOT_LEAD
-from .records import Claim, Holding
-from .view import SwarmView, present_round
 
 ProblemKind = Literal[
     "untrained", "stalled", "forked", "isolated", "copies", "waiting", "undialable"

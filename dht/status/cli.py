@@ -17,8 +17,8 @@ from dipaco.modules.command_line import Command, Option, RunSettings
 from dipaco.modules.errors import RunSelectionError
 
 if TYPE_CHECKING:
-    from .directory import Directory
-    from .manifest import SignedManifest
+    from dipaco.dht.directory import Directory
+    from dipaco.dht.manifest import SignedManifest
 
 WATCH_PERIOD_S = 5.0
 MANIFEST_WAIT_S = 10.0
@@ -36,9 +36,9 @@ class StatusSettings(RunSettings):
 
 def run(settings: StatusSettings) -> int:
     """Join as a client, read, print; again and again with --watch."""
-    from .directory import Directory
-    from .identity import load_or_create_identity
-    from .node import join_dht, split_operator
+    from dipaco.dht.directory import Directory
+    from dipaco.dht.identity import load_or_create_identity
+    from dipaco.dht.node import join_dht, split_operator
 
     addresses, operator = split_operator(settings.initial_peers)
     with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
@@ -54,7 +54,7 @@ def run(settings: StatusSettings) -> int:
 
 def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:
     """Find the run; a swarm that has just started publishes its manifest within seconds."""
-    from .node import select_run
+    from dipaco.dht.node import select_run
 
     deadline = time.monotonic() + MANIFEST_WAIT_S
     while True:
@@ -78,7 +78,7 @@ def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettin
             status = read_status(directory, manifest)
     from rich.live import Live
 
-    from .status_screen import FittedStatus
+    from .screen import FittedStatus
 
     with Live(FittedStatus(status), screen=False, auto_refresh=False) as live:
         while True:
@@ -88,12 +88,12 @@ def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettin
 
 def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any]:
     """Read everything once and return the status."""
+    from dipaco.dht.coverage import whole_scope
+    from dipaco.dht.manifest import newest_run
+    from dipaco.dht.scoring_policy import build_board
     from dipaco.modules.grid import Grid
 
-    from .coverage import whole_scope
-    from .manifest import newest_run
-    from .scoring_policy import build_board
-    from .status import status_of
+    from .summary import status_of
 
     plan = manifest.plan
     grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
@@ -112,7 +112,7 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
 def _print(status: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from .status_screen import render
+    from .screen import render
 
     Console(highlight=False).print(render(status))
 

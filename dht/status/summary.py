@@ -1,4 +1,4 @@
-"""The state of the whole swarm, made of a view. Pure; printed by `status_cli.py`."""
+"""The state of the whole swarm, made of a view. Pure; printed by `cli.py`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dipaco.dht.agreement import expected_group
+from dipaco.dht.manifest import SignedManifest
+from dipaco.dht.scoring_policy import ScoringBoard
+from dipaco.dht.view import SwarmView, present_round
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import heaviest
 
-from .agreement import expected_group
-from .manifest import SignedManifest
 from .problems import forked_modules, problems
-from .scoring_policy import ScoringBoard
-from .view import SwarmView, present_round
 
 
 def status_of(

@@ -1,0 +1,1 @@
+"""`dipaco-status`: what a swarm is doing, and what is wrong with it, for people."""
