@@ -43,7 +43,7 @@ unit: setup
 # The page of dipaco-serve in a real browser; needs Chromium, which CI does not have.
 browser: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
-	$(BIN)/python benchmarks/browser.py
+	$(BIN)/python benchmarks/model/browser.py
 
 format: setup
 	$(BIN)/ruff check --fix .

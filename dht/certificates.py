@@ -24,6 +24,8 @@ KEPT_PER_MODULE = 128
 KEPT_ROWS_PER_MODULE = 2**14
 # The longest chain that is followed and sent.
 LONGEST_CHAIN = 64
+# Digests and pairs of them of one module for which chains are kept worked out.
+FOLLOWED = 4096
 # Steps of one module: that at the boundary, and one that whoever leaves takes alone before it.
 STEPS_PER_ROUND = 2
 
@@ -96,6 +98,10 @@ class _Followed:
         self.common: dict[tuple[str, str], str | None] = {}
         self.contributors: dict[tuple[str, str | None], frozenset[str]] = {}
         self.recent: dict[tuple[str, int], frozenset[str]] = {}
+
+    def is_full(self) -> bool:
+        """Tell whether it is to be forgotten: whoever announces digests makes entries."""
+        return len(self.chains) + len(self.common) + len(self.contributors) > FOLLOWED
 
 
 class CertificateBook:
@@ -194,9 +200,10 @@ class CertificateBook:
 
     def _of(self, module: str) -> _Followed:
         """Return what was worked out of the present certificates of a module."""
-        if module not in self._followed:
-            self._followed[module] = _Followed()
-        return self._followed[module]
+        followed = self._followed.get(module)
+        if followed is None or followed.is_full():
+            followed = self._followed[module] = _Followed()
+        return followed
 
     def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
         """Return the certificates of a state and of those before it, the newest first."""

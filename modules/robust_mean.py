@@ -79,11 +79,7 @@ def trimmed_mean(
     trimmed = trim_count(len(values), share)
     if not trimmed:
         return weighted_mean(values, weights)
-    result = torch.empty_like(values[0])
-    pieces = zip(*(value.split(SORTED_VALUES) for value in (*values, result)), strict=True)
-    for *piece, into in pieces:
-        into.copy_(_between(piece, weights, trimmed))
-    return result
+    return _by_blocks(values, SORTED_VALUES, lambda piece: _between(piece, weights, trimmed))
 
 
 def centered_clipping(
@@ -96,10 +92,20 @@ def centered_clipping(
     """
     if len(values) < LEAST_VOTERS:
         return weighted_mean(values, weights)
+    return _by_blocks(
+        values, MEASURED_VALUES, lambda block: _clipped_mean(block, weights, multiple)
+    )
+
+
+def _by_blocks(
+    values: Sequence[torch.Tensor],
+    block_values: int,
+    mean: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+) -> torch.Tensor:
     result = torch.empty_like(values[0])
-    blocks = zip(*(value.split(MEASURED_VALUES) for value in (*values, result)), strict=True)
+    blocks = zip(*(value.split(block_values) for value in (*values, result)), strict=True)
     for *block, into in blocks:
-        into.copy_(_clipped_mean(block, weights, multiple))
+        into.copy_(mean(block))
     return result
 
 

@@ -15,8 +15,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 NAMES = sorted(
-    script.stem
-    for script in FOLDER.glob("*.py")
+    script.relative_to(FOLDER).with_suffix("").as_posix()
+    for script in FOLDER.rglob("*.py")
     if "__main__" in script.read_text() and not script.stem.endswith("_host")
 )
 
@@ -31,12 +31,14 @@ from parts.synthetic_run import make_synthetic_run  # noqa: E402
 # Prints what each of the scripts named in the arguments says to --help: one process, because
 # importing PyTorch and Hivemind takes seconds.
 ASK_FOR_HELP = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, pathlib, runpy, sys
 folder, *names = sys.argv[1:]
 sys.path.insert(0, folder)
 said = {}
 for name in names:
     sys.argv = [f"{name}.py", "--help"]
+    # As Python does it for a script.
+    sys.path[0] = str(pathlib.Path(folder, name).parent)
     output, code = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:

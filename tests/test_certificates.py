@@ -6,6 +6,7 @@ import random
 
 import pytest
 from dipaco.dht.certificates import (
+    FOLLOWED,
     KEPT_PER_MODULE,
     KEPT_ROWS_PER_MODULE,
     LONGEST_CHAIN,
@@ -184,3 +185,13 @@ def test_a_book_is_bounded_and_a_circle_ends() -> None:
     assert len(known.chain(MODULE, f"{3 * KEPT_PER_MODULE}")) == LONGEST_CHAIN
     circle = book(certificate("x", "y", 0, "P"), certificate("y", "x", 1, "P"))
     assert len(circle.chain(MODULE, "x")) == 2
+
+
+def test_asking_for_invented_digests_does_not_make_a_book_large() -> None:
+    known = book(certificate("a1", "genesis", 0, "PQ"))
+    for number in range(2 * FOLLOWED):
+        assert known.common_ancestor(MODULE, "a1", f"{number}") is None
+        assert known.contributors_since(MODULE, f"{number}", None) == frozenset()
+    followed = known._of(MODULE)
+    assert len(followed.chains) + len(followed.common) + len(followed.contributors) <= FOLLOWED + 4
+    assert known.contributors_since(MODULE, "a1", None) == {"P", "Q"}

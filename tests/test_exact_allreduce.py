@@ -189,17 +189,8 @@ def test_a_death_at_any_message_leaves_the_exact_result_or_none(
     """The central promise: whoever ends with a result has the same bits as everybody else."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     network = MemoryNetwork()
-    messages = 0
-
-    async def kill_at(transit: Transit, message: Message) -> Message:
-        nonlocal messages
-        messages += 1
-        if messages == after:
-            network.kill(make_peer_id(victim))
-        return message
-
     group = Group.random(4, 12_000, codec=codec, bandwidths=bandwidths, silence_s=1.0)
-    results = asyncio.run(group.run(kill_at, network))
+    results = asyncio.run(group.run(network.kill_at(after, make_peer_id(victim)), network))
     for index, result in enumerate(results):
         if isinstance(result, torch.Tensor):
             assert torch.equal(result, group.expected())

@@ -1,6 +1,6 @@
 """What the harness is told: each request by the path of its context, scored as the path alone does.
 
-The harness itself is no part of these tests: `benchmarks/harness_agreement.py` runs it.
+The harness itself is no part of these tests: `benchmarks/model/harness_agreement.py` runs it.
 """
 
 from __future__ import annotations

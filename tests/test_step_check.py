@@ -271,17 +271,8 @@ def test_a_death_at_any_message_leaves_the_exact_result_or_none(
     victim: int, after: int, bandwidths: list[int]
 ) -> None:
     network = MemoryNetwork()
-    messages = 0
-
-    async def kill_at(transit: Transit, message: Message) -> Message:
-        nonlocal messages
-        messages += 1
-        if messages == after:
-            network.kill(make_peer_id(victim))
-        return message
-
     group = checked(4, bandwidths=bandwidths, check_pieces=2, silence_s=1.5)
-    results = asyncio.run(group.run(kill_at, network))
+    results = asyncio.run(group.run(network.kill_at(after, make_peer_id(victim)), network))
     for result in results:
         if isinstance(result, torch.Tensor):
             assert torch.equal(result, group.expected())

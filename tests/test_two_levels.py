@@ -58,7 +58,7 @@ def test_a_large_group_gets_the_bits_of_the_reference(members: int) -> None:
 
 @pytest.mark.parametrize("rows", [SECTION_ROWS, 40])
 def test_members_send_what_is_counted(rows: int) -> None:
-    """Real messages, against the count that `benchmarks/large_groups.py` shows."""
+    """Real messages, against the count that `benchmarks/averaging/large_groups.py` shows."""
     group = Group.random(40, 12_000, section_rows=rows, part_bytes=1024)
     numbers = group.rule.part_sizes(len(group.flats[0]))
     counted = reduce_traffic(topology_of(group), numbers, group.rule.codec)
@@ -268,17 +268,8 @@ def test_a_death_at_any_message_leaves_the_exact_result_or_none(
     """The central promise: whoever ends with a result has the same bits as everybody else."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     network = MemoryNetwork()
-    messages = 0
-
-    async def kill_at(transit: Transit, message: Message) -> Message:
-        nonlocal messages
-        messages += 1
-        if messages == after:
-            network.kill(make_peer_id(victim))
-        return message
-
     group = Group.random(8, 20_000, section_rows=3, bandwidths=bandwidths, silence_s=1.0)
-    results = asyncio.run(group.run(kill_at, network))
+    results = asyncio.run(group.run(network.kill_at(after, make_peer_id(victim)), network))
     for place, result in enumerate(results):
         if isinstance(result, torch.Tensor):
             assert torch.equal(result, group.expected())

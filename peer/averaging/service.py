@@ -196,33 +196,43 @@ class AveragingService(ServicerBase):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Take contributions to parts from a member of a group that this peer is in."""
-        async for message in self._pass_on("rpc_aggregate_part", stream, context):
+        async for message in self._pass_on(
+            lambda runner: runner.rpc_aggregate_part, stream, context
+        ):
             yield message
 
     async def rpc_add_sums(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Take sums of parts from a member of a group that this peer is in."""
-        async for message in self._pass_on("rpc_add_sums", stream, context):
+        async for message in self._pass_on(lambda runner: runner.rpc_add_sums, stream, context):
             yield message
 
     async def rpc_show_pieces(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Show a member of a group that this peer is in what it sent and others did."""
-        async for message in self._pass_on("rpc_show_pieces", stream, context):
+        async for message in self._pass_on(
+            lambda runner: runner.step_check.rpc_show_pieces if runner.step_check else None,
+            stream,
+            context,
+        ):
             yield message
 
     async def rpc_compare(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Exchange verdicts with a member of a group that this peer is in."""
-        async for message in self._pass_on("rpc_compare", stream, context):
+        async for message in self._pass_on(
+            lambda runner: runner.step_check.rpc_compare if runner.step_check else None,
+            stream,
+            context,
+        ):
             yield message
 
     async def _pass_on(
         self,
-        call: str,
+        handler_of: Callable[[ExactAllReduceRunner], Callable[..., AsyncIterator[Any]] | None],
         stream: AsyncIterator[averaging_pb2.AveragingData],
         context: P2PContext,
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
@@ -234,16 +244,14 @@ class AveragingService(ServicerBase):
                 await asyncio.wait_for(self._settled.wait(), self._silence_s)
         announced = self._running.get(request.group_id)
         runner = await asyncio.shield(announced) if announced is not None else None
-        served: Any = runner
-        if runner is not None and not hasattr(runner, call):
-            served = runner.step_check
-        if served is None:
+        handler = None if runner is None else handler_of(runner)
+        if handler is None:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             # Reading on, or the sender would lose this answer while it writes.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(_exhaust(stream), LINGER_SHARE * self._silence_s)
             return
-        async for message in getattr(served, call)(achain(as_aiter(request), stream), context):
+        async for message in handler(achain(as_aiter(request), stream), context):
             yield message
 
 

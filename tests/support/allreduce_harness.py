@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,6 +100,17 @@ class MemoryNetwork:
                     while not queue.empty():
                         queue.get_nowait()
                     queue.put_nowait(_END)
+
+    def kill_at(self, after: int, peer: PeerID) -> Tamper:
+        """Return what kills a peer at the message of this number, of all that are under way."""
+        numbers = itertools.count(1)
+
+        async def count(transit: Transit, message: Message) -> Message:
+            if next(numbers) == after:
+                self.kill(peer)
+            return message
+
+        return count
 
     async def open(
         self, kinds: tuple[str, str], source: PeerID, target: PeerID, inputs: AsyncIterator[Message]

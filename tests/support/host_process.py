@@ -1,7 +1,7 @@
 """A process with an averager that is told what to do by lines of JSON, and answers each with one.
 
 Both ends of it: `HostProcess` for who starts it, the rest for the process. Used by the tests of the
-averager and, with a script of their own, by `benchmarks/averaging.py`.
+averager and, with a script of their own, by `benchmarks/averaging/reduce.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a large averaging group costs: the reduce in one level and in two, and the meeting.
 
-    python benchmarks/large_groups.py [--members 16,64,256,1000] [--json]
+    python benchmarks/averaging/large_groups.py [--members 16,64,256,1000] [--json]
 
 The reduce is counted from who sends what to whom, with equal bandwidths: for a member (the greatest
 of all) the others that it exchanges anything with, the messages and bytes that it sends, and the
@@ -16,10 +16,14 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate, CommitStatement
 from dipaco.dht.identity import peer_id_of_public_key, raw_public_key

@@ -1,6 +1,6 @@
 """Drive the page of dipaco-serve in Chromium, on a desk and on a phone, and keep what was seen.
 
-    make browser      # or: python benchmarks/browser.py --out /tmp/seen
+    make browser      # or: python benchmarks/model/browser.py --out /tmp/seen
 
 It needs Chromium (Debian's package chromium, or CHROMIUM=FILE) and the extra `browser`. A tiny run
 is trained for it. Prints what was checked, and ends with 0 if all of it held.
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from dipaco.inference.rerouter import Rerouter

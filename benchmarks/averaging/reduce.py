@@ -1,6 +1,6 @@
 """The exact averager beside Hivemind's own: seconds, and whether all peers end with equal bits.
 
-    python benchmarks/averaging.py [--json]
+    python benchmarks/averaging/reduce.py [--json]
 
 The same processes hold both averagers and use them in turns, on equal numbers, over the same
 loopback connections, with the same codec and part size; groups close as soon as everybody is
@@ -14,7 +14,10 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parts.common import HERE, Report, build_parser, ratio
 from support.host_process import HostProcess
@@ -38,7 +41,9 @@ def main() -> int:
         addresses: list[str] = []
         candidates: list[str] = []
         for number in range(chosen.peers):
-            hosts.append(HostProcess(HERE / "averaging_host.py", number, addresses, flags))
+            hosts.append(
+                HostProcess(HERE / "averaging" / "reduce_host.py", number, addresses, flags)
+            )
             # The others start together, once there is somebody to join.
             if number == 0:
                 hello = hosts[0].answer()

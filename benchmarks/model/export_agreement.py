@@ -1,6 +1,7 @@
 """An export through transformers against the same path through dipaco: logits and perplexity.
 
-    python benchmarks/export_agreement.py [--state-dir DIR --data FILE] [--dtype float32] [--json]
+    python benchmarks/model/export_agreement.py [--json]
+    python benchmarks/model/export_agreement.py --state-dir DIR --data FILE --dtype float32
 
 Without --state-dir the run of examples/tiny is prepared and simulated for a few rounds first, and
 its own held-out text is scored. Documents are routed, every path is exported with `dipaco-export`,
@@ -17,6 +18,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch

@@ -1,7 +1,7 @@
 """Requests a second and time to the first token: the service under load, beside `dipaco-generate`
 (which starts anew for each prompt) and transformers' `generate` on the same exported path.
 
-    python benchmarks/serving.py [--json] [--clients 1,4,8] [--tokens 48]
+    python benchmarks/model/serving.py [--json] [--clients 1,4,8] [--tokens 48]
 
 A run of random parameters is made for it; all three compute the same greedy tokens of one path, on
 the same threads, one after the other. Ratios are what to look at.
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from dipaco.inference import export_cli

@@ -1,7 +1,7 @@
 """Ids and greedy text of an exported path in llama.cpp itself, beside ours.
 
     pip install xllamacpp                      # llama.cpp as a wheel, about 100 MB
-    python benchmarks/gguf_agreement.py STATE_DIR --path 3 --dtype q8_0
+    python benchmarks/model/gguf_agreement.py STATE_DIR --path 3 --dtype q8_0
 
 For each prompt: are the ids those of the run, and does llama.cpp go on with the same tokens?
 With q8_0 the parameters differ, so a token may; ids may not.
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from dipaco.inference.export import DTYPES, Exporter

@@ -9,7 +9,10 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from dipaco.modules.codecs import CODECS

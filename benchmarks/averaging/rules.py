@@ -1,6 +1,6 @@
 """What a rule of averaging costs beside the plain mean, for groups of 2, 8 and 32 members.
 
-    python benchmarks/averaging_rules.py [--members 2,8,32] [--json]
+    python benchmarks/averaging/rules.py [--members 2,8,32] [--json]
 
 All members of a group run in this process, with the real all-reduce and no network; messages are
 made and read as on the wire. Each row is the CPU time of a whole reduce, of all members together,
@@ -15,7 +15,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from dipaco.modules.codecs import CODECS as WIRE

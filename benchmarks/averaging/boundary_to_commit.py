@@ -1,6 +1,6 @@
 """Time from a boundary to the commit: 4 peers, 20 M parameters a module, fp16 and fp32 on the wire.
 
-    python benchmarks/boundary_to_commit.py [--json]
+    python benchmarks/averaging/boundary_to_commit.py [--json]
 
 Four real peers train the four paths of a 2x2 grid in the fixed-steps mode, so they wait while a
 module is averaged and nothing but the outer round takes time: the snapshot, meeting the others,
@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from dipaco.modules.codecs import CODECS

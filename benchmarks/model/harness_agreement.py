@@ -2,7 +2,7 @@
 `local-completions` on the service. Log-likelihoods and figures of one task are compared.
 
     pip install '.[eval,serve]' transformers
-    python benchmarks/harness_agreement.py [--json]
+    python benchmarks/model/harness_agreement.py [--json]
 
 A tiny run is trained for it, and the task is made of its held-out documents: nothing is fetched.
 """
@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("OPENAI_API_KEY", "none")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from dipaco.inference import export_cli, harness
