@@ -35,7 +35,11 @@ class ServeSettings(RerouterSettings):
     port: Annotated[int, Option("TCP port; 0 is any free one", "PORT", least=0, most=65535)] = 8000
     api_key: Annotated[
         str | None,
-        Option(f"what clients must send as their key (default: ${_KEY_VARIABLE}, if set)", "KEY"),
+        Option(
+            f"what clients must send as their key (default: ${_KEY_VARIABLE}, if set)",
+            "KEY",
+            secret=True,
+        ),
     ] = None
     memory_gb: Annotated[
         float, Option("memory for paths and their caches; at least one is held", "GB", least=0)

@@ -9,6 +9,8 @@ it is for, and which values are possible. Parser, defaults, checks and messages 
 
     main = Command("dipaco-serve", ServeSettings, serve, "Serve a run.").main
 
+The same settings can be in a TOML file or in environment variables (`setting_sources`).
+
 Nothing large is imported here: `--help` and mistakes are answered at once.
 """
 
@@ -16,38 +18,30 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import version
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 from typing import get_type_hints as type_hints_of
 
 from .errors import ConfigurationError, DipacoError, NetworkError, StorageError
-
-
-@dataclass(frozen=True)
-class Option:
-    """How a field of settings is given on the command line.
-
-    A flag is the field's name with hyphens unless `flag` says otherwise; `positional` arguments
-    have none, and are named by `metavar`. `least` and `most` bound a number. Of the fields with
-    one `alternative_to`, exactly one must be given.
-    """
-
-    help: str
-    metavar: str | None = None
-    flag: str = ""
-    least: float | None = None
-    most: float | None = None
-    positional: bool = False
-    alternative_to: str = ""
+from .setting_sources import (
+    CONFIG_VARIABLE,
+    DEFAULT_ORIGIN,
+    Argument,
+    Given,
+    Option,
+    Place,
+    gather,
+    shown_settings,
+    with_origins,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,84 +86,6 @@ class ComputeSettings(Settings):
             )
 
 
-@dataclass(frozen=True)
-class Argument:
-    """A field of settings together with its option."""
-
-    field: Field[Any]
-    option: Option
-    kind: Any
-    """The type of the value, without None."""
-    group: str
-
-    @property
-    def name(self) -> str:
-        return self.field.name
-
-    @property
-    def shown(self) -> str:
-        """What a user types, for messages."""
-        if self.option.positional:
-            return self.option.metavar or self.name
-        return self.option.flag or f"--{self.name.replace('_', '-')}"
-
-    @property
-    def takes_words(self) -> bool:
-        """Whether it takes all words up to the next flag."""
-        return get_origin(self.kind) is tuple
-
-    @property
-    def default(self) -> Any:
-        """The default, MISSING if there is none."""
-        factory = self.field.default_factory
-        return self.field.default if factory is MISSING else factory()
-
-    @property
-    def help(self) -> str:
-        """The help, with the default where that is a value to type and not mentioned."""
-        default = self.default
-        if default in (MISSING, None, ()) or self.kind is bool or "default" in self.option.help:
-            return self.option.help
-        shown = f"{default:g}" if isinstance(default, float) else default
-        return f"{self.option.help} (default: {shown})"
-
-    def check(self, value: Any) -> None:
-        """Raise ConfigurationError, naming the flag, for a number out of bounds."""
-        if self.kind not in (int, float) or value is None:
-            return
-        least, most = self.option.least, self.option.most
-        if not math.isfinite(value):
-            raise ConfigurationError(f"{self.shown} {value} must be a finite number")
-        if (least is None or value >= least) and (most is None or value <= most):
-            return
-        bounds = f"at least {least:g}" if most is None else f"{least or 0:g} to {most:g}"
-        raise ConfigurationError(f"{self.shown} {value} must be {bounds}")
-
-    def add_to(self, parser: argparse._ActionsContainer, *, may_be_missing: bool = False) -> None:
-        """Add it to a parser."""
-        keywords: dict[str, Any] = {"help": self.help}
-        if self.kind is bool:
-            action = "store_false" if self.default else "store_true"
-            parser.add_argument(self.shown, dest=self.name, action=action, **keywords)
-            return
-        if self.option.metavar:
-            keywords["metavar"] = self.option.metavar
-        if get_origin(self.kind) is Literal:
-            keywords["choices"] = get_args(self.kind)
-        elif self.takes_words:
-            keywords["nargs"] = "+"
-        elif self.kind is not str:
-            keywords["type"] = self.kind
-        if self.option.positional:
-            parser.add_argument(self.name, nargs="?" if may_be_missing else None, **keywords)
-            return
-        if self.default is MISSING:
-            keywords["required"] = True
-        else:
-            keywords["default"] = self.default
-        parser.add_argument(self.shown, dest=self.name, **keywords)
-
-
 def arguments_of(settings: type[Settings]) -> list[Argument]:
     """Return all fields of settings: the group that must be given first, then a class's own
     before those of its bases. The one place that knows every setting of a command."""
@@ -204,19 +120,45 @@ class Command(Generic[SettingsT]):
     summary: str = ""
     """Its line in the help of a program with several commands."""
 
+    settings_of: str = ""
+    """The program whose variables and table in a settings file it reads, if not its own."""
+
+    def place(self, program: str = "") -> Place:
+        """Return where its settings are, besides flags; `program` has it as one of several."""
+        names = [program, self.name] if program else [self.settings_of or self.name]
+        short = (name.split()[-1].rpartition(".")[2].removeprefix("dipaco-") for name in names)
+        return Place(tuple(short), is_shared=bool(self.settings_of))
+
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser; a test freezes it."""
         parser = _new_parser(self.name, self.description, self.epilog)
         self.add_to(parser)
         return parser
 
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Return the flags that were given, and nothing else. Raises SystemExit as argparse."""
+        return _only_given(self.parser()).parse_args(words)
+
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point of a program with this command alone. Returns the exit code."""
-        return run_parsed(self.parser().parse_args(words))
+        return run_parsed(self.parse(words))
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def add_to(self, parser: argparse.ArgumentParser, program: str = "") -> None:
         """Add the arguments to the parser of the program or of the command."""
-        found = arguments_of(self.settings)
+        found, place = arguments_of(self.settings), self.place(program)
+        parser.add_argument(
+            "--config",
+            dest="_config",
+            metavar="FILE",
+            help=f"settings of {place.table} in a TOML file (default: "
+            f"~/.config/dipaco/config.toml, if there is one) [{CONFIG_VARIABLE}]",
+        )
+        parser.add_argument(
+            "--show-config",
+            dest="_show_config",
+            action="store_true",
+            help="print all settings, and where each comes from, and do nothing else",
+        )
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         may_be_missing = any(argument.takes_words for argument in found)
         for argument in found:
@@ -228,29 +170,60 @@ class Command(Generic[SettingsT]):
                     if alternatives
                     else parser.add_argument_group(name)
                 )
-            argument.add_to(groups[name], may_be_missing=may_be_missing)
-        parser.set_defaults(_command=self, _parser=parser)
+            argument.add_to(groups[name], place, may_be_missing=may_be_missing)
+        parser.set_defaults(_command=self, _parser=parser, _place=place)
 
-    def values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """Return what was parsed as values of the settings' fields.
+    def given(
+        self, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ
+    ) -> dict[str, Given]:
+        """Return the settings by name of the field, each with what gave it; what must be given and
+        is not is missing. Raises ConfigurationError for a variable, file or key that cannot be."""
+        found = arguments_of(self.settings)
+        flags, config = self._flags(found, parsed), getattr(parsed, "_config", None)
+        return gather(found, parsed._place, flags, config, environment)
+
+    def _flags(self, found: list[Argument], parsed: argparse.Namespace) -> dict[str, Given]:
+        """Return what the flags give.
 
         The last positional may follow the addresses of an option, which takes all words it gets.
         """
-        found = arguments_of(self.settings)
-        values = {argument.name: getattr(parsed, argument.name) for argument in found}
+        values = {a.name: getattr(parsed, a.name) for a in found if hasattr(parsed, a.name)}
         many = [argument.name for argument in found if argument.takes_words]
         for argument in found:
-            if not argument.option.positional or values[argument.name] is not None:
+            if not argument.option.positional or values.get(argument.name) is not None:
                 continue
-            holder = next((n for n in many if values[n] and not is_address(values[n][-1])), None)
+            values.pop(argument.name, None)
+            holder = next(
+                (n for n in many if values.get(n) and not is_address(values[n][-1])), None
+            )
             if holder is not None:
                 values[argument.name] = argument.kind(values[holder].pop())
-            else:
-                parsed._parser.error(f"the following arguments are required: {argument.shown}")
         return {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
+            a.name: Given(
+                tuple(values[a.name]) if isinstance(values[a.name], list) else values[a.name],
+                a.shown,
+            )
+            for a in found
+            if a.name in values
         }
+
+    def read(
+        self, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ
+    ) -> SettingsT:
+        """Return the settings. Raises ConfigurationError, and SystemExit as argparse does."""
+        found, given = arguments_of(self.settings), self.given(parsed, environment)
+        missing = [argument.shown for argument in found if argument.name not in given]
+        if missing:
+            parsed._parser.error(f"the following arguments are required: {', '.join(missing)}")
+        for name in dict.fromkeys(a.option.alternative_to for a in found):
+            group = [a for a in found if name and a.option.alternative_to == name]
+            if group and all(given[a.name].origin == DEFAULT_ORIGIN for a in group):
+                shown = " ".join(a.shown for a in group)
+                parsed._parser.error(f"one of the arguments {shown} is required")
+        try:
+            return self.settings(**{name: setting.value for name, setting in given.items()})
+        except ConfigurationError as error:
+            raise ConfigurationError(with_origins(str(error), found, given)) from None
 
 
 @dataclass(frozen=True)
@@ -269,13 +242,35 @@ class Program:
             command.add_to(
                 commands.add_parser(
                     command.name, help=command.summary, description=command.description
-                )
+                ),
+                self.name,
             )
         return parser
 
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Return the flags that were given, and nothing else. Raises SystemExit as argparse."""
+        return _only_given(self.parser()).parse_args(words)
+
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point. Returns the exit code."""
-        return run_parsed(self.parser().parse_args(words))
+        return run_parsed(self.parse(words))
+
+
+def _only_given(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make a parser return only what was typed: variables and a file may give the rest."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _only_given(command)
+        elif not isinstance(action, argparse._HelpAction | argparse._VersionAction):
+            action.required = False
+            # A positional that is left out would be made of the word that stands for no value.
+            action.default = argparse.SUPPRESS if action.option_strings else None
+            if not action.option_strings and action.nargs is None:
+                action.nargs = "?"
+    for group in parser._mutually_exclusive_groups:
+        group.required = False
+    return parser
 
 
 def _new_parser(name: str, description: str, epilog: str | None) -> argparse.ArgumentParser:
@@ -308,18 +303,26 @@ def shown_bytes(count: int) -> str:
     return f"{value:.3g} {units[0]}"
 
 
-def settings_of(parsed: argparse.Namespace) -> Settings:
-    """Return the settings that were parsed. Raises ConfigurationError, and SystemExit as argparse
-    does."""
-    command: Command[Any] = parsed._command
-    settings: Settings = command.settings(**command.values(parsed))
-    return settings
-
-
 def run_parsed(parsed: argparse.Namespace) -> int:
     """Run the command that was parsed and return its exit code."""
-    configure_logging(parsed.debug)
-    return run_command(lambda: int(parsed._command.run(settings_of(parsed))), parsed.debug)
+    command: Command[Any] = parsed._command
+    found: list[Settings] = []
+
+    def read() -> int:
+        found.append(command.read(parsed))
+        return 0
+
+    def show() -> int:
+        print(shown_settings(arguments_of(command.settings), parsed._place, command.given(parsed)))
+        return 0
+
+    is_shown = getattr(parsed, "_show_config", False)
+    exit_code = run_command(show if is_shown else read, getattr(parsed, "debug", False))
+    if is_shown or not found:
+        return exit_code
+    settings = found[0]
+    configure_logging(settings.debug)
+    return run_command(lambda: int(command.run(settings)), settings.debug)
 
 
 def configure_logging(debug: bool) -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # number of threads, and the tests share two cores with the swarms that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The settings of whoever runs the tests are not those of the tests.
+os.environ["XDG_CONFIG_HOME"] = os.devnull
+
 import pytest
 from hypothesis import settings
 

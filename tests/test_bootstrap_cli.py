@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from dipaco.bootstrap.cli import COMMAND
-from dipaco.modules.command_line import settings_of
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def parse(words: list[str]) -> Any:
-    return settings_of(COMMAND.parser().parse_args(words))
+    parsed = COMMAND.parse(words)
+    return parsed._command.read(parsed, {})
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,8 @@ def test_help_does_not_wait_for_large_imports(name: str) -> None:
 def test_every_option_says_what_it_is_for() -> None:
     silent = []
     for name, module in COMMANDS.items():
-        parser = parser_of(module)
-        silent += [f"{name}: {line}" for line in describe(parser) if line.rstrip().endswith("]")]
+        lines = [re.sub(r" \[DIPACO_\w+\]$", "", line) for line in describe(parser_of(module))]
+        silent += [f"{name}: {line}" for line in lines if line.rstrip().endswith("]")]
     assert silent == []
 
 

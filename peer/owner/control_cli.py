@@ -87,6 +87,7 @@ COMMANDS = {
         pause,
         description="Let the running peer train nothing until it is told to go on: it merges its "
         "last work, gives its path up and frees device and memory, and still serves its states.",
+        settings_of="dipaco-peer",
         epilog="kill -USR1 and -USR2 with the peer's process id do the same.",
     ),
     "resume": Command(
@@ -94,5 +95,6 @@ COMMANDS = {
         ControlSettings,
         resume,
         description="Let a paused peer claim a path again.",
+        settings_of="dipaco-peer",
     ),
 }
