@@ -14,6 +14,7 @@ import random
 import threading
 import time
 
+from dipaco.dht.ledger_file import LedgerFile
 from dipaco.dht.node import OPERATOR_MARK
 from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, ManifestError
@@ -21,6 +22,7 @@ from dipaco.peer.app import install_stop_signals, start_background, write_addres
 from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
+from dipaco.peer.ledger_cli import keeper_of
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
@@ -106,6 +108,9 @@ def _serve(
         archivist = Archivist(archive, node, display.say)
         period_s = settings.archive_period_s
         background.thread("archive", lambda: archivist.run(period_s, stopping)).start()
+    if settings.ledger is not None:
+        accountant = keeper_of(node, LedgerFile(settings.ledger, node.manifest))
+        background.thread("ledger", lambda: accountant.run(stopping, display.say)).start()
     try:
         server.run()
     finally:

@@ -117,6 +117,10 @@ class ServeSettings(NodeSettings):
         float | None,
         Option("disk that the archive may take; it must hold two copies", "GB", least=0.001),
     ] = None
+    ledger: Annotated[
+        Path | None,
+        Option("keep in FILE who trained how many tokens, for dipaco-ledger FILE", "FILE"),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,6 +88,8 @@ Sha256 = Annotated[str, _check(r"[0-9a-f]{64}")]
 RequestId = Annotated[str, _check(r"[0-9a-f]{16}")]
 # Printable, and without brackets, which many a display takes for its own markup.
 Text = Annotated[str, _check(r"[ -Z\\^-~]{0,96}")]
+NAME_PATTERN = r"[ -Z\\^-~]{0,32}"
+Name = Annotated[str, _check(NAME_PATTERN)]
 # The longest: an IPv6 relay's address with both peer ids.
 AddressText = Annotated[str, _check(r"/[ -Z\\^-~]{0,191}")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -260,8 +262,10 @@ class PeerRecord(_Standing):
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     software: Text
     device: Text
-    name: Annotated[str, _check(r"[ -Z\\^-~]{0,32}")] = ""
+    name: Name = ""
     """What its owner calls it."""
+    team: Name = ""
+    """Whom its owner trains for."""
     tokens_per_s: Rate
     addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
     bytes_up: Count

@@ -139,7 +139,7 @@ def _train(
         device, reason = choose_device(settings.device)
         limit_memory(device, settings.vram_gb)
         display.say(f"device: {device} ({reason})")
-        status = PeerStatus(device=device_name(device), name=settings.name)
+        status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
         background = Background()
         publisher, keeper = start_background(node, status, background, events)
         display.start(node, publisher, status)

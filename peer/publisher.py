@@ -86,6 +86,8 @@ class PeerStatus:
     device: str = "cpu"
     name: str = ""
     """What the owner calls this peer."""
+    team: str = ""
+    """Whom the owner trains for."""
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
@@ -375,6 +377,7 @@ class Publisher:
             software=self._software,
             device=clean_text(status.device),
             name=status.name,
+            team=status.team,
             state=claim.state,
             path=claim.path,
             since_s=claim.since_s,

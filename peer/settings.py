@@ -151,6 +151,9 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     name: Annotated[
         str, Option("what status calls this peer, 32 characters (default: its id alone)", "NAME")
     ] = ""
+    team: Annotated[
+        str, Option("whom its tokens are credited to beside its name, 32 characters", "NAME")
+    ] = ""
     cache_folder: Annotated[
         Path,
         Option(
@@ -162,9 +165,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         super().__post_init__()
         if self.hours is not None:
             Hours.parse(self.hours)
-        if not re.fullmatch(r"[ -Z\\^-~]{0,32}", self.name):
-            raise ConfigurationError(
-                f"--name '{self.name[:64]}' must be at most 32 plain characters, without brackets"
-            )
+        for flag, said in (("--name", self.name), ("--team", self.team)):
+            if not re.fullmatch(r"[ -Z\\^-~]{0,32}", said):
+                raise ConfigurationError(
+                    f"{flag} '{said[:64]}' must be at most 32 plain characters, without brackets"
+                )
         if self.json and not self.check:
             raise ConfigurationError("--json belongs to --check; events are with --log-json FILE")

@@ -30,7 +30,7 @@ from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import AveragingRule, Contribution, canonical_table, outer_step
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer import cli as peer_cli
-from dipaco.peer import replay_cli
+from dipaco.peer import ledger_cli, replay_cli
 from dipaco.peer.averaging.group import GatherRow, meeting_key, reduce_shares
 from dipaco.peer.check import checks
 from dipaco.peer.check.machine import System
@@ -130,6 +130,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of every command, those with subcommands as `program subcommand`."""
     found = {
         "dipaco-peer": peer_cli.COMMAND.parser(),
+        "dipaco-ledger": ledger_cli.COMMAND.parser(),
         "dipaco-replay": replay_cli.COMMAND.parser(),
         "dipaco-status": status_cli.COMMAND.parser(),
         "dipaco-eval": evaluate_cli.COMMAND.parser(),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dipaco.dht.certificates import CertificateBook
+from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.directory import Directory
 from dipaco.dht.view import SwarmView, plausible_state
 from dipaco.modules.best_parameters import (
@@ -213,13 +213,7 @@ class ContentFetcher:
         one log line. None: there is nothing better than `own`. What `stored` has is not fetched.
         Called by readers.
         """
-        announced = {state.digest: state for state in view.states(module) if state.version}
-        # Those that many announce first; among inventions the order must not be their maker's.
-        states = sorted(
-            announced.values(), key=lambda state: (-len(view.holders(state)), state.digest)
-        )[:MAX_READ_STATES]
-        descent = self._learn_descent(states, view)
-        among = [state for state in states if descent.is_certified(state)]
+        descent, among = self._certified(module, view)
         for state in reversed(descent.in_order(among)):
             if own is not None and not descent.wins(state, own, among):
                 continue
@@ -228,6 +222,25 @@ class ContentFetcher:
             except (IntegrityError, NetworkError) as error:
                 logger.warning("state %s of %s: %s", state.digest[:12], module, error)
         return None
+
+    def winning_chain(
+        self, module: str, view: SwarmView
+    ) -> tuple[StateReference | None, tuple[Certificate, ...]]:
+        """Return the announced state that wins, and what certificates there are of it and before
+        it, the newest first. For the ledger."""
+        descent, among = self._certified(module, view)
+        order = descent.in_order(among)
+        return (order[-1], descent.book.chain(module, order[-1].digest)) if order else (None, ())
+
+    def _certified(self, module: str, view: SwarmView) -> tuple[Descent, list[StateReference]]:
+        """Return the announced states of a module that somebody signed, and their descent."""
+        announced = {state.digest: state for state in view.states(module) if state.version}
+        # Those that many announce first; among inventions the order must not be their maker's.
+        states = sorted(
+            announced.values(), key=lambda state: (-len(view.holders(state)), state.digest)
+        )[:MAX_READ_STATES]
+        descent = self._learn_descent(states, view)
+        return descent, [state for state in states if descent.is_certified(state)]
 
     def _learn_descent(self, states: Sequence[StateReference], view: SwarmView) -> Descent:
         """Ask for the certificates of some states; bounded, however slow their holders are."""
