@@ -23,6 +23,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
 from dipaco.peer.ledger_cli import keeper_of
+from dipaco.peer.metrics import PeerMetrics
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
@@ -49,6 +50,9 @@ def run(settings: ServeSettings) -> int:
     joined = install_stop_signals(stopping, display.say)
     events = EventLog(settings.log_json)
     events.add_listener(display.on_event)
+    uplink = Uplink(settings.max_upload_mbps)
+    metrics = PeerMetrics(uplink)
+    events.add_listener(metrics.on_event)
     node = join_run(
         initial_peers=settings.initial_peers,
         run=None,
@@ -59,12 +63,12 @@ def run(settings: ServeSettings) -> int:
         is_relay=True,
         own_manifest=manifest_path.read_bytes(),
         run_folder=folder,
-        uplink=Uplink(settings.max_upload_mbps),
+        uplink=uplink,
         say=display.say,
     )
     joined.set()
     try:
-        _serve(node, settings, display, events, stopping)
+        _serve(node, settings, display, events, stopping, metrics)
     finally:
         node.close()
         events.close()
@@ -77,12 +81,15 @@ def _serve(
     display: Display,
     events: EventLog,
     stopping: threading.Event,
+    metrics: PeerMetrics,
 ) -> None:
     node.load_shard_index()
     status = PeerStatus(Activity("serving"))
     background = Background()
     background.on_failure(stopping.set)
     publisher, keeper = start_background(node, status, background, events)
+    metrics.follow(node, publisher, status)
+    metrics.serve(settings, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)
     display.say(

@@ -36,6 +36,7 @@ from .display import Display
 from .events import EventLog
 from .exchange.reachability import ReachabilityWatch
 from .keeper import BestParametersCopies, Keeper
+from .metrics import PeerMetrics
 from .node import SOFTWARE, KnownPeers, Node, join_run, visible_addresses
 from .owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
 from .owner.uplink import Uplink
@@ -61,6 +62,8 @@ def run_peer(settings: PeerSettings) -> int:
     events = EventLog(settings.log_json)
     events.add_listener(display.on_event)
     uplink = Uplink(settings.max_upload_mbps)
+    metrics = PeerMetrics(uplink)
+    events.add_listener(metrics.on_event)
     node: Node | None = None
     try:
         node = join_run(
@@ -82,7 +85,7 @@ def run_peer(settings: PeerSettings) -> int:
         while following is not None:
             node = following
             _greet(node, display)
-            settings, following = _train(settings, node, display, events, stopping, uplink)
+            settings, following = _train(settings, node, display, events, stopping, uplink, metrics)
             display.stop()
             node = following or node
     finally:
@@ -120,6 +123,7 @@ def _train(
     events: EventLog,
     stopping: threading.Event,
     uplink: Uplink,
+    metrics: PeerMetrics,
 ) -> tuple[PeerSettings, Node | None]:
     """Start the background work in the order that forking needs, then run the session.
 
@@ -142,6 +146,8 @@ def _train(
         status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
         background = Background()
         publisher, keeper = start_background(node, status, background, events)
+        metrics.follow(node, publisher, status)
+        metrics.serve(settings, display.say)
         display.start(node, publisher, status)
         session = Session(
             settings,

@@ -211,6 +211,7 @@ class Session:
             loss=round(self._last_loss, 6),
             tokens_per_s=round(self._meter.tokens_per_s, 1),
             seconds=round(step_s, 4),
+            tokens=self._trainer.tokens_per_step,
         )
         self._shell.happen(e.Stepped(self._trainer.tokens_per_step))
 

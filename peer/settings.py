@@ -67,11 +67,22 @@ class NodeSettings(Settings):
         Path | None, Option("write the addresses of this node to FILE", "FILE")
     ] = None
     log_json: Annotated[Path | None, Option("append events as JSON lines", "FILE")] = None
+    metrics_port: Annotated[
+        int | None,
+        Option(
+            "answer Prometheus at /metrics on this port; 0 takes any", "PORT", least=0, most=65535
+        ),
+    ] = None
+    metrics_host: Annotated[
+        str, Option("where to listen for it; who reaches it sees all metrics", "HOST")
+    ] = "127.0.0.1"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.host_maddrs and self.port != type(self).port:
             raise ConfigurationError("give --port or --host-maddrs, not both")
+        if self.metrics_host != type(self).metrics_host and self.metrics_port is None:
+            raise ConfigurationError("--metrics-host is for --metrics-port PORT; name the port")
 
     def listen_maddrs(self) -> tuple[str, ...]:
         """Return the addresses to listen on; a default port is this process's from here on."""

@@ -1,0 +1,179 @@
+"""What a peer or a bootstrap node tells Prometheus: `--metrics-port`.
+
+Counters follow from the events, gauges are read when they are asked for. One server for the life of
+the process, whichever run it is in. Names and labels are a contract (docs/monitoring.md).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+from dipaco.dht.records import ClaimState, Reachability
+from dipaco.dht.status.metrics import Metric
+from dipaco.modules.errors import ConfigurationError, DipacoError
+from prometheus_client import start_http_server
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from .node import SOFTWARE, Node
+from .owner.uplink import Uplink
+from .publisher import PeerStatus, Publisher
+from .settings import NodeSettings
+
+
+def _gauge(name: str, help: str, label: str = "", values: Iterable[str] = ()) -> Metric:
+    return Metric(f"dipaco_{name}", "gauge", help, label, tuple(values))
+
+
+def _counter(name: str, help: str, label: str = "") -> Metric:
+    return Metric(f"dipaco_{name}_total", "counter", help, label)
+
+
+# A level is a level's name, or "private".
+PEER_METRICS = (
+    _gauge("info", "1; which version of the software it is", "software"),
+    _counter("tokens", "tokens trained since the process began"),
+    _counter("inner_steps", "inner steps since the process began"),
+    _counter("inner_seconds", "seconds in inner steps; its rate is their share of the time"),
+    _gauge("tokens_per_second", "speed of training at present"),
+    _gauge("loss", "training loss of the last inner step, in nats"),
+    _gauge("validation_loss", "held-out loss of the path, in nats"),
+    _gauge("round", "the round by the clock, or the one it is in"),
+    _gauge("path", "the path in training; -1 without one"),
+    _gauge("state", "1 for what it does", "state", get_args(ClaimState)),
+    _gauge("reachable", "1 for how others call it", "how", get_args(Reachability)),
+    _gauge("waiting", "1 while it waits for something"),
+    _counter("commits", "outer steps committed", "level"),
+    _counter("commit_failures", "outer rounds without a commit: it carries on", "level"),
+    _counter("commit_seconds", "seconds that committed outer rounds took", "level"),
+    _gauge("commit_peers", "members of the group of the last commit", "level"),
+    _counter("adoptions", "states of others taken over", "level"),
+    _counter("moves", "moves to another path"),
+    _counter("sent_bytes", "bytes of reduces, states and blobs sent"),
+    _counter("received_bytes", "bytes of states and blobs received"),
+    _gauge("states_held", "module states that it can serve"),
+    _gauge("peers_seen", "peers in its newest view, which is a part of the swarm"),
+)
+
+
+def level_of(module: str) -> str:
+    """Return the level of a module, "private" for a path's own."""
+    return module.partition(".")[0] if "." in module else "private"
+
+
+class PeerMetrics(Collector):
+    """Collects the metrics of this process. Thread-safe."""
+
+    def __init__(self, uplink: Uplink) -> None:
+        self._uplink = uplink
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[str, float]] = {}
+        self._is_served = False
+        self._node: Node | None = None
+        self._publisher: Publisher | None = None
+        self._status = PeerStatus()
+
+    def follow(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+        """Read gauges from this run's parts from now on."""
+        with self._lock:
+            self._node, self._publisher, self._status = node, publisher, status
+
+    def serve(self, settings: NodeSettings, say: Callable[[str], None]) -> None:
+        """Answer at `/metrics` until the process ends, if it is asked for. Raises
+        ConfigurationError.
+
+        Called once the other processes are forked, so that they don't share the socket; again in a
+        successor, which changes nothing.
+        """
+        host, port = settings.metrics_host, settings.metrics_port
+        if port is None or self._is_served:
+            return
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            server, _ = start_http_server(port, host, registry=registry)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--metrics-port {port}: cannot listen at {host} ({error.strerror or error}); "
+                "give another port, or 0 for any"
+            ) from None
+        self._is_served = True
+        say(f"metrics for Prometheus at http://{host}:{server.server_port}/metrics")
+
+    # -- events
+
+    def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Count an event. A listener of `EventLog`."""
+        with self._lock:
+            if kind == "inner":
+                self._add("tokens", values["tokens"])
+                self._add("inner_steps", 1)
+                self._add("inner_seconds", values["seconds"])
+                self._values["dipaco_loss"] = {"": values["loss"]}
+            elif kind == "commit":
+                level = level_of(values["module"])
+                self._add("commits", 1, level)
+                self._add("commit_seconds", values["seconds"], level)
+                self._values.setdefault("dipaco_commit_peers", {})[level] = len(values["group"])
+            elif kind == "carry_on":
+                self._add("commit_failures", 1, level_of(values["module"]))
+            elif kind == "adopt":
+                self._add("adoptions", 1, level_of(values["module"]))
+            elif kind == "move":
+                self._add("moves", 1)
+
+    def _add(self, name: str, count: float, label: str = "") -> None:
+        sums = self._values.setdefault(f"dipaco_{name}_total", {})
+        sums[label] = sums.get(label, 0.0) + count
+
+    # -- what is asked for
+
+    def collect(self) -> Iterable[Family]:
+        """Return all metrics. Called by Prometheus' server on its threads."""
+        with self._lock:
+            counted = {name: dict(found) for name, found in self._values.items()}
+            node, publisher, status = self._node, self._publisher, self._status
+        sent = {"dipaco_sent_bytes_total": {"": float(self._uplink.sent_bytes)}}
+        values = {**counted, **_gauges(node, publisher, status), **sent}
+        return [_family(metric, values.get(metric.name)) for metric in PEER_METRICS]
+
+
+def _family(metric: Metric, values: Mapping[str, float] | None) -> Family:
+    if metric.label:
+        return metric.family(values or {})
+    if metric.kind == "counter":
+        return metric.family((values or {}).get("", 0.0))
+    return metric.family((values or {}).get("", math.nan))
+
+
+def _gauges(
+    node: Node | None, publisher: Publisher | None, status: PeerStatus
+) -> dict[str, Mapping[str, float]]:
+    """Return what is read when it is asked for."""
+    claim = status.claim
+    plain = {
+        "tokens_per_second": status.tokens_per_s,
+        "validation_loss": status.validation_loss,
+        "round": float(status.round_index),
+        "path": -1.0 if claim.path is None else float(claim.path),
+        "waiting": float(bool(status.waiting_for)),
+    }
+    if node is not None:
+        plain["states_held"] = len(node.held.all())
+        plain["received_bytes_total"] = node.exchange.bytes_down
+        if not node.schedule.fixed_steps:
+            plain["round"] = max(0, node.schedule.round_at(node.clock.now()))
+    if publisher is not None:
+        try:
+            plain["peers_seen"] = len(publisher.view.peers)
+        except DipacoError:
+            plain["peers_seen"] = 0
+    return {
+        **{f"dipaco_{name}": {"": float(value)} for name, value in plain.items()},
+        "dipaco_info": {SOFTWARE: 1.0},
+        "dipaco_state": {claim.state: 1.0},
+        "dipaco_reachable": {status.reachable: 1.0},
+    }
