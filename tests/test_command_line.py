@@ -8,7 +8,6 @@ After a change that is meant, write the golden text anew and read its difference
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import subprocess
@@ -19,20 +18,10 @@ from pathlib import Path
 
 import pytest
 from dipaco.peer.owner import control_cli
+from support.commands import SCRIPTS as COMMANDS
+from support.commands import program_of
 
 GOLDEN = Path(__file__).parent / "golden" / "command_line.txt"
-COMMANDS = {
-    "dipaco-peer": "dipaco.peer.cli",
-    "dipaco-replay": "dipaco.peer.replay_cli",
-    "dipaco-bootstrap": "dipaco.bootstrap.cli",
-    "dipaco-status": "dipaco.dht.status.cli",
-    "dipaco-eval": "dipaco.inference.evaluate_cli",
-    "dipaco-generate": "dipaco.inference.generate_cli",
-    "dipaco-serve": "dipaco.inference.serve_cli",
-    "dipaco-export": "dipaco.inference.export_cli",
-    "dipaco-reroute": "dipaco.inference.reroute_cli",
-    "dipaco-simulate": "dipaco.simulator.cli",
-}
 CACHE_HOME = "/var/cache/volunteer"
 
 
@@ -41,16 +30,11 @@ def describe_all() -> str:
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
     lines: list[str] = []
     for name, module in COMMANDS.items():
-        parser = parser_of(module)
+        parser = program_of(module).parser()
         lines += [name, *(f"  {line}" for line in describe(parser)), ""]
     for command in control_cli.COMMANDS.values():
         lines += [command.name, *(f"  {line}" for line in describe(command.parser())), ""]
     return "\n".join(lines)
-
-
-def parser_of(module: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = importlib.import_module(module).COMMAND.parser()
-    return parser
 
 
 def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -153,7 +137,9 @@ def test_help_does_not_wait_for_large_imports(name: str) -> None:
 def test_every_option_says_what_it_is_for() -> None:
     silent = []
     for name, module in COMMANDS.items():
-        lines = [re.sub(r" \[DIPACO_\w+\]$", "", line) for line in describe(parser_of(module))]
+        lines = [
+            re.sub(r" \[DIPACO_\w+\]$", "", line) for line in describe(program_of(module).parser())
+        ]
         silent += [f"{name}: {line}" for line in lines if line.rstrip().endswith("]")]
     assert silent == []
 

@@ -19,9 +19,9 @@ from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.modules.command_line import arguments_of
 from dipaco.modules.setting_sources import CONFIG_VARIABLE, from_file
 from dipaco.peer import cli as peer_cli
-from test_docs import DOCS, PACKAGES, ROOT, options_of, parsers
-from test_setting_sources import commands
+from support.commands import ROOT, commands, options_of, parsers
 
+PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
 DEPLOY = ROOT / "examples" / "deploy"
 NOTEBOOK = ROOT / "examples" / "notebook" / "peer.ipynb"
 FILES = [*sorted(file for file in DEPLOY.iterdir() if file.is_file()), NOTEBOOK]
@@ -109,7 +109,7 @@ def test_commands_and_flags_in_the_files_exist(file: Path) -> None:
 def test_variables_in_the_files_are_read_by_a_command(file: Path) -> None:
     known = {CONFIG_VARIABLE} | {
         place.variable(argument.key)
-        for command, place in commands()
+        for _, command, place in commands()
         for argument in arguments_of(command.settings)
     }
     assert set(re.findall(r"\bDIPACO_\w+", text_of(file))) <= known
@@ -132,7 +132,9 @@ def test_the_settings_file_is_one() -> None:
 def test_a_service_is_not_started_again_after_what_that_does_not_mend(unit: Path) -> None:
     text = unit.read_text()
     [codes] = re.findall(r"^RestartPreventExitStatus=(.*)$", text, re.M)
-    rows = re.findall(r"^\| (\d+) \| ([\w ]+) \|", (DOCS / "exit-codes.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (\d+) \| ([\w ]+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M
+    )
     names = {name for code, name in rows if code in codes.split()}
     assert names == {"configuration", "address", "run selection", "manifest", "protocol version"}
     assert "Restart=on-failure" in text

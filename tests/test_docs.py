@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import shlex
@@ -10,18 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.dht import records
-from dipaco.dht.status import cli as status_cli
-from dipaco.inference import (
-    evaluate_cli,
-    export_cli,
-    generate_cli,
-    harness,
-    reroute_cli,
-    serve_cli,
-)
 from dipaco.modules import errors
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import OuterConfig
@@ -29,17 +18,14 @@ from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import AveragingRule, Contribution, canonical_table, outer_step
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
-from dipaco.peer import cli as peer_cli
-from dipaco.peer import ledger_cli, replay_cli
 from dipaco.peer.averaging.group import GatherRow, meeting_key, reduce_shares
 from dipaco.peer.check import checks
 from dipaco.peer.check.machine import System
 from dipaco.peer.exchange import messages
-from dipaco.peer.owner import control_cli
 from dipaco.routing.batches import batch_indices
-from dipaco.simulator import cli as simulator_cli
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from support.commands import options_of, parsers
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -120,33 +106,6 @@ def test_every_exit_code_is_documented() -> None:
 
 
 # -- commands
-
-
-def options_of(parser: argparse.ArgumentParser) -> set[str]:
-    return {option for action in parser._actions for option in action.option_strings}
-
-
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of every command, those with subcommands as `program subcommand`."""
-    found = {
-        "dipaco-peer": peer_cli.COMMAND.parser(),
-        "dipaco-ledger": ledger_cli.COMMAND.parser(),
-        "dipaco-replay": replay_cli.COMMAND.parser(),
-        "dipaco-status": status_cli.COMMAND.parser(),
-        "dipaco-eval": evaluate_cli.COMMAND.parser(),
-        "dipaco-generate": generate_cli.COMMAND.parser(),
-        "dipaco-serve": serve_cli.COMMAND.parser(),
-        "dipaco-export": export_cli.COMMAND.parser(),
-        "dipaco-simulate": simulator_cli.COMMAND.parser(),
-        harness.COMMAND.name: harness.COMMAND.parser(),
-    }
-    found |= {f"dipaco-peer {name}": c.parser() for name, c in control_cli.COMMANDS.items()}
-    programs = {"bootstrap": bootstrap_cli.COMMAND, "reroute": reroute_cli.COMMAND}
-    for command, parser in ((name, program.parser()) for name, program in programs.items()):
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found |= {f"dipaco-{command} {name}": p for name, p in action.choices.items()}
-    return found
 
 
 def code_of(text: str) -> list[str]:

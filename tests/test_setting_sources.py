@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import tomllib
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
-from dipaco.bootstrap import cli as bootstrap_cli
-from dipaco.dht.status import cli as status_cli
-from dipaco.inference import (
-    evaluate_cli,
-    export_cli,
-    generate_cli,
-    harness,
-    reroute_cli,
-    serve_cli,
-)
 from dipaco.modules.command_line import Argument, Command, Option, Settings, arguments_of
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.setting_sources import Place, default_file, gather, shown_settings
-from dipaco.peer import cli as peer_cli
-from dipaco.peer import replay_cli
 from dipaco.peer.owner import control_cli
-from dipaco.simulator import cli as simulator_cli
+from support.commands import commands, parsers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +52,6 @@ def read(words: list[str], environment: dict[str, str] | None = None) -> ToySett
 def from_file(config: Path, text: str, words: list[str] | None = None) -> ToySettings:
     config.write_text(f"[toy]\n{text}", encoding="utf-8")
     return read([*(NEEDED if words is None else words), "--config", str(config)])
-
-
-def commands() -> Iterator[tuple[Command[Any], Place]]:
-    """Yield every command of ours with its place."""
-    single = [
-        peer_cli, replay_cli, status_cli, evaluate_cli, generate_cli, serve_cli, export_cli,
-        simulator_cli, harness,
-    ]  # fmt: skip
-    for command in [*(module.COMMAND for module in single), *control_cli.COMMANDS.values()]:
-        yield command, command.place()
-    for program in (bootstrap_cli.COMMAND, reroute_cli.COMMAND):
-        for command in program.commands:
-            yield command, command.place(program.name)
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(config: Path) -> None:
@@ -232,16 +205,14 @@ def example(argument: Argument) -> Any:
     return "some-text"
 
 
-@pytest.mark.parametrize("command", commands(), ids=lambda pair: pair[0].name)
+@pytest.mark.parametrize("found", commands(), ids=lambda found: found[0])
 def test_every_setting_of_every_command_can_be_in_a_file_and_in_a_variable(
-    command: tuple[Command[Any], Place], config: Path
+    found: tuple[str, Command[Any], Place], config: Path
 ) -> None:
     """And each has a name of its own, which the help shows."""
-    settings, place = command[0].settings, command[1]
-    arguments = arguments_of(settings)
-    parser = argparse.ArgumentParser()
-    command[0].add_to(parser, place.words[0] if len(place.words) > 1 else "")
-    shown = " ".join(parser.format_help().split())
+    name, command, place = found
+    arguments = arguments_of(command.settings)
+    shown = " ".join(parsers()[name].format_help().split())
     assert len({argument.key for argument in arguments}) == len(arguments)
     for argument in arguments:
         value = example(argument)
@@ -249,11 +220,11 @@ def test_every_setting_of_every_command_can_be_in_a_file_and_in_a_variable(
         assert tomllib.loads(config.read_text())
         text = " ".join(value) if isinstance(value, list) else str(value).lower()
         variable = place.variable(argument.key)
-        found = [
+        both = [
             gather([argument], place, {}, str(config), {}),
             gather([argument], place, {}, None, {"XDG_CONFIG_HOME": "/-", variable: text}),
         ]
-        values = [given[argument.name].value for given in found]
+        values = [given[argument.name].value for given in both]
         if argument.kind is Path:
             values[0] = values[0].relative_to(config.parent)
         assert values[0] == values[1]

@@ -1,0 +1,54 @@
+"""All commands of the project, from the scripts that it installs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dipaco.inference import harness
+from dipaco.modules.command_line import Command, Program
+from dipaco.modules.setting_sources import Place
+from dipaco.peer.owner import control_cli
+
+ROOT = Path(__file__).resolve().parents[2]
+# Name to module.
+SCRIPTS: dict[str, str] = {
+    name: target.removesuffix(":main")
+    for name, target in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ].items()
+}
+
+
+def program_of(module: str) -> Command[Any] | Program:
+    program: Command[Any] | Program = importlib.import_module(module).COMMAND
+    return program
+
+
+def commands() -> Iterator[tuple[str, Command[Any], Place]]:
+    """Yield every command: what is typed, the command, and where its settings are."""
+    programs = [program_of(module) for module in SCRIPTS.values()]
+    for program in [*programs, harness.COMMAND, *control_cli.COMMANDS.values()]:
+        if isinstance(program, Command):
+            yield program.name, program, program.place()
+            continue
+        for command in program.commands:
+            yield f"{program.name} {command.name}", command, command.place(program.name)
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of every command, those with subcommands as `program subcommand`."""
+    found = {}
+    for name, command, place in commands():
+        found[name] = argparse.ArgumentParser(prog=name)
+        found[name].add_argument("--version", action="store_true")
+        command.add_to(found[name], place.words[0] if len(place.words) > 1 else "")
+    return found
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
