@@ -163,7 +163,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         str, Option("what status calls this peer, 32 characters (default: its id alone)", "NAME")
     ] = ""
     team: Annotated[
-        str, Option("whom its tokens are credited to beside its name, 32 characters", "NAME")
+        str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")
     ] = ""
     cache_folder: Annotated[
         Path,
