@@ -193,8 +193,9 @@ def test_a_member_that_does_not_come_is_blamed() -> None:
     assert_blamed(group, list(asyncio.run(group.run())), 4)
 
 
-def test_a_frozen_member_is_blamed() -> None:
+def test_a_frozen_member_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing more, and keeps all of its calls open."""
+    monkeypatch.setattr(allreduce, "LINGER_SHARE", 1.0)  # It hears no farewell however long.
     group = nine(silence_s=2.0)
     frozen = topology_of(group).root(0)
     has_begun = False
