@@ -43,6 +43,7 @@ def run_prepare(settings: PrepareSettings) -> int:
                 display=display,
                 predecessor=predecessor,
                 swarm=swarm,
+                together=settings.together,
             )
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)

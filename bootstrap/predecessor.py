@@ -140,7 +140,7 @@ class Predecessor:
         if marker is None or marker.get("inputs") != inputs:
             return None
         outputs = marker.get("outputs")
-        folder = Path(str((outputs or {}).get("folder") or self.path / "work" / "tokens"))
+        folder = self.path / "work" / str((outputs or {}).get("folder") or "tokens")
         parts = [folder / part / "progress.json" for part in ("train", "validation")]
         return folder.absolute() if all(part.is_file() for part in parts) else None
 

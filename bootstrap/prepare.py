@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +27,14 @@ from dipaco.modules.files import atomic_write, canonical_json
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.corpus import CorpusBookmark, CorpusStream
+from dipaco.routing.corpus import CorpusStream
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.document_scores import RouterDocuments
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router, load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, ShardBuilder
-from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
+from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.token_files import reported_rows
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
@@ -43,6 +45,8 @@ from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, inputs_hash
 from .succession import SUMMARY_SEQUENCES, ScoringSwarm, Succession
+from .team import SharedRoutes, Team
+from .token_stage import TokenStage
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ def prepare(
     display: Display | None = None,
     predecessor: Predecessor | None = None,
     swarm: ScoringSwarm | None = None,
+    together: bool = False,
 ) -> RunPlan:
     """Make the run folder `out` from a RUN.toml and return the plan that was signed.
 
@@ -66,7 +71,7 @@ def prepare(
 
     With a `predecessor` it is a successor of that run: signed by the same operator, with its
     tokenizer, and its trained modules to begin with. `swarm` scores router documents, if the old
-    run is alive.
+    run is alive. Several machines may do it `together`, with the same `out`.
 
     Raises ConfigurationError for a wrong RUN.toml, CorpusError for an unusable corpus or an empty
     shard, StorageError for a full disk.
@@ -82,6 +87,7 @@ def prepare(
         display or Display(),
         predecessor,
         swarm,
+        together,
     )
     return preparation.run(start_in_s)
 
@@ -97,12 +103,20 @@ class Preparation:
     display: Display
     predecessor: Predecessor | None = None
     swarm: ScoringSwarm | None = None
+    together: bool = False
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
         self.folder = RunFolder(self.out)
         self.blobs = self.folder.blobs
-        self.markers = StageMarkers(self.work, self.blobs)
+        self.team: Team | None = None
+        if self.together:
+            # Where the files are may differ from machine to machine; what they are may not.
+            apart: Any = {"data": True, "tokenizer": {"model_file"}, "base": {"checkpoint"}}
+            config = self.config.model_dump(mode="json", exclude=apart)
+            inputs = inputs_hash(config, self._corpus_hash)
+            self.team = Team(self.work / "claims", inputs, self.display.say)
+        self.markers = StageMarkers(self.work, self.blobs, self.team)
 
     def run(self, start_in_s: float | None) -> RunPlan:
         """Do all stages that are not done, then sign."""
@@ -118,7 +132,9 @@ class Preparation:
         blobs = RunBlobs(
             tokenizer=tokenizer, router=router, base=base, shards=shards, genesis=genesis
         )
-        plan, is_new = self._sign(blobs, start_in_s)
+        plan, is_new = self.markers.alone(
+            "sign", lambda: None, lambda: self._sign(blobs, start_in_s)
+        )
         self._summarise(plan, is_new)
         return plan
 
@@ -152,14 +168,11 @@ class Preparation:
             "tokenizer", config.kind, config.training_characters,
             self.config.model.vocabulary_size, source,
         )  # fmt: skip
-        if found := self.markers.done("tokenizer", inputs):
-            return str(found["sha256"])
-        if given:
-            sha256 = self.blobs.add_bytes(given)
-        else:
-            sha256 = self._train_tokenizer()
-        self.markers.mark("tokenizer", inputs, {"sha256": sha256})
-        return sha256
+
+        def make() -> dict[str, Any]:
+            return {"sha256": self.blobs.add_bytes(given) if given else self._train_tokenizer()}
+
+        return str(self.markers.stage("tokenizer", inputs, make)["sha256"])
 
     def _given_tokenizer(self) -> bytes | None:
         """Return the SentencePiece model that is named, or that of an imported base, if any."""
@@ -187,7 +200,7 @@ class Preparation:
 
     def _train_tokenizer(self) -> str:
         limit = self.config.tokenizer.training_characters
-        partial = self.work / "tokenizer.model"
+        partial = self.work / self.markers.own("tokenizer.model")
         with self.display.stage("tokenizer") as progress:
 
             def texts() -> Iterator[str]:
@@ -214,49 +227,11 @@ class Preparation:
     @cached_property
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
-        vocabulary_size = self.config.model.vocabulary_size
-        made = self._tokens_folder()
-        folder = made or self.work / "tokens"
-        folders = {part: folder / part for part in ("train", "validation")}
-        if made is None:
-            train, validation = (
-                TokenCorpusWriter(folder, vocabulary_size, self._tokens_hash)
-                for folder in folders.values()
-            )
-            tokenizer = Tokenizer(self.blobs.read(self.tokenizer))
-            bookmark = CorpusBookmark(folder / "position.json", self._tokens_hash)
-            stream = CorpusStream(
-                self.config.data, bookmark.load(train.documents, validation.documents)
-            )
-            with self.display.stage("tokens") as progress:
-                for documents, tokens in write_token_corpora(
-                    stream, tokenizer, train, validation,
-                    passed=stream.counts, threads=torch.get_num_threads(),
-                ):  # fmt: skip
-                    bookmark.save(stream.position())
-                    progress.update(documents, None, f"documents, {tokens:,} tokens")
-            self.markers.mark(
-                "tokens", self._tokens_hash, {"train": train.tokens, "held_out": validation.tokens}
-            )
-        train_corpus, validation_corpus = (
-            TokenCorpus(folder, vocabulary_size) for folder in folders.values()
-        )
-        if not len(train_corpus):
-            raise CorpusError(
-                "all documents were held out; give more data, or name validation files under [data]"
-            )
-        return train_corpus, validation_corpus
-
-    def _tokens_folder(self) -> Path | None:
-        """Return where the corpus lies as tokens, here or in the run before; None if nowhere."""
-        if found := self.markers.done("tokens", self._tokens_hash):
-            folder = Path(found.get("folder") or self.work / "tokens")
-            return folder if folder.is_dir() else None
-        reused = self.predecessor.tokens_folder(self._tokens_hash) if self.predecessor else None
-        if reused is not None:
-            self.display.say(f"tokens: taken from {reused}, the corpus is the same")
-            self.markers.mark("tokens", self._tokens_hash, {"folder": str(reused)})
-        return reused
+        stage = TokenStage(
+            self.config, self.work, self.markers, self.display, self._tokens_hash,
+            lambda: Tokenizer(self.blobs.read(self.tokenizer)),
+        )  # fmt: skip
+        return stage.corpora(self.predecessor)
 
     @cached_property
     def _tokens_hash(self) -> str:
@@ -272,9 +247,14 @@ class Preparation:
             "base", self._tokens_hash, config.model, config.base_inner(), config.base.steps,
             config.seed, *([self.imported.fingerprint] if self.imported else []),
         )  # fmt: skip
-        if found := self.markers.done("base", inputs):
-            return str(found["sha256"])
+        sha256 = str(self.markers.stage("base", inputs, lambda: self._train_base(inputs))["sha256"])
+        (self.work / "base.pt").unlink(missing_ok=True)
+        return sha256
+
+    def _train_base(self, inputs: str) -> dict[str, Any]:
+        config = self.config
         rows = self.corpora[0].rows(config.model.sequence_length)
+        checkpoint = self.work / "base.pt"
         with self.display.stage("base model") as progress:
             model = pretrain(
                 config.model,
@@ -284,16 +264,13 @@ class Preparation:
                 seed=config.seed,
                 device=self.device,
                 initial=self.imported.parameters() if self.imported else None,
-                checkpoint=self.work / "base.pt",
+                checkpoint=checkpoint,
                 inputs=inputs,
                 progress=lambda step, loss: progress.update(
                     step, config.base.steps, f"steps, loss {loss:.3f}"
                 ),
             )
-        sha256 = self.blobs.add_bytes(base_model_bytes(model))
-        self.markers.mark("base", inputs, {"sha256": sha256})
-        (self.work / "base.pt").unlink(missing_ok=True)
-        return sha256
+        return {"sha256": self.blobs.add_bytes(base_model_bytes(model))}
 
     @cached_property
     def base_model(self) -> PathModel:
@@ -308,16 +285,16 @@ class Preparation:
         scored = [] if nll is None else [hashlib.sha256(nll.tobytes()).hexdigest()]
         inputs = inputs_hash("router", self._tokens_hash, self.base, config, levels,
                              self.config.seed, *scored)  # fmt: skip
-        if found := self.markers.done("router", inputs):
-            return str(found["sha256"])
-        with self.display.stage("router"):
-            router = fit_corpus_router(
-                self.corpora[0], self.base_model, config, levels, self.config.seed,
-                chosen=chosen, nll=nll,
-            )  # fmt: skip
-            sha256 = self.blobs.add_bytes(router.to_bytes())
-        self.markers.mark("router", inputs, {"sha256": sha256})
-        return sha256
+
+        def make() -> dict[str, Any]:
+            with self.display.stage("router"):
+                router = fit_corpus_router(
+                    self.corpora[0], self.base_model, config, levels, self.config.seed,
+                    chosen=chosen, nll=nll,
+                )  # fmt: skip
+                return {"sha256": self.blobs.add_bytes(router.to_bytes())}
+
+        return str(self.markers.stage("router", inputs, make)["sha256"])
 
     @cached_property
     def _scores(self) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -337,14 +314,21 @@ class Preparation:
     @cached_property
     def shards(self) -> str:
         """Stage 5: route every document and write the token files."""
-        inputs = self._shards_hash
-        if found := self.markers.done("shards", inputs):
-            sha256 = str(found["sha256"])
-            index = ShardIndex.model_validate_json(self.blobs.read(sha256))
-            files = [(shard.train_sha256, shard.validation_sha256) for shard in index.paths]
-            if all(self.blobs.has(sha256) for pair in files for sha256 in pair):
-                return sha256
-        builder = self._shard_builder()
+        if self.team:
+            self._share_routes(self.team)
+        outputs = self.markers.stage(
+            "shards", self._shards_hash, self._make_shards, self._has_shards
+        )
+        return str(outputs["sha256"])
+
+    def _has_shards(self, outputs: dict[str, Any]) -> bool:
+        index = ShardIndex.model_validate_json(self.blobs.read(str(outputs["sha256"])))
+        files = [(shard.train_sha256, shard.validation_sha256) for shard in index.paths]
+        return all(self.blobs.has(sha256) for pair in files for sha256 in pair)
+
+    def _make_shards(self) -> dict[str, Any]:
+        folder = self.markers.own("shards")
+        builder = self._shard_builder(folder, self._routes.paths if self.team else None)
         with self.display.stage("shards") as progress:
             builder.build(
                 *self.corpora, lambda done, total: progress.update(done, total, "documents")
@@ -352,8 +336,31 @@ class Preparation:
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
         sha256 = self.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
-        self.markers.mark("shards", inputs, {"sha256": sha256})
-        return sha256
+        return {"sha256": sha256, "folder": folder}
+
+    @cached_property
+    def _routes(self) -> SharedRoutes:
+        corpora = dict(zip(("train", "validation"), self.corpora, strict=True))
+        counts = {"train": self.config.router.train_paths, "validation": 1}
+        return SharedRoutes(corpora, counts, self.work / "pieces" / self._shards_hash[:16])
+
+    def _share_routes(self, team: Team) -> None:
+        """Route the documents that no other machine does."""
+
+        def is_over() -> bool:
+            return self.markers.done("shards", self._shards_hash) is not None
+
+        if is_over():
+            return
+        router = self._document_router()
+        with self.display.stage("paths of documents") as progress:
+            team.share(
+                list(self._routes.pieces),
+                self._routes.is_done,
+                lambda piece: self._routes.work(piece, router),
+                is_over,
+                lambda done, total: progress.update(done, total, "pieces"),
+            )
 
     @cached_property
     def _shards_hash(self) -> str:
@@ -370,22 +377,27 @@ class Preparation:
         early_stopping = self.config.rounds.early_stopping
         return self.config.data.early_stopping_fraction if early_stopping else 0.0
 
-    def _shard_builder(self) -> ShardBuilder:
-        router = DocumentRouter(
+    def _document_router(self) -> DocumentRouter:
+        return DocumentRouter(
             Tokenizer(self.blobs.read(self.tokenizer)),
             self.base_model,
             load_router(self.blobs.read(self.router)),
             self.config.router.prefix_tokens,
         )
+
+    def _shard_builder(
+        self, folder: str, routes: Callable[[str, range], np.ndarray] | None = None
+    ) -> ShardBuilder:
         return ShardBuilder(
-            self.work / "shards",
-            router,
+            self.work / folder,
+            self._document_router(),
             self._paths,
             self.config.model.sequence_length,
             self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
             held_back_fraction=self._held_back_fraction,
+            routes=routes,
         )
 
     @cached_property
@@ -412,10 +424,13 @@ class Preparation:
                 return signed, False
         key = load_or_create_operator_key(self.operator_key)
         atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
+        shutil.rmtree(self.work / "pieces", ignore_errors=True)
         return plan, True
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
-        index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()
+        made = self.markers.done("shards", self._shards_hash) or {}
+        builder = self._shard_builder(str(made.get("folder", "shards")))
+        index, summaries = self.folder.shard_index(plan), builder.summaries()
         self.display.shards(index, summaries)
         report = report_routing(plan, index, summaries)
         atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())

@@ -60,6 +60,13 @@ class PrepareSettings(ComputeSettings):
             least=0,
         ),
     ] = 1800.0
+    together: Annotated[
+        bool,
+        Option(
+            "several machines run this command with the same --out, a folder that they share, "
+            "and divide the work"
+        ),
+    ] = False
     allow_genesis: Annotated[
         bool,
         Option("with --from: a module that was never trained starts again as that run began it"),
@@ -67,6 +74,12 @@ class PrepareSettings(ComputeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.together and (self.predecessor is not None or self.start_in_s is not None):
+            other = "--from" if self.predecessor is not None else "--start-in-s"
+            raise ConfigurationError(
+                f"--together and {other} do not go together; one machine alone does what "
+                f"{other} needs"
+            )
         if self.initial_peers and self.predecessor is None:
             raise ConfigurationError(
                 "--initial-peers is for a successor of a live run; give its folder with --from"

@@ -141,14 +141,21 @@ class DocumentReader:
 
     `position` is what `position()` of another reader of the same data returned; this one goes on
     after the last document that the other had yielded. Earlier files are not opened again, nor are
-    earlier rows of the same file read. Called by `CorpusStream`.
+    earlier rows of the same file read. With `only` it reads that file of the part alone, which may
+    be without text. Called by `CorpusStream`, and by machines that share the files.
     """
 
     def __init__(
-        self, config: CorpusConfig, part: Part, position: Mapping[str, Any] | None = None
+        self,
+        config: CorpusConfig,
+        part: Part,
+        position: Mapping[str, Any] | None = None,
+        *,
+        only: int | None = None,
     ) -> None:
         self._config = config
         self._part = part
+        self._only = only
         found = position or {"documents": 0, "source": 0, "row": 0, "state": None}
         self.documents: int = found["documents"]
         self._source: int = found["source"]
@@ -168,7 +175,8 @@ class DocumentReader:
     def __iter__(self) -> Iterator[Document]:
         config = self._config
         limit = config.train_limit if self._part == "train" else config.validation_limit
-        for source in _sources(config, self._part)[self._source :]:
+        sources = _sources(config, self._part)[self._source :]
+        for source in sources if self._only is None else [sources[self._only]]:
             try:
                 self._rows = source.open()
                 if self._state is not None:
@@ -188,11 +196,28 @@ class DocumentReader:
                     f"{source.complaint}: {_first_line(error)}{source.remedy}"
                 ) from error
             self._source, self._row, self._state, self._rows = self._source + 1, 0, None, None
-        if not self.documents:
-            raise CorpusError(
-                f"the {self._part} data hold no text: every '{config.text_field}' is empty; name "
-                f"another field with text_field = '...' under [data]"
-            )
+        if self._only is None:
+            check_has_text(config, self._part, self.documents)
+
+
+def check_has_text(config: CorpusConfig, part: Part, documents: int) -> None:
+    """Raise CorpusError if a part has no documents at all."""
+    if not documents:
+        raise CorpusError(
+            f"the {part} data hold no text: every '{config.text_field}' is empty; name "
+            f"another field with text_field = '...' under [data]"
+        )
+
+
+def part_documents(
+    config: CorpusConfig, part: Part, documents: Iterable[Document]
+) -> Iterator[tuple[Document, bool]]:
+    """Yield documents of a part, each with whether it is held out."""
+    for document in documents:
+        is_validation = part == "validation"
+        if part == "train" and not config.has_validation:
+            is_validation = is_held_out(document, config.held_out_fraction)
+        yield document, is_validation
 
 
 def is_held_out(document: Document, fraction: float) -> bool:
@@ -337,18 +362,16 @@ class CorpusStream:
     def __iter__(self) -> Iterator[tuple[Document, bool]]:
         config = self._config
         if self._part == "train":
-            for document in self._reader:
-                held_out = not config.has_validation and is_held_out(
-                    document, config.held_out_fraction
-                )
-                self.counts[held_out] += 1
-                yield document, held_out
+            yield from self._counted()
             if not config.has_validation:
                 return
             self._part, self._reader = "validation", DocumentReader(config, "validation")
-        for document in self._reader:
-            self.counts[True] += 1
-            yield document, True
+        yield from self._counted()
+
+    def _counted(self) -> Iterator[tuple[Document, bool]]:
+        for document, held_out in part_documents(self._config, self._part, self._reader):
+            self.counts[held_out] += 1
+            yield document, held_out
 
 
 class CorpusBookmark:

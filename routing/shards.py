@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 Part = Literal["train", "validation", "held_back"]
 _PARTS: tuple[Part, ...] = ("train", "validation", "held_back")
 _CORPORA: tuple[Part, Part] = ("train", "validation")
+CHUNK_DOCUMENTS = 1024
+CHUNK_TOKENS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,25 @@ class _PathPart:
     tokens: int = 0
 
 
+def chunks_of(corpus: TokenCorpus) -> Iterator[range]:
+    """Yield the chunks of documents in which a corpus is routed."""
+    first = 0
+    while first < len(corpus):
+        chunk = chunk_at(corpus, first, CHUNK_DOCUMENTS, CHUNK_TOKENS)
+        yield chunk
+        first = chunk.stop
+
+
+def chunk_at(corpus: TokenCorpus, first: int, most_documents: int, most_tokens: int) -> range:
+    """Return the documents of the chunk at `first`, bounded in number and in tokens, because a
+    few long documents would fill the memory."""
+    stop = min(first + most_documents, len(corpus))
+    start_token = int(corpus.ends[first - 1]) if first else 0
+    ends = np.asarray(corpus.ends[first:stop], dtype=np.int64)
+    fitting = int(np.searchsorted(ends, start_token + most_tokens, side="right"))
+    return range(first, first + max(1, fitting))
+
+
 class ShardBuilder:
     """Routes a corpus and writes one token file per path and part.
 
@@ -63,7 +84,8 @@ class ShardBuilder:
     its best parameters (section 2.7). The work is done in chunks of documents; a
     builder that was killed goes on after its last finished chunk and the files come out the same.
 
-    `inputs` is a hash of everything that the shards depend on. Called by `bootstrap.prepare`.
+    `inputs` is a hash of everything that the shards depend on. `routes` gives the best paths of a
+    chunk of a part where others have found them. Called by `bootstrap.prepare`.
     """
 
     def __init__(
@@ -77,8 +99,9 @@ class ShardBuilder:
         *,
         train_paths: int = 1,
         held_back_fraction: float = 0.0,
-        chunk_documents: int = 1024,
-        chunk_tokens: int = 2_000_000,
+        chunk_documents: int = CHUNK_DOCUMENTS,
+        chunk_tokens: int = CHUNK_TOKENS,
+        routes: Callable[[str, range], np.ndarray] | None = None,
     ) -> None:
         self._folder = folder
         self._router = router
@@ -91,6 +114,7 @@ class ShardBuilder:
         self._held_back_fraction = held_back_fraction
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
+        self._routes = routes
         self._progress_path = folder / "progress.json"
         window_stride(sequence_length, router.prefix_tokens)
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,10 +174,13 @@ class ShardBuilder:
 
     def _add_chunk(self, part: Part, corpus: TokenCorpus) -> None:
         """Route one chunk, append its documents to their files, then count the chunk as done."""
-        indices = self._chunk(corpus, self._done[part])
+        indices = chunk_at(corpus, self._done[part], self._chunk_documents, self._chunk_tokens)
         documents = [corpus.document(index) for index in indices]
         labels = [corpus.label_name(index) for index in indices]
-        paths = self._router.nearest_paths(documents, self._routed_to[part], labels)
+        if self._routes is not None:
+            paths = self._routes(part, indices)
+        else:
+            paths = self._router.nearest_paths(documents, self._routed_to[part], labels)
         pieces: dict[tuple[Part, int], list[np.ndarray]] = {}
         for document, label, chosen in zip(documents, labels, paths.tolist(), strict=True):
             into = part
@@ -174,15 +201,6 @@ class ShardBuilder:
             self._parts[into][path].bytes += content.nbytes
         self._done[part] = indices.stop
         self._save()
-
-    def _chunk(self, corpus: TokenCorpus, first: int) -> range:
-        """Return the documents of the chunk at `first`, bounded in number and in tokens, because a
-        few long documents would fill the memory."""
-        stop = min(first + self._chunk_documents, len(corpus))
-        start_token = int(corpus.ends[first - 1]) if first else 0
-        ends = np.asarray(corpus.ends[first:stop], dtype=np.int64)
-        fitting = int(np.searchsorted(ends, start_token + self._chunk_tokens, side="right"))
-        return range(first, first + max(1, fitting))
 
     def _windows(self, document: np.ndarray) -> np.ndarray:
         return scoring_windows(document, self._sequence_length, self._router.prefix_tokens)

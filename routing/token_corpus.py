@@ -110,7 +110,13 @@ class TokenCorpusWriter:
         self._truncate()
         self._save()
 
-    def add(self, documents: Sequence[tuple[list[int], str | None]]) -> None:
+    def add_corpus(self, corpus: TokenCorpus, chunk_documents: int = 8192) -> None:
+        """Append all documents of another corpus."""
+        for start in range(0, len(corpus), chunk_documents):
+            indices = range(start, min(start + chunk_documents, len(corpus)))
+            self.add([(corpus.document(index), corpus.label_name(index)) for index in indices])
+
+    def add(self, documents: Sequence[tuple[list[int] | np.ndarray, str | None]]) -> None:
         """Append a chunk of documents, each its tokens and its label."""
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.uint64)
         flat = np.concatenate([np.asarray(tokens, self._dtype) for tokens, _ in documents])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dipaco.bootstrap import cli
+from dipaco.bootstrap import cli, token_stage
 from dipaco.bootstrap import prepare as prepare_module
 from dipaco.bootstrap.display import Display, StageProgress
 from dipaco.bootstrap.prepare import check_shards, prepare
@@ -185,7 +185,8 @@ def test_what_is_done_is_not_done_again(
     run = RunFolder(folder / "out")
     before = run.plan()
     envelope = run.manifest_path.read_bytes()
-    _forbid(monkeypatch, "train_tokenizer", "pretrain", "write_token_corpora", "fit_corpus_router")
+    _forbid(monkeypatch, "train_tokenizer", "pretrain", "fit_corpus_router")
+    monkeypatch.setattr(token_stage, "write_token_corpora", prepare_module.pretrain)
     assert _prepare(folder / "RUN.toml", run.path) == before
     assert run.manifest_path.read_bytes() == envelope
     later = _prepare(folder / "RUN.toml", run.path, start_in_s=100)
@@ -277,13 +278,13 @@ def test_stopped_anywhere_it_ends_with_the_same_run(
     prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, run, _ = prepared
-    for name, options in [
-        ("pretrain", {"save_every_s": 0.0}),
-        ("write_token_corpora", {"chunk_documents": 50}),
-        ("ShardBuilder", {"chunk_documents": 50}),
+    for module, name, options in [
+        (prepare_module, "pretrain", {"save_every_s": 0.0}),
+        (token_stage, "write_token_corpora", {"chunk_documents": 50}),
+        (prepare_module, "ShardBuilder", {"chunk_documents": 50}),
     ]:
-        original = getattr(prepare_module, name)
-        monkeypatch.setattr(prepare_module, name, functools.partial(original, **options))
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, functools.partial(original, **options))
     for stage, updates in [
         ("tokenizer", 0), ("tokenizer", 90), ("tokens", 0), ("tokens", 1), ("tokens", 1),
         ("base model", 0), ("base model", 5), ("base model", 5), ("shards", 0), ("shards", 2),
