@@ -80,9 +80,10 @@ def run(settings: ServeSettings) -> int:
             f"dipaco-serve needs {error.name}; install it with pip install 'dipaco[serve]'"
         ) from None
     # Importing PyTorch takes seconds; --help and mistakes should not.
+    from dipaco.dht.http_server import listen, serve_until_told
+
     from .service.app import Service, ServiceLimits
     from .service.engine import Engine, EngineLimits
-    from .service.server import listen, serve_until_told
 
     socket = listen(settings.host, settings.port)
     device = settings.prepare_process()

@@ -202,6 +202,9 @@ def start_background(
     node: Node, status: PeerStatus, background: Background, events: EventLog
 ) -> tuple[Publisher, Keeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
+    events.begin_run(
+        node.manifest, node.me, name=status.name, software=SOFTWARE, device=status.device
+    )
     node.held.load_from_disk()
     node.serve_run()
     node.certifier.start(background.thread)

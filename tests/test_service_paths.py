@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from dipaco.dht.http_server import listen, server_of
 from dipaco.inference import serve_cli
 from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.options import Sampling
@@ -24,7 +25,6 @@ from dipaco.inference.rerouter import Rerouter
 from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
-from dipaco.inference.service.server import listen, server_of
 from dipaco.inference.service.work import Ended, Event, Piece, Work
 from dipaco.inference.sources import (
     DiskSource,

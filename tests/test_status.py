@@ -143,7 +143,13 @@ def problems(manifest: SignedManifest, grid: Grid, **changes: Any) -> list[str]:
 def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> None:
     status = status_of(view_of(manifest, grid, **healthy_parts(grid)), manifest, grid)
     plan = manifest.plan
-    assert status["run"] == {"id": plan.run_id, "name": "test", "fingerprint": plan.fingerprint}
+    assert status["run"] == {
+        "id": plan.run_id,
+        "name": "test",
+        "fingerprint": plan.fingerprint,
+        "start_s": plan.start_s,
+    }
+    assert status["time_s"] == plan.start_s + 6.5 * plan.rounds.duration_s
     assert status["round"] == 6
     assert status["healthy"] is True
     assert status["problems"] == []

@@ -24,10 +24,10 @@ os.environ.setdefault("OPENAI_API_KEY", "none")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from dipaco.dht.http_server import listen, server_of
 from dipaco.inference import export_cli, harness
 from dipaco.inference.service.app import Service
 from dipaco.inference.service.engine import Engine, EngineLimits
-from dipaco.inference.service.server import listen, server_of
 from dipaco.inference.sources import DiskSource
 from support.service import trained_run
 from support.tiny_run import tiny_documents

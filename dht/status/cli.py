@@ -1,11 +1,14 @@
 """`dipaco-status`: what a swarm is doing, read from its DHT.
 
 dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --watch
+dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --serve 8090
+dipaco-status --replay logs/ --serve 8090
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import tempfile
 import time
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dipaco.modules.command_line import Command, Option, RunSettings
-from dipaco.modules.errors import RunSelectionError
+from dipaco.modules.errors import ConfigurationError, RunSelectionError
 
 if TYPE_CHECKING:
     from dipaco.dht.directory import Directory
@@ -29,13 +32,69 @@ MAX_REQUESTS_SHOWN = 4
 class StatusSettings(RunSettings):
     """What `dipaco-status` can be told."""
 
-    initial_peers: Annotated[tuple[str, ...], Option("addresses of any peers", "ADDR")]
+    initial_peers: Annotated[
+        tuple[str, ...], Option("addresses of any peers", "ADDR", alternative_to="the swarm")
+    ] = ()
+    replay: Annotated[
+        tuple[str, ...],
+        Option(
+            "event logs (--log-json) of a swarm that is gone, or folders of them",
+            "PLACE",
+            alternative_to="the swarm",
+        ),
+    ] = ()
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("one JSON object instead of tables")] = False
+    serve: Annotated[
+        int | None,
+        Option("serve a page at this TCP port; 0 is any free one", "PORT", least=0, most=65535),
+    ] = None
+    host: Annotated[
+        str, Option("address that --serve listens on; 0.0.0.0 is everybody", "ADDR")
+    ] = "127.0.0.1"
+    history: Annotated[
+        Path | None,
+        Option(
+            "where --serve keeps what was (default: RUN.history.sqlite in "
+            "~/.local/state/dipaco; with --replay: nowhere)",
+            "FILE",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.serve is not None and (self.watch or self.json):
+            raise ConfigurationError("--serve goes without --watch and --json: it has its own page")
+        if self.replay and self.watch:
+            raise ConfigurationError("--replay and --watch: what is gone does not change")
+        if self.history is not None and self.serve is None:
+            raise ConfigurationError("--history is for --serve; give --serve PORT too")
+
+    def open_port(self) -> socket.socket | None:
+        """Return the socket of the page, None when there is none to be served.
+
+        Raises ConfigurationError when what serves is not installed, AddressError for a port that
+        cannot be had.
+        """
+        if self.serve is None:
+            return None
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(
+                f"--serve needs {error.name}; install it with pip install 'dipaco[serve]'"
+            ) from None
+        from .serving import open_port
+
+        return open_port(self.host, self.serve)
 
 
 def run(settings: StatusSettings) -> int:
-    """Join as a client, read, print; again and again with --watch."""
+    """Join as a client, read, print; again and again with --watch. Or serve, or replay."""
+    listening = settings.open_port()
+    if settings.replay:
+        return _replay(settings, listening)
     from dipaco.dht.directory import Directory
     from dipaco.dht.identity import load_or_create_identity
     from dipaco.dht.node import join_dht, split_operator
@@ -47,9 +106,32 @@ def run(settings: StatusSettings) -> int:
         try:
             manifest = _select(Directory(dht, identity, None), settings.run, operator)
             reader = Directory(dht, identity, manifest.plan.run_id)
+            if listening is not None:
+                from .serving import serve_swarm
+
+                return serve_swarm(
+                    lambda: read_status(reader, manifest),
+                    manifest.plan,
+                    listening,
+                    settings.history,
+                )
             return _show(reader, manifest, settings)
         finally:
             dht.shutdown()
+
+
+def _replay(settings: StatusSettings, listening: socket.socket | None) -> int:
+    """Show how a swarm ended, or serve all of it."""
+    from .event_logs import EventLogs
+    from .serving import say_unread, serve_replay
+
+    logs = EventLogs.open([Path(place) for place in settings.replay], settings.run)
+    if listening is not None:
+        return serve_replay(logs, listening, settings.history)
+    *_, status = logs.statuses()
+    say_unread(logs)
+    print(json.dumps(status, indent=2)) if settings.json else _print(status)
+    return 0 if status["healthy"] else 1
 
 
 def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:

@@ -15,6 +15,9 @@ from dipaco.modules.state import heaviest
 
 from .problems import forked_modules, problems
 
+# More states of one module are not listed.
+MOST_STATES = 8
+
 
 def status_of(
     view: SwarmView,
@@ -36,10 +39,17 @@ def status_of(
     forked = forked_modules(found)
     modules = [_module_status(view, grid, module, module in forked) for module in grid.modules()]
     return {
-        "run": {"id": plan.run_id, "name": plan.name, "fingerprint": plan.fingerprint},
+        "time_s": round(view.now_s, 3),
+        "run": {
+            "id": plan.run_id,
+            "name": plan.name,
+            "fingerprint": plan.fingerprint,
+            "start_s": plan.start_s,
+        },
         "operator": manifest.operator_fingerprint,
         "round": round_index,
         "round_duration_s": plan.rounds.duration_s,
+        "copies": plan.rounds.copies,
         "paths": paths,
         "modules": modules,
         "peers": [_peer_status(view, peer) for peer in sorted(view.peers)],
@@ -83,6 +93,7 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
 
 def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) -> dict[str, Any]:
     best = heaviest(view.states(module))
+    trainers = expected_group(view, grid, module)
     return {
         "module": module,
         "version": best.version if best else 0,
@@ -90,10 +101,32 @@ def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) ->
         "digest": best.digest if best else None,
         "last_round": best.last_round if best else None,
         "holders": list(view.holders(best)) if best else [],
-        "trainers": len(expected_group(view, grid, module)),
+        "trainers": len(trainers),
+        "states": _announced_states(view, module, trainers),
         # A peer may be a version behind for a moment.
         "agree": not is_forked,
     }
+
+
+def _announced_states(
+    view: SwarmView, module: str, trainers: frozenset[str]
+) -> list[dict[str, Any]]:
+    """Return the states of a module that peers announce, the newest first, and who has them."""
+    holders: dict[str, list[str]] = {}
+    states = {}
+    for holding in view.holdings.get(module, ()):
+        holders.setdefault(holding.digest, []).append(holding.peer_id)
+        states[holding.digest] = holding.reference
+    order = sorted(states.values(), key=lambda s: (-s.version, -len(holders[s.digest]), s.digest))
+    return [
+        {
+            "digest": state.digest,
+            "version": state.version,
+            "trainers": sum(peer in trainers for peer in holders[state.digest]),
+            "peers": sorted(holders[state.digest]),
+        }
+        for state in order[:MOST_STATES]
+    ]
 
 
 def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
@@ -103,6 +136,7 @@ def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
         "name": record.name,
         "path": record.path,
         "state": record.state,
+        "since_s": record.since_s,
         "tokens_per_s": record.tokens_per_s,
         "device": record.device,
         "software": record.software,

@@ -1,4 +1,4 @@
-"""Listening, and ending when told to."""
+"""Listening, and ending when told to: for `dipaco-status --serve` and `dipaco-serve`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ _WAITING_CONNECTIONS = 256
 _MOST_CONNECTIONS = 1024
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises AddressError when the address cannot be had."""
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """Return a listening socket. Raises AddressError when the address cannot be had.
+
+    `flag` is how the command is told its port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         found = socket.create_server((host, port), family=family, backlog=_WAITING_CONNECTIONS)
     except OSError as error:
         raise AddressError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose others with "
-            f"--host and --port (0 is any free one)"
+            f"--host and {flag} (0 is any free one)"
         ) from None
     return found
 

@@ -1,0 +1,422 @@
+"""What a swarm was like, told from the event logs of its peers: for swarms that are gone.
+
+Each log is what `--log-json` of one node wrote. The events of all are played in the order of their
+times. At every moment the records that the peers would have published are made again, and the
+status of that moment from those, by the same code that shows a swarm that runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dipaco.dht.manifest import SignedManifest
+from dipaco.dht.records import (
+    Claim,
+    Holding,
+    PeerRecord,
+    ProgressEntry,
+    ProgressRecord,
+    record_life_s,
+    refresh_period_s,
+)
+from dipaco.dht.view import SwarmView, build_view
+from dipaco.modules.config import parse_config
+from dipaco.modules.errors import ConfigurationError, RunSelectionError, StorageError
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+
+from .summary import status_of
+
+MOST_MOMENTS = 2000
+MOST_LINE_BYTES = 2**20
+# A peer that trains and says nothing for so long, or for so many of its steps, is gone.
+SILENT_S = 20.0
+SILENT_STEPS = 5
+SUFFIXES = (".jsonl", ".json", ".log", ".ndjson")
+# What a line may make of itself when it is not what a peer writes.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ConfigurationError)
+
+Event = Mapping[str, Any]
+
+
+@dataclass
+class Unread:
+    """Lines of a file that no peer writes."""
+
+    file: Path
+    count: int = 0
+    first_line: int = 0
+    reason: str = ""
+
+    def add(self, line: int, reason: str) -> None:
+        """Count a line; the first one is named."""
+        if not self.count:
+            self.first_line, self.reason = line, reason
+        self.count += 1
+
+    def __str__(self) -> str:
+        lines = "line is" if self.count == 1 else "lines are"
+        return (
+            f"{self.file}: {self.count} {lines} not understood, the first is line "
+            f"{self.first_line}: {self.reason}"
+        )
+
+
+@dataclass
+class _Teller:
+    """One peer, as its log has told so far."""
+
+    record: PeerRecord
+    last_s: float
+    step_s: float = 0.0
+    waits: bool = False
+    held: dict[str, Holding] = field(default_factory=dict)
+    begun: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Own tokens in an outer round, by module and round."""
+
+    def is_there(self, now_s: float, life_s: float, round_s: float) -> bool:
+        if self.record.state == "leaving":
+            return False
+        if self.record.state in ("serving", "paused"):
+            # These have nothing to tell.
+            return True
+        patience_s = max(life_s, SILENT_S, SILENT_STEPS * self.step_s)
+        if self.waits or self.record.state == "joining":
+            patience_s += round_s
+        return now_s - self.last_s <= patience_s
+
+    def change(self, **values: Any) -> None:
+        """Take new values over; raises ValueError for those that no record can have."""
+        self.record = PeerRecord.model_validate({**self.record.model_dump(), **values})
+
+
+class Replayed:
+    """A run as its logs tell it, up to the event that was taken last."""
+
+    def __init__(self, plan: RunPlan, operator: str) -> None:
+        self.manifest = SignedManifest(plan, operator, b"")
+        self.grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
+        self._tellers: dict[str, _Teller] = {}
+        self._states: dict[str, Holding] = {}
+        self._progress: dict[int, ProgressEntry] = {}
+
+    def take(self, peer: str, event: Event) -> None:
+        """Take the next event of a peer. Raises one of `MALFORMED` for what no peer tells."""
+        kind, now_s = event["event"], float(event["time_s"])
+        if kind == "run":
+            record = PeerRecord(
+                peer_id=peer,
+                state="joining",
+                path=None,
+                round=0,
+                reachable="unknown",
+                protocol=self.manifest.plan.protocol_version,
+                software=event["software"],
+                device=event["device"],
+                name=event["name"],
+                tokens_per_s=0.0,
+                addresses=(),
+                bytes_up=0,
+                bytes_down=0,
+            )
+            self._tellers[peer] = _Teller(record, now_s)
+            return
+        teller = self._tellers[peer]
+        known = getattr(self, f"_take_{kind}", None)
+        if known is not None:
+            known(teller, event, now_s)
+        teller.last_s = now_s
+        teller.waits = kind == "waiting" or (teller.waits and kind != "inner")
+
+    def view(self, now_s: float) -> SwarmView:
+        """Return the swarm as a reader of its records would have seen it."""
+        plan = self.manifest.plan
+        life_s = record_life_s(refresh_period_s(plan.rounds))
+        there = [
+            teller
+            for teller in self._tellers.values()
+            if teller.is_there(now_s, life_s, plan.rounds.duration_s)
+        ]
+        records = [teller.record for teller in there]
+        held: dict[str, list[Holding]] = {module: [] for module in self.grid.modules()}
+        for teller in there:
+            for module, holding in teller.held.items():
+                held[module].append(holding)
+        claims = [record.claim for record in records]
+        return build_view(
+            now_s=now_s,
+            plan=plan,
+            grid=self.grid,
+            claims=[claim for claim in claims if isinstance(claim, Claim)],
+            peers=records,
+            holdings=held,
+            progress=[
+                ProgressRecord(peer_id=peer, entries=(entry,))
+                for peer in list(self._tellers)[:1]
+                for entry in self._progress.values()
+            ],
+        )
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Return the status at a moment."""
+        return status_of(self.view(now_s), self.manifest, self.grid)
+
+    # -- events
+
+    def _take_claimed(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(state="joining", path=self._path(event["path"]), since_s=now_s)
+
+    def _take_training(self, teller: _Teller, event: Event, now_s: float) -> None:
+        path = self._path(event["path"])
+        stays = teller.record.path == path and teller.record.state == "training"
+        since_s = teller.record.since_s if stays else now_s
+        teller.change(state="training", path=path, since_s=since_s, round=event["round"])
+
+    def _take_inner(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.step_s = float(event["seconds"])
+        teller.change(tokens_per_s=float(event["tokens_per_s"]))
+
+    def _take_reachable(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(reachable=event["how"], addresses=tuple(event["addresses"][:4]))
+
+    def _take_outer_round(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.begun[event["module"], event["round"]] = event["tokens"]
+        for old in list(teller.begun)[:-256]:
+            del teller.begun[old]
+
+    def _take_commit(self, teller: _Teller, event: Event, now_s: float) -> None:
+        holding = self._hold(teller, event, event["round"])
+        path = teller.record.path
+        own = teller.begun.pop((holding.module, holding.round), 0)
+        if path is None or path not in event["paths"]:
+            return
+        # Each level counts the same work; the first module of a path stands for all.
+        is_first = self.grid.modules_of_path(path)[0] == holding.module
+        self._advance(path, holding.round, own if is_first else 0)
+
+    def _take_adopt(self, teller: _Teller, event: Event, now_s: float) -> None:
+        known = self._states.get(event["digest"])
+        round_index = known.round if known else max(0, event["version"] - 1, teller.record.round)
+        self._hold(teller, event, round_index)
+
+    def _take_kept(self, teller: _Teller, event: Event, now_s: float) -> None:
+        module, version = event["module"], event["version"]
+        for known in self._states.values():
+            if (known.module, known.version) == (module, version):
+                teller.held[module] = known.model_copy(update={"peer_id": teller.record.peer_id})
+
+    def _take_round(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(round=event["round"] + 1)
+        for module, digest in event["digests"].items():
+            known = self._states.get(digest)
+            if known is not None and known.module == module:
+                teller.held[module] = known.model_copy(update={"peer_id": teller.record.peer_id})
+
+    def _take_validation(self, teller: _Teller, event: Event, now_s: float) -> None:
+        path, tokens = self._path(event["path"]), int(event["tokens"])
+        self._advance(path, event["round"], 0)
+        self._progress[path] = ProgressEntry.model_validate(
+            {
+                **self._progress[path].model_dump(),
+                "validation_nll": float(event["loss"]) * tokens,
+                "validation_tokens": tokens,
+            }
+        )
+
+    def _take_move(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(state="joining", path=self._path(event["to_path"]), since_s=now_s)
+
+    def _take_paused(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(state="paused", path=None, tokens_per_s=0.0)
+
+    def _take_serving(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(state="serving", path=None, addresses=tuple(event["addresses"][:4]))
+
+    def _take_leaving(self, teller: _Teller, event: Event, now_s: float) -> None:
+        teller.change(state="leaving")
+
+    def _path(self, path: Any) -> int:
+        if not isinstance(path, int) or not 0 <= path < self.grid.path_count:
+            raise ValueError(f"there is no path {path!r}")
+        return path
+
+    def _hold(self, teller: _Teller, event: Event, round_index: int) -> Holding:
+        if not self.grid.has_module(event["module"]):
+            raise ValueError(f"there is no module {event['module']!r}")
+        holding = Holding(
+            peer_id=teller.record.peer_id,
+            module=event["module"],
+            version=event["version"],
+            digest=event["digest"],
+            tokens=event["tokens"],
+            round=round_index,
+            bytes=0,
+        )
+        teller.held[holding.module] = self._states[holding.digest] = holding
+        return holding
+
+    def _advance(self, path: int, round_index: int, tokens: int) -> None:
+        known = self._progress.get(path)
+        entry = {
+            "path": path,
+            "last_round": max(round_index, known.last_round if known else 0),
+            "tokens": tokens + (known.tokens if known else 0),
+            "validation_nll": known.validation_nll if known else 0.0,
+            "validation_tokens": known.validation_tokens if known else 0,
+            "train_loss": 0.0,
+        }
+        self._progress[path] = ProgressEntry.model_validate(entry)
+
+
+# -- files
+
+
+def log_files(places: Sequence[Path]) -> list[Path]:
+    """Return the logs among files and folders. Raises StorageError when there is none."""
+    found: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            found += sorted(f for f in place.rglob("*") if f.is_file() and f.suffix in SUFFIXES)
+        elif place.is_file():
+            found.append(place)
+        else:
+            raise StorageError(f"--replay {place}: there is no such file or folder")
+    if not found:
+        raise StorageError(
+            f"--replay {places[0]}: no event log in it; they are what --log-json of dipaco-peer "
+            f"writes, and end with {', '.join(SUFFIXES)}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class EventLogs:
+    """The logs of the nodes of one run."""
+
+    files: tuple[Path, ...]
+    plan: RunPlan
+    operator: str
+    begin_s: float
+    end_s: float
+    unread: Mapping[Path, Unread]
+
+    @classmethod
+    def open(cls, places: Sequence[Path], run: str | None) -> EventLogs:
+        """Find the logs and the run that they are of.
+
+        Raises StorageError and RunSelectionError, each with what to do.
+        """
+        files = log_files(places)
+        runs: dict[str, tuple[RunPlan, str]] = {}
+        spans: dict[str, list[float]] = {}
+        unread = {file: Unread(file) for file in files}
+        for file in files:
+            for run_id, _, event in _events_of_file(file, unread[file], runs):
+                span = spans.setdefault(run_id, [math.inf, -math.inf])
+                span[0], span[1] = (
+                    min(span[0], event["time_s"]),
+                    max(span[1], event["time_s"]),
+                )
+        chosen = [i for i, (plan, _) in runs.items() if run is None or _is_named(run, i, plan)]
+        if len(chosen) != 1:
+            listed = ", ".join(f"{run_id} ({plan.name})" for run_id, (plan, _) in runs.items())
+            what = f"the logs are of these runs: {listed}; choose one with --run"
+            if not runs:
+                what = (
+                    f"none of {len(files)} files says which run it is of; event logs are what "
+                    "--log-json writes"
+                )
+            raise RunSelectionError(f"--replay: {what}")
+        plan, operator = runs[chosen[0]]
+        begin_s, end_s = spans[chosen[0]]
+        return cls(tuple(files), plan, operator, begin_s, end_s, unread)
+
+    def statuses(self, most: int = MOST_MOMENTS) -> Iterator[dict[str, Any]]:
+        """Yield the status of one moment after the other, evenly through the time of the logs."""
+        swarm = Replayed(self.plan, self.operator)
+        span_s = self.end_s - self.begin_s
+        step_s = max(1.0, min(60.0, self.plan.rounds.duration_s / 8), span_s / max(1, most - 1))
+        moments = [self.begin_s + step_s * n for n in range(math.ceil(span_s / step_s))]
+        logs = [self._own_events(index, file) for index, file in enumerate(self.files)]
+        following = iter([*moments[1:], self.end_s])
+        next_s = next(following)
+        for time_s, index, peer, line, event in heapq.merge(*logs, key=lambda e: e[:2]):
+            while time_s > next_s:
+                yield swarm.status(next_s)
+                next_s = next(following)
+            try:
+                swarm.take(peer, event)
+            except MALFORMED as error:
+                self.unread[self.files[index]].add(line, _short(error))
+        yield swarm.status(next_s)
+        for next_s in following:
+            yield swarm.status(next_s)
+
+    def _own_events(self, index: int, file: Path) -> Iterator[tuple[float, int, str, int, Event]]:
+        latest_s = -math.inf
+        peer = ""
+        for run_id, line, event in _events_of_file(file, None, {}):
+            if event["event"] == "run":
+                peer = str(event["peer_id"])
+            # A clock that was set back must not bring events of a file out of their order.
+            latest_s = max(latest_s, event["time_s"])
+            if run_id == self.plan.run_id:
+                yield min(latest_s, self.end_s), index, peer, line, event
+
+
+def _is_named(run: str, run_id: str, plan: RunPlan) -> bool:
+    return run == plan.name or run_id.startswith(run)
+
+
+def _events_of_file(
+    file: Path, unread: Unread | None, runs: dict[str, tuple[RunPlan, str]]
+) -> Iterator[tuple[str, int, Event]]:
+    """Yield the run, the line's number and the event, of every event that is of a run."""
+    run_id = ""
+    for number, line in enumerate(_lines(file), start=1):
+        try:
+            event = _parse(line)
+            if event["event"] == "run":
+                plan = parse_config(RunPlan, event["plan"], "the plan")
+                run_id = plan.run_id
+                runs.setdefault(run_id, (plan, str(event["operator"])))
+        except MALFORMED as error:
+            if unread is not None:
+                unread.add(number, _short(error))
+            continue
+        if run_id:
+            yield run_id, number, event
+        elif unread is not None:
+            unread.add(number, "no event before it says which run it is of")
+
+
+def _lines(file: Path) -> Iterable[bytes]:
+    try:
+        with file.open("rb") as opened:
+            while line := opened.readline(MOST_LINE_BYTES):
+                yield line
+    except OSError as error:
+        raise StorageError(f"--replay {file}: {error.strerror}") from None
+
+
+def _parse(line: bytes) -> Event:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise ValueError("it is not an event")
+    time_s = event.get("time_s")
+    if not isinstance(time_s, int | float) or not 0 <= time_s < 1e11:
+        raise ValueError("it has no time_s")
+    return event
+
+
+def _short(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__

@@ -1,0 +1,137 @@
+"""`dipaco-status --serve` and `--replay`: one thread reads, a server shows what was read."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dipaco.dht.http_server import listen, serve_until_told
+from dipaco.dht.records import refresh_period_s
+from dipaco.modules.errors import DipacoError
+from dipaco.modules.plan import RunPlan
+
+from .event_logs import EventLogs
+from .history import History, default_history_file
+from .service import Board, StatusService
+
+logger = logging.getLogger("dipaco.dht.status.serving")
+
+# The swarm is read as often as its records change, within these bounds.
+LEAST_INTERVAL_S = 5.0
+MOST_INTERVAL_S = 60.0
+# Reading a swarm is bounded itself; ending does not wait longer for it.
+JOIN_S = 5.0
+
+
+def interval_s(plan: RunPlan) -> float:
+    """Return how often a swarm is read."""
+    return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, refresh_period_s(plan.rounds)))
+
+
+class Sampler:
+    """Reads the swarm again and again: the only place that makes work for others."""
+
+    def __init__(
+        self,
+        read: Callable[[], dict[str, Any]],
+        history: History,
+        board: Board,
+        every_s: float,
+    ) -> None:
+        self._read, self._history, self._board = read, history, board
+        self._every_s = every_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.sample()
+            self._stopping.wait(self._every_s)
+
+    def sample(self) -> None:
+        """Read once. What fails is said on the page, and is tried again the next time."""
+        try:
+            status = self._read()
+            self._board.put(status)
+            self._history.write(status)
+        except DipacoError as error:
+            logger.warning("%s", error)
+            self._board.fail(str(error))
+        except Exception as error:
+            # The page must not go on showing old values as if they were new.
+            logger.exception("reading the swarm failed")
+            self._board.fail(f"reading the swarm failed: {type(error).__name__}")
+
+
+def serve_swarm(
+    read: Callable[[], dict[str, Any]],
+    plan: RunPlan,
+    listening: socket.socket,
+    history_file: Path | None,
+) -> int:
+    """Serve the page of a swarm that runs until told to end. Returns the exit code."""
+    file = history_file or default_history_file(plan.run_id)
+    history = History(file, plan.run_id)
+    every_s = interval_s(plan)
+    board = Board(every_s)
+    say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; history in {file}")
+    try:
+        with Sampler(read, history, board, every_s):
+            _serve(StatusService(history, board), listening)
+    finally:
+        history.close()
+    return 0
+
+
+def serve_replay(logs: EventLogs, listening: socket.socket, history_file: Path | None) -> int:
+    """Serve the page of a swarm that is gone until told to end. Returns the exit code."""
+    history = History(history_file, logs.plan.run_id, is_thinned=False)
+    try:
+        say(f"run '{logs.plan.name}' ({logs.plan.run_id}), {len(logs.files)} logs")
+        count = 0
+        for status in logs.statuses():
+            history.write(status)
+            count += 1
+        say_unread(logs)
+        say(f"{count} moments of {(logs.end_s - logs.begin_s) / 60:,.1f} minutes")
+        _serve(StatusService(history), listening)
+    finally:
+        history.close()
+    return 0
+
+
+def say_unread(logs: EventLogs) -> None:
+    """Name the lines that no peer writes."""
+    for unread in logs.unread.values():
+        if unread.count:
+            say(str(unread))
+
+
+def _serve(service: StatusService, listening: socket.socket) -> None:
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    say(f"serving at http://{shown}:{port}")
+    serve_until_told(service.application(), listening)
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Return the socket of the page. Raises AddressError."""
+    return listen(host, port, "--serve")
+
+
+def say(line: str) -> None:
+    """Tell the person who started it."""
+    print(line, file=sys.stderr, flush=True)

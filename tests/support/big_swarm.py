@@ -1,0 +1,134 @@
+"""A swarm of 256 paths and 500 peers through its rounds, with what goes wrong in a real one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from dipaco.dht.manifest import SignedManifest
+from dipaco.dht.records import Reachability
+from dipaco.dht.status.summary import status_of
+
+from .swarm_views import Records, digest_of, healthy_swarm, peer_name, plan_of
+
+DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060", "AMD Radeon 7900", "cpu x16")
+VERSIONS = ("dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.3.2", "dipaco/1.2.0")
+WAYS: tuple[Reachability, ...] = (
+    "direct", "direct", "direct", "direct", "direct", "relayed", "outgoing",
+)  # fmt: skip
+HOSTILE_NAME = "<img src=x onerror=alert(1)>"
+KILLED = 60
+"""So many peers are killed at once; a module's trainers are among them."""
+
+
+def big_records(
+    round_index: int,
+    *,
+    peers: int = 500,
+    sizes: tuple[int, ...] = (16, 16),
+    in_round: float = 0.5,
+    start_s: float = 1000.0,
+    duration_s: float = 600.0,
+) -> Records:
+    """Return the records of a large healthy swarm at a moment, of machines of many kinds."""
+    plan, grid = plan_of(*sizes, duration_s=duration_s)
+    plan = plan.model_copy(update={"name": "large", "start_s": start_s})
+    records = healthy_swarm(plan, grid, peers=peers, round_index=round_index, in_round=in_round)
+    for number, (name, record) in enumerate(list(records.peers.items())):
+        spread = (number * 7919) % 997 / 997
+        records.peers[name] = record.model_copy(
+            update={
+                "device": DEVICES[number % len(DEVICES)],
+                "software": VERSIONS[number * 31 % len(VERSIONS)],
+                "reachable": WAYS[number * 13 % len(WAYS)],
+                "tokens_per_s": round(
+                    400 * 60**spread * (1 + 0.05 * math.sin(round_index + number))
+                ),
+                "name": HOSTILE_NAME if number == 3 else f"volunteer {number}" * (number % 3 == 0),
+                "bytes_up": 10**6 * round_index * (number + 1),
+                "bytes_down": 10**6 * round_index * (number + 2),
+                "addresses": (f"/ip4/203.0.{number // 250}.{number % 250}/tcp/31337",),
+            }
+        )
+    for path, entry in list(records.progress.items()):
+        loss = 2.6 + 4.5 * math.exp(-round_index / 25) + (path * 37 % 101) / 160
+        records.progress[path] = entry.model_copy(
+            update={
+                "tokens": entry.tokens * 1000,
+                "validation_nll": loss * 4096,
+                "validation_tokens": 4096,
+            }
+        )
+    return records
+
+
+def kill(records: Records, names: list[str]) -> None:
+    """Let peers vanish, with what they said."""
+    for name in names:
+        records.peers.pop(name, None)
+        records.claims.pop(name, None)
+        for place in [place for place in records.holdings if place[1] == name]:
+            del records.holdings[place]
+
+
+def fork(records: Records, module: str) -> None:
+    """Let half of a module's trainers hold a chain of their own."""
+    holders = sorted(peer for held, peer in records.holdings if held == module)
+    newest = max(h.round for (held, _), h in records.holdings.items() if held == module)
+    for peer in holders[::2]:
+        records.hold(peer, module, newest, chain="other")
+
+
+def isolate(records: Records, peer: str) -> None:
+    """Let a peer hold states of its own of all that it trains."""
+    for held, owner in list(records.holdings):
+        if owner == peer:
+            newest = records.holdings[held, owner]
+            records.holdings[held, owner] = newest.model_copy(
+                update={"digest": digest_of(held, newest.version, peer)}
+            )
+
+
+def neglect(records: Records, path: int, since_round: int) -> None:
+    """Let nobody train a path."""
+    for name, claim in list(records.claims.items()):
+        if claim.path == path:
+            other = (path + 1) % records.grid.path_count
+            records.claims[name] = claim.model_copy(update={"path": other})
+            records.peers[name] = records.peers[name].model_copy(update={"path": other})
+    entry = records.progress[path]
+    records.progress[path] = entry.model_copy(update={"last_round": max(0, since_round)})
+
+
+def spoiled_records(round_index: int = 30, **about: Any) -> Records:
+    """Return a large swarm with a fork, an isolated peer and paths that wait."""
+    records = big_records(round_index, **about)
+    fork(records, "L0.E3")
+    isolate(records, peer_name(137))
+    for path in (21, 85, 200):
+        neglect(records, path, round_index - 9)
+    return records
+
+
+def status_at(records: Records, operator: str = "0" * 16) -> dict[str, Any]:
+    """Return the status of the records."""
+    manifest = SignedManifest(records.plan, operator, b"")
+    return status_of(records.view(), manifest, records.grid)
+
+
+def history_of_a_kill(rounds: int = 40, **about: Any) -> Iterator[dict[str, Any]]:
+    """Yield the statuses of a large swarm: healthy, then many are killed, later all is spoiled."""
+    for round_index in range(4, rounds):
+        for in_round in (0.25, 0.75):
+            spoiled = round_index >= rounds - 6
+            make = spoiled_records if spoiled else big_records
+            records = make(round_index, in_round=in_round, **about)
+            if rounds // 2 <= round_index < rounds // 2 + 5:
+                kill(records, [peer_name(number) for number in range(0, 8 * KILLED, 8)])
+                for path in range(0, 256, 8):
+                    if path in records.progress and not any(
+                        claim.path == path for claim in records.claims.values()
+                    ):
+                        neglect(records, path, rounds // 2 - 1)
+            yield status_at(records)
