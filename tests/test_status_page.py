@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from dipaco.dht.ledger import Credit, exported
 from dipaco.dht.status import cli
 from dipaco.dht.status.history import History
-from dipaco.dht.status.service import PAGE, Board, StatusService
+from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
 from dipaco.dht.status.serving import Sampler, interval_s
 from dipaco.modules.errors import ConfigurationError, NetworkError
 from starlette.testclient import TestClient
@@ -136,6 +137,28 @@ def test_a_hostile_name_stays_a_string(client: TestClient) -> None:
     assert HOSTILE_NAME in [peer["name"] for peer in answer.json()["status"]["peers"]]
     # Nothing of a peer stands in the page itself.
     assert HOSTILE_NAME not in client.get("/").text
+
+
+def test_what_a_ledger_says_is_shown(history: History, statuses: list[dict[str, Any]]) -> None:
+    credit = Credit(peer_name(1), tokens=700, alone=40, paths={1: 700}, commits=3)
+    credits, board = Credits(), Board(15.0)
+    board.put(statuses[-1])
+    with TestClient(StatusService(history, board, credits).application()) as client:
+        assert client.get("/api/ledger").status_code == 404
+        assert client.get("/api/series").json()["ledger"] is False
+        ledger = exported("ab" * 8, {credit.peer: credit}, {})
+        credits.put(ledger)
+        assert client.get("/api/ledger").json() == ledger
+        assert client.get(f"/api/peer/{peer_name(1)}").json()["credit"] == ledger["peers"][0]
+        assert client.get(f"/api/peer/{peer_name(2)}").json()["credit"] is None
+
+
+def test_metrics_of_the_newest_status(client: TestClient, history: History) -> None:
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "dipaco_swarm_round 20.0" in answer.text
+    with TestClient(StatusService(history).application()) as replay:
+        assert replay.get("/metrics").status_code == 503
 
 
 def test_a_replay_has_no_present(history: History, statuses: list[dict[str, Any]]) -> None:

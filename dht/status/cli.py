@@ -60,6 +60,10 @@ class StatusSettings(RunSettings):
             "FILE",
         ),
     ] = None
+    ledger: Annotated[
+        Path | None,
+        Option("show on the page what this file of dipaco-ledger says of each peer", "FILE"),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,8 +71,9 @@ class StatusSettings(RunSettings):
             raise ConfigurationError("--serve goes without --watch and --json: it has its own page")
         if self.replay and self.watch:
             raise ConfigurationError("--replay and --watch: what is gone does not change")
-        if self.history is not None and self.serve is None:
-            raise ConfigurationError("--history is for --serve; give --serve PORT too")
+        for flag in ("history", "ledger"):
+            if getattr(self, flag) is not None and self.serve is None:
+                raise ConfigurationError(f"--{flag} is for --serve; give --serve PORT too")
 
     def open_port(self) -> socket.socket | None:
         """Return the socket of the page, None when there is none to be served.
@@ -114,6 +119,7 @@ def run(settings: StatusSettings) -> int:
                     manifest.plan,
                     listening,
                     settings.history,
+                    settings.ledger,
                 )
             return _show(reader, manifest, settings)
         finally:
@@ -127,7 +133,7 @@ def _replay(settings: StatusSettings, listening: socket.socket | None) -> int:
 
     logs = EventLogs.open([Path(place) for place in settings.replay], settings.run)
     if listening is not None:
-        return serve_replay(logs, listening, settings.history)
+        return serve_replay(logs, listening, settings.history, settings.ledger)
     *_, status = logs.statuses()
     say_unread(logs)
     print(json.dumps(status, indent=2)) if settings.json else _print(status)

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .history import History
+from .metrics import CONTENT_TYPE, swarm_text
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_POINTS = 1000
@@ -103,12 +104,42 @@ class Board:
             return self._status
 
 
+class Credits:
+    """What a ledger says that each peer has contributed. Written by one thread, read by many."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_peer: dict[str, Any] = {}
+        self._answer: Answer | None = None
+
+    def put(self, ledger: dict[str, Any]) -> None:
+        """Show a ledger as `dipaco.dht.ledger.exported` returns it."""
+        answer = Answer.of(ledger, f"ledger {ledger['tokens']} {ledger['tokens_alone']}")
+        with self._lock:
+            self._by_peer = {one["peer_id"]: one for one in ledger["peers"]}
+            self._answer = answer
+
+    def of(self, peer: str) -> dict[str, Any] | None:
+        """Return what the ledger says of a peer."""
+        with self._lock:
+            return self._by_peer.get(peer)
+
+    @property
+    def answer(self) -> Answer | None:
+        """The whole ledger; None when there is none."""
+        with self._lock:
+            return self._answer
+
+
 class StatusService:
     """The endpoints. Without a board it is a replay: what is newest in the history is shown."""
 
-    def __init__(self, history: History, board: Board | None = None) -> None:
+    def __init__(
+        self, history: History, board: Board | None = None, credits: Credits | None = None
+    ) -> None:
         self._history = history
         self._board = board
+        self._credits = credits or Credits()
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = _policy(self._page)
         self._kept: OrderedDict[str, Answer] = OrderedDict()
@@ -121,6 +152,8 @@ class StatusService:
                 Route("/", self.page),
                 Route("/api/status", self.status),
                 Route("/api/series", self.series),
+                Route("/api/ledger", self.ledger),
+                Route("/metrics", self.metrics),
                 Route("/api/peer/{id}", self.peer),
                 Route("/api/path/{id}", self.path),
                 Route("/api/module/{id}", self.module),
@@ -167,11 +200,26 @@ class StatusService:
             span = self._history.span()
             return {
                 "live": self._board is not None,
+                "ledger": self._credits.answer is not None,
                 "span": None if span is None else vars(span),
                 "series": self._history.series(begin_s, end_s, points),
             }
 
         return await self._worked_out(request, f"series {begin_s} {end_s} {points}", read)
+
+    async def ledger(self, request: Request) -> Response:
+        """Return the whole ledger as `dipaco-ledger --json` prints it."""
+        answer = self._credits.answer
+        if answer is None:
+            raise HTTPException(404, "there is no ledger here; start it with --ledger FILE")
+        return _answer(request, answer)
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the newest status as Prometheus reads it."""
+        status = self._board.status if self._board is not None else None
+        if status is None:
+            raise HTTPException(503, "nothing has been read yet; ask again later")
+        return Response(swarm_text(status), headers={"content-type": CONTENT_TYPE})
 
     async def peer(self, request: Request) -> Response:
         """Return what a peer does, and what it did over time."""
@@ -230,7 +278,8 @@ class StatusService:
             now = find(status_then) if status_then else None
             if now is None and seen is None:
                 raise HTTPException(404, f"no {kind} {name} is known here")
-            return {kind: name, "now": now, "last_seen": now or seen, "history": begin}
+            found = {kind: name, "now": now, "last_seen": now or seen, "history": begin}
+            return {**found, "credit": self._credits.of(name)} if kind == "peer" else found
 
         return await self._worked_out(request, f"{kind} {name} {at_s}", read)
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dipaco.dht.http_server import listen, serve_until_told
+from dipaco.dht.ledger import exported
+from dipaco.dht.ledger_file import read_credits
 from dipaco.dht.records import refresh_period_s
-from dipaco.modules.errors import DipacoError
+from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.plan import RunPlan
 
 from .event_logs import EventLogs
 from .history import History, default_history_file
-from .service import Board, StatusService
+from .service import Board, Credits, StatusService
 
 logger = logging.getLogger("dipaco.dht.status.serving")
 
@@ -26,6 +30,8 @@ LEAST_INTERVAL_S = 5.0
 MOST_INTERVAL_S = 60.0
 # Reading a swarm is bounded itself; ending does not wait longer for it.
 JOIN_S = 5.0
+# Its sums are made anew each time.
+LEDGER_EVERY_S = 300.0
 
 
 def interval_s(plan: RunPlan) -> float:
@@ -42,8 +48,10 @@ class Sampler:
         history: History,
         board: Board,
         every_s: float,
+        read_ledger: Callable[[], None] | None = None,
     ) -> None:
         self._read, self._history, self._board = read, history, board
+        self._read_ledger, self._ledger_read_s = read_ledger, -math.inf
         self._every_s = every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -67,6 +75,9 @@ class Sampler:
             status = self._read()
             self._board.put(status)
             self._history.write(status)
+            if self._read_ledger and time.monotonic() - self._ledger_read_s >= LEDGER_EVERY_S:
+                self._read_ledger()
+                self._ledger_read_s = time.monotonic()
         except DipacoError as error:
             logger.warning("%s", error)
             self._board.fail(str(error))
@@ -81,23 +92,33 @@ def serve_swarm(
     plan: RunPlan,
     listening: socket.socket,
     history_file: Path | None,
+    ledger_file: Path | None,
 ) -> int:
     """Serve the page of a swarm that runs until told to end. Returns the exit code."""
     file = history_file or default_history_file(plan.run_id)
+    credits = Credits()
+    read_ledger = _ledger_reader(ledger_file, plan.run_id, credits)
     history = History(file, plan.run_id)
     every_s = interval_s(plan)
     board = Board(every_s)
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; history in {file}")
     try:
-        with Sampler(read, history, board, every_s):
-            _serve(StatusService(history, board), listening)
+        with Sampler(read, history, board, every_s, read_ledger):
+            _serve(StatusService(history, board, credits), listening)
     finally:
         history.close()
     return 0
 
 
-def serve_replay(logs: EventLogs, listening: socket.socket, history_file: Path | None) -> int:
+def serve_replay(
+    logs: EventLogs,
+    listening: socket.socket,
+    history_file: Path | None,
+    ledger_file: Path | None,
+) -> int:
     """Serve the page of a swarm that is gone until told to end. Returns the exit code."""
+    credits = Credits()
+    _ledger_reader(ledger_file, logs.plan.run_id, credits)
     history = History(history_file, logs.plan.run_id, is_thinned=False)
     try:
         say(f"run '{logs.plan.name}' ({logs.plan.run_id}), {len(logs.files)} logs")
@@ -107,10 +128,25 @@ def serve_replay(logs: EventLogs, listening: socket.socket, history_file: Path |
             count += 1
         say_unread(logs)
         say(f"{count} moments of {(logs.end_s - logs.begin_s) / 60:,.1f} minutes")
-        _serve(StatusService(history), listening)
+        _serve(StatusService(history, None, credits), listening)
     finally:
         history.close()
     return 0
+
+
+def _ledger_reader(file: Path | None, run_id: str, credits: Credits) -> Callable[[], None] | None:
+    """Read the ledger, if there is one, and return what reads it again. Raises StorageError."""
+    if file is None:
+        return None
+
+    def read() -> None:
+        found, tallies, sayings = read_credits(file)
+        if found != run_id:
+            raise StorageError(f"--ledger {file} is of run {found}, not of {run_id}")
+        credits.put(exported(run_id, tallies, sayings))
+
+    read()
+    return read
 
 
 def say_unread(logs: EventLogs) -> None:
