@@ -156,7 +156,8 @@ def open_predecessor(folder: Path, *, allow_genesis: bool = False) -> Predecesso
             f"--from {folder} is not a run folder: it has no manifest.json; give the --out "
             f"of dipaco-bootstrap prepare or of dipaco-simulate, or a peer's folder of the run"
         )
-    return Predecessor(run, verify_manifest(run.manifest_path.read_bytes()), allow_genesis)
+    manifest = verify_manifest(run.manifest_path.read_bytes(), older=True)
+    return Predecessor(run, manifest, allow_genesis)
 
 
 def operator_key_file(predecessor: Predecessor, given: Path | None, out: Path) -> Path:

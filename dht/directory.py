@@ -77,6 +77,8 @@ class Directory:
         self._collected: dict[RecordName, _Entry] | None = None
         self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
         self._verified_manifests: dict[bytes, SignedManifest] = {}
+        self.foreign_manifests: tuple[bytes, ...] = ()
+        """Envelopes of other versions of the protocol, as `list_manifests` last saw them."""
 
     @property
     def run_id(self) -> str:
@@ -309,6 +311,7 @@ class Directory:
         found = self._get_many((MANIFESTS_KEY,)).get(MANIFESTS_KEY)
         manifests = {}
         foreign: ProtocolVersionError | None = None
+        foreign_manifests = []
         for subkey, envelope in (found or {}).items():
             try:
                 address = parse_subkey(subkey)
@@ -318,8 +321,10 @@ class Directory:
             except ProtocolVersionError as error:
                 logger.info("skipped a manifest: %s", error)
                 foreign = error
+                foreign_manifests.append(envelope)
             except DipacoError as error:
                 self._complain(MANIFESTS_KEY, "a manifest", error)
+        self.foreign_manifests = tuple(foreign_manifests)
         if foreign is not None and not manifests:
             raise foreign
         self._verified_manifests = {m.envelope: m for m in manifests.values()}

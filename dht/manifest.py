@@ -28,7 +28,7 @@ from dipaco.modules.errors import (
     StorageError,
 )
 from dipaco.modules.files import canonical_json
-from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan
+from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, protocol_remedy
 
 MAX_MANIFEST_BYTES = 2**16
 _SIGNED_PREFIX = b"dipaco-manifest/1\n"
@@ -100,8 +100,12 @@ def sign_manifest(plan: RunPlan, key: Ed25519PrivateKey) -> bytes:
     return json.dumps(envelope, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def verify_manifest(envelope: bytes, expected_run_id: str | None = None) -> SignedManifest:
+def verify_manifest(
+    envelope: bytes, expected_run_id: str | None = None, *, older: bool = False
+) -> SignedManifest:
     """Check an envelope from a file or from the DHT and return its plan.
+
+    With `older` it may be of an older protocol: a run is moved to a new one by a successor.
 
     Raises `ManifestError` when it is too large, unreadable, badly signed or not the run expected,
     and `ProtocolVersionError` when it is of another protocol. Nothing of a bad manifest is used.
@@ -111,7 +115,7 @@ def verify_manifest(envelope: bytes, expected_run_id: str | None = None) -> Sign
         raise ManifestError(
             f"the manifest is of run {run_id}, it was stored as run {expected_run_id}"
         )
-    _check_version(values)
+    _check_version(values, older)
     try:
         plan = parse_config(RunPlan, values, "the manifest")
     except ConfigurationError as error:
@@ -132,6 +136,27 @@ def envelope_run_id(envelope: bytes) -> str:
     the protocol meet can still tell a newcomer so. Raises `ManifestError`.
     """
     return _verify_signature(envelope)[2]
+
+
+def foreign_successor(envelope: bytes, manifest: SignedManifest) -> tuple[str, str] | None:
+    """Return the id of a successor of a run in another protocol, and what its peers should know.
+
+    None for any other envelope, also for one that another operator signed. Raises `ManifestError`.
+    """
+    values, public_key, run_id = _verify_signature(envelope)
+    version = values.get("protocol_version")
+    if (
+        values.get("successor_of") != manifest.plan.run_id
+        or hashlib.sha256(public_key).hexdigest()[:16] != manifest.operator_fingerprint
+        or type(version) is not int
+        or version == PROTOCOL_VERSION
+    ):
+        return None
+    name = str(values.get("name"))[:64]
+    return run_id, (
+        f"the operator continues this run as {name!r} ({run_id}) in protocol {version}, this "
+        f"dipaco speaks {PROTOCOL_VERSION}: the peer stays here; {protocol_remedy(version)}"
+    )
 
 
 def _verify_signature(envelope: bytes) -> tuple[Mapping[str, Any], bytes, str]:
@@ -165,13 +190,15 @@ def _verify_signature(envelope: bytes) -> tuple[Mapping[str, Any], bytes, str]:
     return values, public_key, run_id
 
 
-def _check_version(values: Mapping[str, Any]) -> None:
+def _check_version(values: Mapping[str, Any], older: bool) -> None:
     """Refuse another protocol before its unknown fields are called mistakes."""
     version = values.get("protocol_version", PROTOCOL_VERSION)
+    if older and type(version) is int and version < PROTOCOL_VERSION:
+        return
     if type(version) is int and version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
             f"run {str(values.get('name'))[:64]!r} speaks protocol {version}, this installation "
-            f"speaks {PROTOCOL_VERSION}; install the version of dipaco that the operator names"
+            f"speaks {PROTOCOL_VERSION}; {protocol_remedy(version)}"
         )
 
 

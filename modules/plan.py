@@ -27,6 +27,19 @@ PLAN_FORMAT: Final = "dipaco-plan/1"
 PROTOCOL_VERSION = 5
 
 
+def protocol_remedy(theirs: int, ours: int = PROTOCOL_VERSION) -> str:
+    """Say what to do about others who speak another version of the protocol."""
+    if theirs > ours:
+        return (
+            "this dipaco is the older one: install the version that the operator names, and start "
+            "again with the same cache folder (docs/upgrading.md)"
+        )
+    return (
+        f"this dipaco is the newer one: install a version that speaks protocol {theirs}, or wait "
+        f"until the operator has upgraded the run (docs/upgrading.md)"
+    )
+
+
 def _check_sha256(value: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", value):
         raise ValueError("must be 64 lower-case hexadecimal digits")

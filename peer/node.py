@@ -37,7 +37,7 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex
+from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.modules.store import StateStore
 from dipaco.routing.run_folder import RunFolder
 
@@ -360,7 +360,7 @@ def _open_run(
     if plan.protocol_version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
             f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
-            f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; install a matching version"
+            f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; {protocol_remedy(plan.protocol_version)}"
         )
     make_folder(path)
     lock_file = take_lock(path / ".lock", str(path), "--cache-dir")

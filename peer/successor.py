@@ -10,7 +10,7 @@ import logging
 import threading
 
 from dipaco.dht.directory import Directory
-from dipaco.dht.manifest import SignedManifest, newest_run
+from dipaco.dht.manifest import SignedManifest, foreign_successor, newest_run
 from dipaco.modules.errors import DipacoError
 
 from .background import Background
@@ -40,6 +40,7 @@ class SuccessorWatch:
         self._found: SignedManifest | None = None
         self._thread: threading.Thread | None = None
         self._ready: Node | None = None
+        self._told: set[str] = set()
 
     def publish(self, directory: Directory, life_s: float) -> None:
         """Nothing: the manifests are renewed by the peers of the runs."""
@@ -50,6 +51,8 @@ class SuccessorWatch:
     def read(self, directory: Directory) -> None:
         """Look for a successor of the run. On the publisher's thread."""
         newest = newest_run(self._node.manifest, directory.list_manifests())
+        for envelope in directory.foreign_manifests:
+            self._tell_of_upgrade(envelope)
         run_id = newest.plan.run_id
         known = self._found.plan.run_id if self._found is not None else self._node.run_id
         if run_id == known:
@@ -59,6 +62,16 @@ class SuccessorWatch:
         if self._follow and self._thread is None:
             self._thread = self._background.thread("successor", self._get_ready)
             self._thread.start()
+
+    def _tell_of_upgrade(self, envelope: bytes) -> None:
+        """Say, once, that the run goes on in a protocol that this program does not speak."""
+        try:
+            found = foreign_successor(envelope, self._node.manifest)
+        except DipacoError:
+            return
+        if found is not None and found[0] not in self._told:
+            self._told.add(found[0])
+            logger.warning("%s", found[1])
 
     def stop(self) -> None:
         """Stop getting ready; what is ready stays."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.dht.manifest import (
     MAX_MANIFEST_BYTES,
     envelope_run_id,
@@ -123,6 +124,22 @@ def test_another_protocol_is_named_before_its_unknown_fields(key_path: Path) -> 
     with pytest.raises(ProtocolVersionError, match=said):
         verify_manifest(envelope)
     assert len(envelope_run_id(envelope)) == 16
+
+
+def test_a_run_of_an_older_protocol_can_be_continued_and_nothing_else(
+    key_path: Path, tmp_path: Path
+) -> None:
+    def envelope(protocol: int) -> bytes:
+        plan = make_plan().model_copy(update={"protocol_version": protocol})
+        return sign_manifest(plan, load_or_create_operator_key(key_path))
+
+    (tmp_path / "manifest.json").write_bytes(envelope(PROTOCOL_VERSION - 1))
+    assert open_predecessor(tmp_path).plan.protocol_version == PROTOCOL_VERSION - 1
+    with pytest.raises(ProtocolVersionError, match="this dipaco is the newer one: install"):
+        verify_manifest(envelope(PROTOCOL_VERSION - 1))
+    (tmp_path / "manifest.json").write_bytes(envelope(PROTOCOL_VERSION + 1))
+    with pytest.raises(ProtocolVersionError, match="this dipaco is the older one: install"):
+        open_predecessor(tmp_path)
 
 
 def test_a_plan_that_is_valid_but_not_spelled_out_is_refused(key_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dipaco.dht.manifest import SignedManifest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.dht.manifest import SignedManifest, sign_manifest
 from dipaco.modules.errors import NetworkError
+from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer import successor
 from dipaco.peer.background import Background
 from dipaco.peer.successor import SuccessorWatch
-from support.operators import STRANGER, manifest
+from support.operators import KEY, STRANGER, manifest
 
 FIRST = manifest(1, 100.0)
 SECOND = manifest(2, 200.0, FIRST.plan.run_id)
@@ -47,6 +50,7 @@ class Listing:
 
     def __init__(self, *manifests: SignedManifest) -> None:
         self.manifests = list(manifests)
+        self.foreign_manifests: tuple[bytes, ...] = ()
 
     def list_manifests(self) -> list[SignedManifest]:
         return self.manifests
@@ -118,3 +122,41 @@ def test_who_stays_is_told_once() -> None:
     assert (node.opened, watch.take()) == ([], None)
     assert [event["state"] for event in events] == ["found"]
     watch.stop()
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(1, "this dipaco is the older one: install"), (-1, "this dipaco is the newer one: install")],
+)
+def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(
+    step: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = PROTOCOL_VERSION + step
+    node, events = StandIn(FIRST, {"is there": True}), []
+    watch, listing = watch_of(node, events), Listing(FIRST)
+    directory: Any = listing
+    with caplog.at_level(logging.WARNING):
+        listing.foreign_manifests = (
+            b"no manifest",
+            # Of another operator, and of another run: nobody needs to know.
+            upgraded(manifest(2, 200.0, FIRST.plan.run_id, STRANGER), STRANGER, other),
+            upgraded(manifest(3, 200.0), KEY, other),
+        )
+        watch.read(directory)
+        assert caplog.messages == []
+        listing.foreign_manifests = (upgraded(SECOND, KEY, other),)
+        watch.read(directory)
+        watch.read(directory)
+    [line] = caplog.messages
+    assert f"in protocol {other}, this dipaco speaks {PROTOCOL_VERSION}" in line
+    assert "the peer stays here" in line
+    assert said in line
+    assert "\n" not in line
+    # It trains on.
+    assert (watch.take(), events) == (None, [])
+
+
+def upgraded(signed: SignedManifest, key: Ed25519PrivateKey, protocol: int) -> bytes:
+    """Return a manifest as another version of the protocol would sign it."""
+    plan = signed.plan.model_copy(update={"protocol_version": protocol})
+    return sign_manifest(plan, key)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from dipaco.modules.errors import NetworkError, ProtocolVersionError
-from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.modules.plan import PROTOCOL_VERSION, protocol_remedy
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import runtime_pb2
 
@@ -43,7 +43,8 @@ class Hello:
         if self.protocol != protocol_version:
             raise ProtocolVersionError(
                 f"peer {self.peer_id} is {self.software} with protocol {self.protocol}, this is "
-                f"{software} with protocol {protocol_version}; install a matching version of dipaco"
+                f"{software} with protocol {protocol_version}; "
+                f"{protocol_remedy(self.protocol, protocol_version)}"
             )
 
 
