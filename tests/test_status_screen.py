@@ -1,19 +1,22 @@
-"""`dipaco-status --watch` on a terminal: problems in full or counted, tables in what is left."""
+"""`dipaco-status` on a terminal: with --watch problems stay on top and tables scroll."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from dipaco.dht.manifest import SignedManifest, load_or_create_operator_key, sign_manifest
 from dipaco.dht.manifest import verify_manifest as verify
-from dipaco.dht.status.screen import FittedStatus, render
+from dipaco.dht.status.screen import render
 from dipaco.dht.status.summary import status_of
+from dipaco.dht.status.watch import StatusApp
+from dipaco.modules.errors import NetworkError
 from rich.console import Console
 from support.swarm_views import Records, healthy_swarm, peer_name, plan_of
-
-SIZES = ((80, 24), (80, 50), (200, 24), (200, 50))
+from textual.widgets import DataTable
 
 
 @pytest.fixture(scope="module")
@@ -62,87 +65,120 @@ def joined(lines: list[str]) -> str:
     return re.sub(r"\s+", " ", " ".join(lines))
 
 
-def rows_of(lines: list[str], title: str) -> int:
-    """Return how many rows of a table stand on the screen."""
-    start = next(i for i, line in enumerate(lines) if line.startswith(title))
-    titles = ("paths", "modules", "peers", "not shown")
-    end = next((i for i in range(start + 2, len(lines)) if lines[i].startswith(titles)), len(lines))
-    return end - start - 2
+# -- --watch
 
 
-@pytest.mark.parametrize(("width", "height"), [*SIZES, (80, 12), (60, 8), (40, 4), (20, 3)])
-@pytest.mark.parametrize(
-    ("peers", "sizes"),
-    [(3, (2, 2)), (9, (2, 2)), (40, (8, 8)), (500, (16, 16)), (3, (16, 16))],
-)
-def test_the_screen_is_never_overfull_and_no_problem_is_lost(
-    sign: Any, peers: int, sizes: tuple[int, ...], width: int, height: int
+async def drawn(app: StatusApp, pilot: Any) -> list[str]:
+    """Return the lines of the terminal, as they are now."""
+    await pilot.pause()
+    strips = app.screen._compositor.render_strips()
+    return ["".join(segment.text for segment in strip) for strip in strips]
+
+
+def watched(
+    status: dict[str, Any],
+    size: tuple[int, int],
+    check: Callable[[StatusApp, Any], Awaitable[None]],
+    read: Callable[[], dict[str, Any]] | None = None,
 ) -> None:
-    status = make_status(sign, spoiled(peers, *sizes))
-    lines = shown(FittedStatus(status), width, height)
-    assert len(lines) < height
-    assert all(len(line) <= width for line in lines)
-    text = joined(lines)
-    texts = [joined([f"problem: {problem['text']}"]) for problem in status["problems"]]
-    in_full = [one for one in texts if one in text]
-    # The worst are those in full.
-    assert in_full == texts[: len(in_full)]
-    hidden = len(texts) - len(in_full)
-    if hidden and height >= 8:
-        assert f"and {hidden} more problems" in text or f"{hidden} problems:" in text
-    if (width, height) in SIZES:
-        assert in_full
+    """Run the app without a terminal, and `check` in it."""
+
+    async def run() -> None:
+        # It looks again when it is told to, never by the clock.
+        app = StatusApp(status, read or (lambda: status), period_s=1e6)
+        async with app.run_test(size=size) as pilot:
+            await check(app, pilot)
+
+    asyncio.run(run())
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-@pytest.mark.parametrize("is_healthy", [True, False])
-def test_rows_that_are_not_shown_are_counted(
-    sign: Any, width: int, height: int, is_healthy: bool
-) -> None:
-    make = healthy if is_healthy else spoiled
-    status = make_status(sign, make(500, 16, 16))
-    lines = shown(FittedStatus(status), width, height)
-    counts = {"paths": 256, "modules": 32, "peers": 500}
-    left_out = " ".join(line for line in lines if line.startswith("not shown: "))
-    for title, count in counts.items():
-        if f"{count} {title}" in left_out:
-            continue
-        hidden = re.search(rf"^{title} \((\d+) more not shown\)", "\n".join(lines), re.M)
-        assert int(hidden[1]) if hidden else count - rows_of(lines, title) == 0
-        assert rows_of(lines, title) + (int(hidden[1]) if hidden else 0) == count
-    if is_healthy:
-        assert "healthy" in lines
-        # No line is wasted while rows are missing.
-        assert len(lines) == height - 1
+@pytest.mark.parametrize(("width", "height"), [(80, 40), (80, 24)])
+def test_all_problems_of_64_paths_stand_on_top(sign: Any, width: int, height: int) -> None:
+    status = make_status(sign, spoiled(64, 8, 8))
+    assert len(status["problems"]) >= 5
+
+    async def check(app: StatusApp, pilot: Any) -> None:
+        for keys in ((), ("3", "end")):
+            await pilot.press(*keys)
+            lines = await drawn(app, pilot)
+            text = joined([line.strip() for line in lines])
+            assert len(lines) == height
+            for problem in status["problems"]:
+                assert joined([f"problem: {problem['text']}"]) in text
+            assert f"{len(status['problems'])} problems" in text
+            assert "paths (64)" in text
+
+    watched(status, (width, height), check)
+
+
+def test_problems_that_do_not_fit_scroll_and_are_counted(sign: Any) -> None:
+    status = make_status(sign, spoiled(64, 8, 8))
+    count = len(status["problems"])
+
+    async def check(app: StatusApp, pilot: Any) -> None:
+        lines = await drawn(app, pilot)
+        text = joined([line.strip() for line in lines])
+        assert f"{count} problems" in text
+        assert joined([f"problem: {status['problems'][0]['text']}"]) in text
+        pane = app.query_one("#problems")
+        assert pane.max_scroll_y > 0
+        pane.focus()
+        await pilot.press("end")
+        await pilot.pause()
+        await pilot.wait_for_animation()
+        assert pane.scroll_y == pane.max_scroll_y
+        last = joined([line.strip() for line in await drawn(app, pilot)])
+        assert status["problems"][-1]["text"][-20:] in last
+        # The table keeps a row.
+        assert app.query_one("#paths").size.height >= 2
+
+    watched(status, (80, 16), check)
+
+
+def test_tables_scroll_and_stay_where_they_were_when_read_again(sign: Any) -> None:
+    before, after = make_status(sign, healthy(500, 16, 16)), make_status(sign, spoiled(500, 16, 16))
+
+    async def check(app: StatusApp, pilot: Any) -> None:
+        await pilot.press("3")
+        table = app.query_one("#peers", DataTable)
+        assert (table.row_count, table.has_focus) == (500, True)
+        await pilot.press(*["pagedown"] * 3)
+        row = table.cursor_row
+        assert row > 30
+        app.action_look()
+        await app.workers.wait_for_complete()
+        assert table.cursor_row == row
+        assert "problem" in joined(await drawn(app, pilot))
+        # What is in trouble comes first.
+        assert table.get_row_at(0)[0].style == "red"
+        await pilot.press("q")
+
+    watched(before, (100, 30), check, lambda: after)
+
+
+def test_a_swarm_that_cannot_be_read_is_said_and_what_was_stays(sign: Any) -> None:
+    def read() -> dict[str, Any]:
+        raise NetworkError("nobody answers")
+
+    async def check(app: StatusApp, pilot: Any) -> None:
+        app.action_look()
+        await app.workers.wait_for_complete()
+        text = joined(await drawn(app, pilot))
+        assert "cannot read the swarm, tries again: nobody answers" in text
+        assert app.query_one("#paths", DataTable).row_count == 4
+
+    watched(make_status(sign, healthy(6, 2, 2)), (100, 30), check, read)
+
+
+# -- without --watch
 
 
 def test_problems_stand_above_the_tables(sign: Any) -> None:
     status = make_status(sign, spoiled(9, 2, 2))
-    for drawn in (render(status), FittedStatus(status)):
-        lines = [line.strip() for line in shown(drawn, 200, 80)]
-        problems = [i for i, line in enumerate(lines) if line.startswith("problem: ")]
-        assert len(problems) == len(status["problems"]) > 2
-        assert max(problems) < min(i for i, line in enumerate(lines) if line.startswith("paths"))
-
-
-def test_rows_in_trouble_are_shown_before_others(sign: Any) -> None:
-    records = healthy(500, 16, 16)
-    for path in (200, 255):
-        entry = records.progress[path].model_copy(update={"last_round": 2})
-        records.progress[path] = entry
-    name = peer_name(400)
-    records.peers[name] = records.peers[name].model_copy(update={"reachable": "outgoing"})
-    lines = shown(FittedStatus(make_status(sign, records)), 120, 24)
-    assert any(line.startswith("200 ") for line in lines)
-    assert any(line.startswith("255 ") for line in lines)
-    assert any(line.startswith(f"..{name[-8:]}") and "outgoing only" in line for line in lines)
-
-
-def test_a_small_swarm_fits_whole(sign: Any) -> None:
-    status = make_status(sign, healthy(6, 2, 2))
-    text = "\n".join(shown(FittedStatus(status), 160, 50))
-    assert "not shown" not in text
-    assert all(word in text for word in ("healthy", "L1.E1", "held-out loss", "direct"))
+    lines = [line.strip() for line in shown(render(status), 200, 80)]
+    problems = [i for i, line in enumerate(lines) if line.startswith("problem: ")]
+    assert len(problems) == len(status["problems"]) > 2
+    assert max(problems) < min(i for i, line in enumerate(lines) if line.startswith("paths"))
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,15 @@ def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettin
             print(json.dumps(status), flush=True)
             time.sleep(WATCH_PERIOD_S)
             status = read_status(directory, manifest)
-    from rich.live import Live
-
-    from .screen import FittedStatus
-
-    with Live(FittedStatus(status), screen=False, auto_refresh=False) as live:
+    if not sys.stdout.isatty():
         while True:
+            _print(status)
             time.sleep(WATCH_PERIOD_S)
-            live.update(FittedStatus(read_status(directory, manifest)), refresh=True)
+            status = read_status(directory, manifest)
+    from .watch import StatusApp
+
+    StatusApp(status, lambda: read_status(directory, manifest), WATCH_PERIOD_S).run()
+    return 0
 
 
 def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any]:
