@@ -72,7 +72,7 @@ def test_what_strangers_put_on_top_of_a_settled_state_is_checked() -> None:
     assert of(a.CheckState, peer.turn()) == [a.CheckState(MODULE, on_top.digest)]
 
 
-def test_on_the_word_of_who_made_a_refused_state_no_other_one_is_taken_for_some_rounds() -> None:
+def test_from_who_made_a_refused_state_no_other_one_is_taken_for_some_rounds() -> None:
     peer = Victim("Pa")
     peer.refuse(peer.family.commit(peer.anchor, 3, ["Pz"]), "Pz")
     peer.done.clear()
@@ -80,6 +80,33 @@ def test_on_the_word_of_who_made_a_refused_state_no_other_one_is_taken_for_some_
     assert of(a.FetchState, peer.show(another, "Pz")) == []
     peer.now_s += DISBELIEVED_ROUNDS * ROUND_S
     assert [wanted.reference for wanted in of(a.FetchState, peer.look())] == [another]
+
+
+def test_what_an_inventor_put_a_wrecked_state_on_top_of_is_still_taken() -> None:
+    peer = Victim("Pa")
+    good = peer.family.commit(peer.anchor, 3, ["Pa"])
+    peer.refuse(peer.family.commit(good, 3, ["Pz", *BARE]), "Pz")
+    peer.done.clear()
+    wanted = [fetch.reference for fetch in of(a.FetchState, peer.show(good, "Pa"))]
+    assert wanted == [good]
+
+
+def test_who_serves_nothing_does_not_hide_what_others_hold() -> None:
+    peer = Victim("Pa")
+    good = peer.family.commit(peer.anchor, 3, ["Pa"])
+    invented = [peer.family.commit(good, 3, ["Pz"], tokens=n) for n in (10, 20)]
+    peer.held = {"Pa": [good], "Pz": [invented[0]]}
+    peer.look()
+    for state in (good, invented[0]):
+        peer.happen(e.ChainFetched(state, peer.family.chain(state)))
+    peer.look()
+    assert [fetch.reference for fetch in peer.of(a.FetchState)] == [invented[0]]
+    peer.held["Pz"] = [invented[1]]
+    peer.look()
+    peer.happen(e.ChainFetched(invented[1], peer.family.chain(invented[1])))
+    peer.happen(e.FetchFailed(MODULE, invented[0].digest, "it could not serve it", "adopt"))
+    peer.look()
+    assert [fetch.reference for fetch in peer.of(a.FetchState)] == [invented[0], good]
 
 
 def test_many_invented_digests_keep_no_certificates_out() -> None:

@@ -31,7 +31,10 @@ MAX_LOSS_INCREASE = 1.0
 GREATEST_STEP, MOST_STEPS = 4.0, 4
 # Refresh periods for which a state that could not be fetched is left alone.
 RETRY_PERIODS = 5
-# On the word of those who made a refused state alone, no other one is taken for so many rounds.
+# Of so many states and peers it is remembered that they are to be left alone.
+MOST_LEFT_ALONE = 256
+# No other state that those who made the last step to a refused one made alone is taken for so many
+# rounds.
 DISBELIEVED_ROUNDS = 4
 # Chains that an anchor from the beginning is compared with, beside the genesis state.
 MOST_RIVALS = 2
@@ -59,10 +62,10 @@ class Adoption:
         # since they parted from the own anchor.
         self._refused: dict[str, frozenset[str]] = {}
         self._unavailable: dict[str, float] = {}
-        # Whose states could not be had, or are not believed, until when: an inventor has a new one
-        # each time.
-        self._unserved: list[tuple[float, frozenset[str]]] = []
-        self._disbelieved: list[tuple[int, frozenset[str]]] = []
+        # Who could not serve a state that it was said to hold, and whose states are not believed,
+        # until when: an inventor has a new one each time.
+        self._unserved: dict[str, float] = {}
+        self._disbelieved: dict[str, int] = {}
         self._unchecked: dict[str, set[str]] = {}
         """Modules whose anchor was taken at the beginning, and the rivals that it was better than;
         a genesis state is named by the empty digest."""
@@ -80,7 +83,8 @@ class Adoption:
     def clock_went_back(self) -> None:
         """Forget until when states are left alone."""
         self._unavailable.clear()
-        self._unserved, self._disbelieved = [], []
+        self._unserved.clear()
+        self._disbelieved.clear()
 
     def is_fetching(self, module: str) -> bool:
         """Tell whether a state of a module is on its way here, or about to be put under."""
@@ -95,8 +99,8 @@ class Adoption:
         """Return the state that should replace the anchor of a module, as far as is known."""
         known = self._known
         candidates, anchor = self._candidates(module), known.anchors[module]
-        words = [who for until_s, who in self._unserved if until_s > known.now_s]
-        served = [s for s in candidates if not any(self.word(s) <= who for who in words)]
+        failing = {peer for peer, until_s in self._unserved.items() if until_s > known.now_s}
+        served = [s for s in candidates if not failing.issuperset(known.holders(s))]
         return known.descent.best(served, anchor) or known.descent.best(candidates, anchor)
 
     def word(self, state: StateReference) -> frozenset[str]:
@@ -205,9 +209,10 @@ class Adoption:
         period_s = refresh_period_s(known.plan.rounds)
         until_s = known.now_s + RETRY_PERIODS * period_s
         self._unavailable[digest] = until_s
-        self._unserved = [*self._unserved[-15:], (until_s, self.word(fetch.reference))]
-        while len(self._unavailable) > 256:
-            del self._unavailable[next(iter(self._unavailable))]
+        self._unserved.update(dict.fromkeys(known.holders(fetch.reference), until_s))
+        for left_alone in (self._unavailable, self._unserved):
+            while len(left_alone) > MOST_LEFT_ALONE:
+                del left_alone[next(iter(left_alone))]
 
     def apply(self, running: Collection[str]) -> None:
         """Put what is here under the work of modules whose level has no round under way."""
@@ -299,12 +304,20 @@ class Adoption:
 
     def _refuse(self, state: StateReference, instead_of: StateReference) -> None:
         known = self._known
-        self._refused[state.digest] = parted = known.descent.parted(state, instead_of)
-        shown = {peer for peer in parted if known.doubts.has_shown_itself(peer)} - {known.me}
+        self._refused[state.digest] = known.descent.parted(state, instead_of)
         until_round = known.present_round + DISBELIEVED_ROUNDS
-        self._disbelieved = [*self._disbelieved[-15:], (until_round, frozenset(shown))]
-        while len(self._refused) > 256:
+        self._disbelieved.update(dict.fromkeys(self._makers(state) - {known.me}, until_round))
+        while len(self._disbelieved) > MOST_LEFT_ALONE:
+            del self._disbelieved[next(iter(self._disbelieved))]
+        while len(self._refused) > MOST_LEFT_ALONE:
             del self._refused[next(iter(self._refused))]
+
+    def _makers(self, state: StateReference) -> frozenset[str]:
+        """Return those who signed a state and have shown themselves."""
+        known = self._known
+        certificate = known.book.get(state.module, state.digest)
+        signers = certificate.signers if certificate is not None else frozenset[str]()
+        return frozenset(peer for peer in signers if known.doubts.has_shown_itself(peer))
 
     def _is_refused(self, state: StateReference) -> bool:
         """Tell whether a state is one that was refused, or goes on from it on the same word.
@@ -315,11 +328,11 @@ class Adoption:
         known, book = self._known, self._known.book
         if state.digest in self._refused or not self._refused:
             return state.digest in self._refused
-        words = [who for until, who in self._disbelieved if until > known.present_round]
-        if words and known.descent.is_certified(state):
-            word = self.word(state)
-            if word and any(word <= who for who in words):
-                return True
+        present = known.present_round
+        disbelieved = {peer for peer, until in self._disbelieved.items() if until > present}
+        # Whose chain it goes on from says nothing: an inventor goes on from the best there is.
+        if disbelieved and known.descent.is_certified(state) and self._makers(state) <= disbelieved:
+            return True
         for certificate in book.chain(state.module, state.digest):
             earlier = certificate.statement.digest
             if earlier in self._refused:

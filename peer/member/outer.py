@@ -87,9 +87,13 @@ class OuterRounds:
         return self._running.keys()
 
     def begin_path(self) -> None:
-        """Forget the last path; what was under way for it is answered to nobody."""
+        """Forget the last path; what was under way for it is answered to nobody.
+
+        In a module that both paths have, whoever claims and does not come has been waited for.
+        """
         self._running.clear()
-        self._in_vain.clear()
+        for module in self._in_vain.keys() - self.known.anchors.keys():
+            del self._in_vain[module]
         self._catching_up.clear()
 
     @property
