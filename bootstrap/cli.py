@@ -34,7 +34,7 @@ def run_prepare(settings: PrepareSettings) -> int:
     try:
         display = Display()
         with open_source(settings, display.say) as (predecessor, swarm):
-            prepare(
+            plan = prepare(
                 settings.run_toml,
                 settings.out,
                 start_in_s=settings.start_in_s,
@@ -45,6 +45,12 @@ def run_prepare(settings: PrepareSettings) -> int:
                 swarm=swarm,
                 together=settings.together,
             )
+        if settings.upload is not None:
+            from dipaco.routing.run_folder import RunFolder
+
+            from .upload import upload
+
+            upload(RunFolder(settings.out), plan, settings.upload, display)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         raise

@@ -67,6 +67,14 @@ class PrepareSettings(ComputeSettings):
             "and divide the work"
         ),
     ] = False
+    upload: Annotated[
+        str | None,
+        Option(
+            "then put all blobs of the run into this folder, which its mirrors name: s3://, gs:// "
+            "or hf://; what is there already is not sent again",
+            "URL",
+        ),
+    ] = None
     allow_genesis: Annotated[
         bool,
         Option("with --from: a module that was never trained starts again as that run began it"),
@@ -74,11 +82,16 @@ class PrepareSettings(ComputeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.together and (self.predecessor is not None or self.start_in_s is not None):
-            other = "--from" if self.predecessor is not None else "--start-in-s"
+        alone = {
+            "--from": self.predecessor is not None,
+            "--start-in-s": self.start_in_s is not None,
+            "--upload": self.upload is not None,
+        }
+        if self.together and any(alone.values()):
+            other = next(flag for flag, is_given in alone.items() if is_given)
             raise ConfigurationError(
-                f"--together and {other} do not go together; one machine alone does what "
-                f"{other} needs"
+                f"--together and {other} do not go together; give {other} on one machine alone, "
+                f"afterwards if the run is not made yet"
             )
         if self.initial_peers and self.predecessor is None:
             raise ConfigurationError(
