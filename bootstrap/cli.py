@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from dipaco.modules.command_line import Command, Program
 
-from .settings import PlanSettings, PrepareSettings, ServeSettings
+from .settings import (
+    InviteSettings,
+    PlanSettings,
+    PrepareSettings,
+    RevokeSettings,
+    ServeSettings,
+)
 
 if TYPE_CHECKING:
     from .predecessor import Predecessor
@@ -44,6 +50,7 @@ def run_prepare(settings: PrepareSettings) -> int:
                 predecessor=predecessor,
                 swarm=swarm,
                 together=settings.together,
+                admission=settings.admission,
             )
         if settings.upload is not None:
             from dipaco.routing.run_folder import RunFolder
@@ -109,6 +116,30 @@ def run_serve(settings: ServeSettings) -> int:
     return serve.run(settings)
 
 
+def run_invite(settings: InviteSettings) -> int:
+    """Run `dipaco-bootstrap invite`."""
+    from .invite import invite
+
+    print(
+        invite(
+            settings.folder,
+            settings.peers,
+            expires_days=settings.expires_days,
+            name=settings.name,
+            operator_key=settings.operator_key,
+        )
+    )
+    return 0
+
+
+def run_revoke(settings: RevokeSettings) -> int:
+    """Run `dipaco-bootstrap revoke`."""
+    from .invite import revoke
+
+    print(revoke(settings.folder, settings.invitations, operator_key=settings.operator_key))
+    return 0
+
+
 PREPARE = Command(
     "prepare",
     PrepareSettings,
@@ -133,7 +164,23 @@ SERVE = Command(
     description="Start a bootstrap node: the first address of a swarm. It serves what "
     "newcomers need and keeps copies of states. Ctrl+C leaves cleanly.",
 )
-COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE))
+INVITE = Command(
+    "invite",
+    InviteSettings,
+    run_invite,
+    summary="make an invitation to a run by invitation: one line for a volunteer",
+    description="Print an invitation for so many peers, signed with the operator's key. Whoever "
+    "has it can use it: give each volunteer one of their own.",
+)
+REVOKE = Command(
+    "revoke",
+    RevokeSettings,
+    run_revoke,
+    summary="end invitations, and with them the peers that came in by them",
+    description="Sign a new list of the invitations that are ended. Nodes that serve the run "
+    "folder hand it on with their next refresh, and every peer keeps it.",
+)
+COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE, INVITE, REVOKE))
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
 from .import_base import ImportedBase
+from .invite import invite_own_nodes
 from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
@@ -62,6 +63,7 @@ def prepare(
     predecessor: Predecessor | None = None,
     swarm: ScoringSwarm | None = None,
     together: bool = False,
+    admission: Literal["open", "invitation"] | None = None,
 ) -> RunPlan:
     """Make the run folder `out` from a RUN.toml and return the plan that was signed.
 
@@ -88,6 +90,7 @@ def prepare(
         predecessor,
         swarm,
         together,
+        admission,
     )
     return preparation.run(start_in_s)
 
@@ -104,6 +107,7 @@ class Preparation:
     predecessor: Predecessor | None = None
     swarm: ScoringSwarm | None = None
     together: bool = False
+    admission: Literal["open", "invitation"] | None = None
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
@@ -415,7 +419,7 @@ class Preparation:
             blobs,
             round(time.time() + (start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
-        )
+        ).model_copy(update=self._admission())
         if self.predecessor:
             check_start(plan, self.predecessor.plan)
         if start_in_s is None and self.folder.manifest_path.exists():
@@ -425,7 +429,18 @@ class Preparation:
         key = load_or_create_operator_key(self.operator_key)
         atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
         shutil.rmtree(self.work / "pieces", ignore_errors=True)
+        if plan.admission == "invitation":
+            invite_own_nodes(self.out, plan, key, self.display.say)
         return plan, True
+
+    def _admission(self) -> dict[str, str | None]:
+        """Return who counts: as is asked for, or as before. Who is in stays in the successor."""
+        before = self.predecessor.plan if self.predecessor else None
+        kind = self.admission or (before.admission if before else "open")
+        since = None
+        if before is not None and kind == before.admission == "invitation":
+            since = before.invitations_of or before.run_id
+        return {"admission": kind, "invitations_of": since}
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         made = self.markers.done("shards", self._shards_hash) or {}

@@ -22,6 +22,7 @@ from dipaco.peer.app import install_stop_signals, start_background, write_addres
 from dipaco.peer.background import Background
 from dipaco.peer.display import Display
 from dipaco.peer.events import EventLog
+from dipaco.peer.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.ledger_cli import keeper_of
 from dipaco.peer.metrics import PeerMetrics
 from dipaco.peer.node import Node, join_run, visible_addresses
@@ -68,6 +69,7 @@ def run(settings: ServeSettings) -> int:
     )
     joined.set()
     try:
+        node.admit(given_invitation(settings.invitation, folder / OWN_INVITATION))
         _serve(node, settings, display, events, stopping, metrics)
     finally:
         node.close()
@@ -97,7 +99,13 @@ def _serve(
         "a volunteer pastes this:"
     )
     pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
-    display.say(f"dipaco-peer --initial-peers {pinned}")
+    by_invitation = node.gate is not None
+    display.say(f"dipaco-peer --initial-peers {pinned}" + by_invitation * " --invitation TEXT")
+    if by_invitation:
+        display.say(
+            f"the run is by invitation: make a TEXT with dipaco-bootstrap invite {settings.folder} "
+            "--peers 1"
+        )
     if node.plan.successor_of is not None:
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from dipaco.modules.command_line import ComputeSettings, Option, Settings
 from dipaco.modules.errors import ConfigurationError
 from dipaco.peer.settings import NodeSettings
 
+RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
+OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
 RUN_TOML = Option("what the run is to be", "RUN.toml", positional=True)
 
 
@@ -32,6 +34,13 @@ class PrepareSettings(ComputeSettings):
         Path | None,
         Option(
             "the key that signs the manifest, made if missing (default: DIR/operator.pem)", "FILE"
+        ),
+    ] = None
+    admission: Annotated[
+        Literal["open", "invitation"] | None,
+        Option(
+            "who counts in the run: everybody, or whom you invite (default: as in the run before, "
+            "else open)"
         ),
     ] = None
     predecessor: Annotated[
@@ -117,10 +126,48 @@ class PlanSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InviteSettings(Settings):
+    """Who is invited to which run."""
+
+    folder: Annotated[Path, RUN_FOLDER]
+    peers: Annotated[
+        int,
+        Option("how many peers it lets in at a time", "N", least=1, most=10_000),
+    ]
+    expires_days: Annotated[
+        float | None,
+        Option(
+            "days within which they have to join; who is in stays in (default: no limit)",
+            "DAYS",
+            least=0,
+            most=36_500,
+        ),
+    ] = None
+    name: Annotated[
+        str, Option("for whom it is, for your own list in DIR/invitations.jsonl", "TEXT")
+    ] = ""
+    operator_key: Annotated[Path | None, OPERATOR_KEY] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeSettings(Settings):
+    """Which invitations of a run are ended."""
+
+    folder: Annotated[Path, RUN_FOLDER]
+    invitations: Annotated[
+        tuple[str, ...],
+        Option(
+            "invitations to end: their ids, as in DIR/invitations.jsonl and dipaco-status", "ID"
+        ),
+    ]
+    operator_key: Annotated[Path | None, OPERATOR_KEY] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeSettings(NodeSettings):
     """What a bootstrap node serves, and where it is reached."""
 
-    folder: Annotated[Path, Option("a prepared run folder", "DIR", positional=True)]
+    folder: Annotated[Path, RUN_FOLDER]
     initial_peers: Annotated[
         tuple[str, ...], Option("other bootstrap nodes or peers of the same swarm", "ADDR")
     ] = ()

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import Contribution, canonical_table
 
+from .admission import ADMISSION_BYTES, Gate
 from .certificates import STEPS_PER_ROUND, Certificate, CommitStatement
 from .identity import (
     SIGNATURE_BYTES,
@@ -31,22 +32,34 @@ MAX_CERTIFICATE_BYTES = 2**17
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MODULE_BYTES = 64
+_SIGNATURES = (SIGNATURE_BYTES, SIGNATURE_BYTES + ADMISSION_BYTES)
 
 
-def sign_statement(statement: CommitStatement, key: Ed25519PrivateKey) -> Certificate:
-    """Return a certificate with one signature, that of the owner of `key`."""
-    signature = key.sign(SIGNED_PREFIX + statement.to_bytes())
+def sign_statement(
+    statement: CommitStatement, key: Ed25519PrivateKey, admission: bytes = b""
+) -> Certificate:
+    """Return a certificate with one signature, that of the owner of `key`.
+
+    In a run by invitation its admission follows the signature.
+    """
+    signature = key.sign(SIGNED_PREFIX + statement.to_bytes()) + admission
     return Certificate(statement, {peer_id_of_public_key(raw_public_key(key)): signature})
 
 
 def verify_certificate(
-    certificate: Certificate, run_id: str, grid: Grid, *, checked: Certificate | None = None
+    certificate: Certificate,
+    run_id: str,
+    grid: Grid,
+    *,
+    checked: Certificate | None = None,
+    gate: Gate | None = None,
 ) -> None:
     """Check that a certificate may stand in the book of a run. Raises `RecordError`.
 
     Its statement has to be one that a group of this run can make, and every signature has to be
     of a member of the group; one at least is there. Signatures that `checked`, a certificate of
-    the same statement, has too are not checked again.
+    the same statement, has too are not checked again. In a run by invitation (`gate`) every signer
+    shows its admission, also one that is revoked by now.
     """
     statement = certificate.statement
     if statement.run_id != run_id:
@@ -70,7 +83,12 @@ def verify_certificate(
     for peer, signature in certificate.signatures.items():
         if known.get(peer) == signature:
             continue
-        if not is_signed(message, signature, public_key_of_peer_id(peer)):
+        signed, admission = signature[:SIGNATURE_BYTES], signature[SIGNATURE_BYTES:]
+        if gate is not None:
+            gate.check(peer, admission, even_revoked=True)
+        elif admission:
+            raise RecordError(f"{what} has an admission, in an open run")
+        if not is_signed(message, signed, public_key_of_peer_id(peer)):
             raise RecordError(f"{what} has a signature that is not of {peer}")
 
 
@@ -155,7 +173,7 @@ def _parse(values: Any, run_id: str) -> Certificate:
         peer = peer_id_of_public_key(public_key)
         table.append(Contribution(path, peer, tokens))
         if signature:
-            if type(signature) is not bytes or len(signature) != SIGNATURE_BYTES:
+            if type(signature) is not bytes or len(signature) not in _SIGNATURES:
                 raise ValueError
             signatures[peer] = signature
     statement = CommitStatement(

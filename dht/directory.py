@@ -20,6 +20,7 @@ from dipaco.modules.plan import RunPlan
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
+from .admission import Gate, read_revocations
 from .bounded_protocol import serve_run
 from .coverage import Scope, bucket_count
 from .guarded_dht import GuardedDHT, start_task
@@ -50,6 +51,11 @@ logger = logging.getLogger("dipaco.dht.directory")
 
 MAX_COMPLAINTS = 1024
 RecordT = TypeVar("RecordT", bound=Record)
+_RECORDS: dict[str, type[Record]] = {
+    "modules": ModuleRecord,
+    "peers": PeerRecord,
+    "progress": ProgressRecord,
+}
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]
 
@@ -64,10 +70,19 @@ class _Entry:
 
 
 class Directory:
-    """Reads and writes the records of one run. Thread-safe."""
+    """Reads and writes the records of one run. Thread-safe.
 
-    def __init__(self, dht: GuardedDHT, identity: Identity, run_id: str | None) -> None:
+    :param gate: of a run by invitation, whose records count by it
+    """
+
+    def __init__(
+        self, dht: GuardedDHT, identity: Identity, run_id: str | None, gate: Gate | None = None
+    ) -> None:
         self._dht = dht
+        self.gate = gate
+        self.admission: bytes | None = None
+        """This peer's, which goes with all its records; None for one that only reads."""
+        self._served: ServedRun | None = None
         self._identity = identity
         self._run_id = run_id
         self._public_key = identity.public_key
@@ -99,8 +114,10 @@ class Directory:
             modules_per_level=tuple(grid.config.modules_per_level),
             private_modules=grid.path_count if grid.has_private else 0,
             buckets=bucket_count(grid.path_count),
+            gate=self.gate,
         )
         self._dht.call(serve_run, run)
+        self._served = run
 
     # -- writing
 
@@ -178,6 +195,8 @@ class Directory:
         name = self._name(kind, item)
         life_s = min(life_s, KINDS[kind].max_life_s)
         value = record.model_dump()
+        if self.admission is not None:
+            value["admission"] = self.admission
         lasting = {field: value[field] for field in value.keys() - record.passing}
         now_s = get_dht_time()
         with self._lock:
@@ -256,11 +275,27 @@ class Directory:
             *(("progress", bucket) for bucket in buckets),
         ]
         keys = {entry: record_key(entry[0], self.run_id, entry[1]) for entry in wanted}
-        found = self._get_many(tuple(keys.values()))
+        lists = () if self.gate is None else (record_key("revocations", self.run_id),)
+        found = self._get_many((*keys.values(), *lists))
+        for key in lists:
+            self._take_revocations(found.get(key))
+        parsed = {
+            (kind, item): self._parse_all(key, found.get(key), _RECORDS[kind])
+            for (kind, item), key in keys.items()
+        }
+        counted = None
+        if self.gate is not None:
+            seen = {record.peer_id for records in parsed.values() for record in records}
+            own = (self._identity.peer_id, self.admission) if self.admission else None
+            counted = self.gate.counted_of(seen, own)
 
         def read(kind: str, item: str, record_class: type[RecordT]) -> tuple[RecordT, ...]:
-            key = keys[kind, item]
-            return self._parse_all(key, found.get(key), record_class)
+            return tuple(
+                record
+                for record in parsed[kind, item]
+                if isinstance(record, record_class)
+                and (counted is None or record.peer_id in counted)
+            )
 
         return view_of_records(
             now_s=now_s,
@@ -271,6 +306,42 @@ class Directory:
             progress=[r for bucket in buckets for r in read("progress", bucket, ProgressRecord)],
             scope=scope,
         )
+
+    def _take_revocations(self, entries: Mapping[Any, Any] | None) -> None:
+        """Take the newest list of the operator's; whoever it names is out from here on."""
+        for envelope in (entries or {}).values():
+            try:
+                self.revoke(envelope)
+            except RecordError as error:
+                self._complain("revocations", "a record", error)
+
+    def revoke(self, envelope: bytes) -> None:
+        """Take a list of the operator's, and drop what this node stores of those that it names.
+
+        Raises `RecordError` for one that is not of this run.
+        """
+        gate = self.gate
+        if gate is None or not gate.revoke(envelope):
+            return
+        logger.info("the operator has revoked invitations: %s", ", ".join(sorted(gate.revoked)))
+        if self._served is not None:
+            self._dht.call(serve_run, self._served)
+
+    def publish_revocations(self) -> bool:
+        """Store the newest list of the operator's again, if there is one; anybody may.
+
+        A list that stands there for most of its life is left alone.
+        """
+        envelope = self.gate.envelope if self.gate is not None else None
+        if envelope is None:
+            return True
+        item = f"{read_revocations(envelope).version:08d}"
+        life_s = KINDS["revocations"].max_life_s
+        key = record_key("revocations", self.run_id)
+        name = key, record_subkey("revocations", self.run_id, item, b"")
+        if self._expirations.get(name, 0.0) - get_dht_time() > (1 - RENEWED_AFTER) * life_s:
+            return True
+        return self._store(name, envelope, life_s)
 
     def score_requests(self, operator_fingerprint: str) -> tuple[SignedScoreRequest, ...]:
         """Return the requests of the run's operator that have not expired, the newest first.
@@ -367,6 +438,8 @@ class Directory:
                 if address.key != key:
                     raise RecordError(f"a record of {address.key} stands under {key}")
                 record = parse_record(address, value)
+                if self.gate is not None:
+                    self.gate.check(record.peer_id, value.get("admission"))
             except RecordError as error:
                 self._complain(key, "a record", error)
                 continue

@@ -43,6 +43,8 @@ class SignedManifest:
     """First 16 hexadecimal digits of the hash of the operator's public key."""
     envelope: bytes
     """The bytes that were verified; store these again, not a copy made from the plan."""
+    operator_key: bytes = b""
+    """The operator's public key, 32 bytes."""
 
 
 def load_or_create_operator_key(path: Path) -> Ed25519PrivateKey:
@@ -126,7 +128,7 @@ def verify_manifest(
             "operator to sign it again with `dipaco-bootstrap prepare`"
         )
     fingerprint = hashlib.sha256(public_key).hexdigest()[:16]
-    return SignedManifest(plan, fingerprint, bytes(envelope))
+    return SignedManifest(plan, fingerprint, bytes(envelope), public_key)
 
 
 def envelope_run_id(envelope: bytes) -> str:

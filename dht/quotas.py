@@ -21,7 +21,8 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from .identity import PEER_ID_PREFIX
+from .admission import Gate
+from .identity import PEER_ID_PREFIX, SIGNATURE_BYTES, peer_id_of_public_key
 from .records import Address, parse_subkey
 from .score_request import stated_operator
 
@@ -53,6 +54,7 @@ QUOTAS = {
     "scores": Quota(16, 1024, 2**24),
     "requests": Quota(64, 64, 2**17),
     "manifests": Quota(SERVED_RUNS, SERVED_RUNS, 2**20),
+    "revocations": Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
 }
 _OTHERS = Quota(OTHER_MANIFESTS, OTHER_MANIFESTS, OTHER_MANIFEST_BYTES)
 _MODULE = re.compile(r"L(0|[1-9][0-9]*)\.E(0|[1-9][0-9]*)|P(0|[1-9][0-9]*)")
@@ -69,10 +71,16 @@ class ServedRun:
     private_modules: int
     """As many as paths if anything is private to a path, else 0."""
     buckets: int
+    gate: Gate | None = None
+    """Of a run by invitation: who is in."""
 
     def has(self, address: Address, value: bytes) -> bool:
-        """Tell whether this run has the key of a record, or such a score request."""
+        """Tell whether this run has the key of a record, or such a score request, and its owner."""
         item, kind = address.item or "", address.kind.name
+        if not self._is_owner_in(address, value):
+            return False
+        if kind == "revocations":
+            return self._is_list_of_operator(value)
         if kind == "modules":
             return self._has_module(item)
         if kind in ("peers", "progress"):
@@ -80,6 +88,35 @@ class ServedRun:
         if kind == "requests":
             return stated_operator(MSGPackSerializer.loads(value)) == self.operator
         return True
+
+    def _is_owner_in(self, address: Address, value: bytes) -> bool:
+        """Tell whether the owner of a record may have records here, by what the record carries."""
+        if self.gate is None or address.public_key is None:
+            return True
+        if len(value) > address.kind.max_bytes + SIGNATURE_BYTES:
+            return False
+        owner = peer_id_of_public_key(address.public_key)
+        content = MSGPackSerializer.loads(value[:-SIGNATURE_BYTES])
+        if content is None:  # Withdrawn; who is not known here has nothing to withdraw.
+            return self.gate.admission_of(owner) is not None
+        self.gate.check(owner, content.get("admission"))
+        return True
+
+    def _is_list_of_operator(self, value: bytes) -> bool:
+        """Tell whether a list of revoked invitations is of this run, and as new as is known."""
+        if self.gate is None:
+            return False
+        envelope = MSGPackSerializer.loads(value)
+        self.gate.revoke(envelope)
+        return bool(envelope == self.gate.envelope)
+
+    def owner_of(self, address: Address) -> tuple[bytes | None, int]:
+        """Return by whom a record counts, and as how many: of an invitation, all of its peers."""
+        if self.gate is not None and address.public_key is not None:
+            found = self.gate.admission_of(peer_id_of_public_key(address.public_key))
+            if found is not None:
+                return found.invitation.encode(), found.places
+        return address.public_key, 1
 
     def _has_module(self, name: str) -> bool:
         match = _MODULE.fullmatch(name)
@@ -165,6 +202,8 @@ class _Held:
     sender: bytes | None
     """Who passed it on; None for a first-hand record."""
     kind_box: _Box
+    owner: bytes | None
+    """By whom it counts: its owner's key, or its invitation."""
 
 
 @dataclass
@@ -198,12 +237,15 @@ class HeldRecords:
 
         Until the first call a node does not know its run yet, and takes what others hand over.
         """
+        before = (self._runs or {}).get(run.run_id)
+        if run.gate is not None and before is not None and before.gate is not None:
+            run.gate.learn_from(before.gate)
         runs = {name: known for name, known in (self._runs or {}).items() if name != run.run_id}
         self._runs = dict([*runs.items(), (run.run_id, run)][-SERVED_RUNS:])
         for key, entry in list(self._keys.items()):
             for subkey, held in list(entry.held.items()):
                 value = entry.dictionary.data[subkey].value
-                if self._box_for(held.address, value) is None:
+                if self._is_unwanted(held.address, value):
                     self._drop(key, subkey)
 
     # -- what Hivemind asks of a storage
@@ -314,16 +356,26 @@ class HeldRecords:
             return None
         if entry is not None and not entry.box.fits(size, is_passed, old):
             return None
-        if old is None and not self._has_room_for_one_more(address, passed_by):
+        run = (self._runs or {}).get(address.run_id)
+        owner, places = (address.public_key, 1) if run is None else run.owner_of(address)
+        if old is None and not self._has_room_for_one_more(address, owner, places, passed_by):
             return None
-        return _Held(address, size, expiration_time, passed_by, kind_box)
+        return _Held(address, size, expiration_time, passed_by, kind_box, owner)
 
-    def _has_room_for_one_more(self, address: Address, passed_by: bytes | None) -> bool:
+    def _is_unwanted(self, address: Address, value: bytes) -> bool:
+        try:
+            return self._box_for(address, value) is None
+        except Exception:  # As in `_admitted`.
+            return True
+
+    def _has_room_for_one_more(
+        self, address: Address, owner: bytes | None, places: int, passed_by: bytes | None
+    ) -> bool:
         """Tell whether an owner may have one more record, and its sender hand one more over."""
         kind = address.kind.name
-        if address.public_key is not None:
-            of_owner = self._of_owner.get((address.public_key, kind), 0)
-            if of_owner >= QUOTAS[kind].of_owner:
+        if owner is not None:
+            of_owner = self._of_owner.get((owner, kind), 0)
+            if of_owner >= QUOTAS[kind].of_owner * places:
                 return False
         return passed_by is None or self._of_sender.get(passed_by, 0) < SENDER_RECORDS
 
@@ -341,7 +393,7 @@ class HeldRecords:
         for box in (entry.box, held.kind_box):
             (box.add if sign > 0 else box.remove)(name, held)
         self.record_count += sign
-        owner = held.address.public_key, held.address.kind.name
+        owner = held.owner, held.address.kind.name
         self._of_owner[owner] = self._of_owner.get(owner, 0) + sign
         if not self._of_owner[owner]:
             del self._of_owner[owner]

@@ -20,6 +20,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
+from .admission import read_revocations
 from .identity import (
     SIGNATURE_BYTES,
     Identity,
@@ -131,8 +132,7 @@ class RecordValidator(RecordValidatorBase):
         if len(content) > kind.max_bytes:
             raise RecordError(_too_large(address, len(content)))
         if kind.record is None:
-            check = _check_manifest if kind.name == "manifests" else _check_request
-            check(address, MSGPackSerializer.loads(content))
+            _CHECKS[kind.name](address, MSGPackSerializer.loads(content))
             return
         stripped = dataclasses.replace(record, value=content)
         signature = record.value[-SIGNATURE_BYTES:]
@@ -210,6 +210,18 @@ def _check_request(address: Address, envelope: Any) -> None:
         raise RecordError(
             f"the score request {found.request_id} was stored as request {address.item}"
         )
+
+
+def _check_revocations(address: Address, envelope: Any) -> None:
+    if read_revocations(envelope).version != int(address.item or 0):
+        raise RecordError(f"a list of revoked invitations was stored as version {address.item}")
+
+
+_CHECKS = {
+    "manifests": _check_manifest,
+    "requests": _check_request,
+    "revocations": _check_revocations,
+}
 
 
 def record_validators(identity: Identity) -> list[RecordValidatorBase]:

@@ -40,6 +40,8 @@ MAX_COUNT = 2**53
 MAX_ENTRIES = 64
 MAX_SCORE_ENTRIES = 256
 MAX_SUBKEY_BYTES = 160
+# A list of revoked invitations, see `admission.py`.
+MAX_LIST_BYTES = 2**16
 DAY_S = 86_400.0
 # A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
 LIFE_PERIODS = 3.5
@@ -381,13 +383,14 @@ _HASH = r"[0-9a-f]{64}"
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("modules", ModuleRecord, 512, 2400.0, r"[LP][0-9.E]{1,12}", "module"),
-        Kind("peers", PeerRecord, 2048, 2400.0, _BUCKET),
-        Kind("progress", ProgressRecord, 24_576, 2 * DAY_S, _BUCKET),
-        Kind("blobs", BlobRecord, 384, 6 * 3600.0, _HASH, "sha256"),
-        Kind("scores", ScoresRecord, 32_768, 2400.0, r"[0-9a-f]{16}", "request"),
+        Kind("modules", ModuleRecord, 768, 2400.0, r"[LP][0-9.E]{1,12}", "module"),
+        Kind("peers", PeerRecord, 2304, 2400.0, _BUCKET),
+        Kind("progress", ProgressRecord, 24_832, 2 * DAY_S, _BUCKET),
+        Kind("blobs", BlobRecord, 640, 6 * 3600.0, _HASH, "sha256"),
+        Kind("scores", ScoresRecord, 33_024, 2400.0, r"[0-9a-f]{16}", "request"),
         Kind("requests", None, MAX_SCORE_REQUEST_BYTES, 2 * DAY_S),
         Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),
+        Kind("revocations", None, MAX_LIST_BYTES, 2 * DAY_S),
     )
 }
 
@@ -401,14 +404,15 @@ _SUBKEY = re.compile(
 )
 _ANY_PROTOCOL = re.compile(rf"dipaco/(?!{PROTOCOL_VERSION}/)(?P<version>[0-9]{{1,9}})/".encode())
 _MANIFEST_SUBKEY = re.compile(rf"{MANIFESTS_KEY}/(?P<run>[0-9a-f]{{16}})".encode())
-_REQUEST_SUBKEY = re.compile(
-    rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/requests/(?P<request>[0-9a-f]{{16}})".encode()
+_UNSIGNED_SUBKEY = re.compile(
+    rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/"
+    r"(?:requests/(?P<request>[0-9a-f]{16})|revocations/(?P<version>[0-9]{8}))".encode()
 )
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a subkey says: kind, run, item (a module, bucket, hash or request) and owner."""
+    """What a subkey says: kind, run, item (a module, bucket, hash, request or version), owner."""
 
     kind: Kind
     run_id: str
@@ -431,8 +435,8 @@ def record_key(kind: str, run_id: str, item: str | None = None) -> str:
     """Return the DHT key of a kind of record of a run."""
     if kind == "manifests":
         return MANIFESTS_KEY
-    if kind == "requests":
-        return f"{NAMESPACE}/{run_id}/requests"
+    if kind in ("requests", "revocations"):
+        return f"{NAMESPACE}/{run_id}/{kind}"
     return f"{NAMESPACE}/{run_id}/{kind}" + (f"/{item}" if item else "")
 
 
@@ -440,8 +444,8 @@ def record_subkey(kind: str, run_id: str, item: str | None, public_key: bytes) -
     """Return the subkey of a record; `public_key` is the owner's, or empty if it has none."""
     if kind == "manifests":
         return f"{MANIFESTS_KEY}/{run_id}".encode()
-    if kind == "requests":
-        return f"{NAMESPACE}/{run_id}/requests/{item}".encode()
+    if kind in ("requests", "revocations"):
+        return f"{NAMESPACE}/{run_id}/{kind}/{item}".encode()
     return record_key(kind, run_id, item).encode() + b"@" + public_key
 
 
@@ -458,17 +462,18 @@ def _parse_subkey(subkey: bytes) -> Address:
     manifest = _MANIFEST_SUBKEY.fullmatch(subkey)
     if manifest:
         return Address(KINDS["manifests"], manifest["run"].decode(), None, None)
-    request = _REQUEST_SUBKEY.fullmatch(subkey)
-    if request:
-        run_id, request_id = request["run"].decode(), request["request"].decode()
-        return Address(KINDS["requests"], run_id, request_id, None)
+    unsigned = _UNSIGNED_SUBKEY.fullmatch(subkey)
+    if unsigned:
+        kind = "requests" if unsigned["request"] else "revocations"
+        item = (unsigned["request"] or unsigned["version"]).decode()
+        return Address(KINDS[kind], unsigned["run"].decode(), item, None)
     match = _SUBKEY.fullmatch(subkey)
     if not match and (other := _ANY_PROTOCOL.match(subkey)):
         raise OtherProtocolError(f"it is of protocol {other['version'].decode()}")
     if not match:
         raise RecordError("its subkey is not of this protocol")
-    kind, _, item = match["name"].decode().partition("/")
-    return Address(KINDS[kind], match["run"].decode(), item, match["owner"])
+    name, _, item = match["name"].decode().partition("/")
+    return Address(KINDS[name], match["run"].decode(), item, match["owner"])
 
 
 def parse_record(address: Address, value: Any) -> Record:

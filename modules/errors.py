@@ -82,6 +82,12 @@ class NetworkError(DipacoError):
     exit_code = 12
 
 
+class AdmissionError(DipacoError):
+    """A run by invitation, and no invitation, or one that does not count there."""
+
+    exit_code = 13
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks most like `name`, for "did you mean" messages."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

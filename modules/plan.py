@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from .config import (
     AveragingConfig,
@@ -135,6 +141,29 @@ class RunPlan(Config):
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
     successor_of: str | None = None
+    admission: Literal["open", "invitation"] = Field(
+        "open", description="Who counts: everybody, or whom the operator has invited."
+    )
+    invitations_of: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{16}$",
+        description="The run whose invitations count here too; None for this run's own.",
+    )
+
+    @model_validator(mode="after")
+    def _check_admission(self) -> Self:
+        if self.invitations_of is not None and self.admission != "invitation":
+            raise ValueError("invitations_of is for a run with admission = invitation")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _spell(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """An open run is spelled without what only runs by invitation have: as it always was."""
+        values: dict[str, Any] = handler(self)
+        if self.admission == "open":
+            values.pop("admission", None)
+            values.pop("invitations_of", None)
+        return values
 
     def canonical_json(self) -> bytes:
         """Return the one byte string that is hashed and signed."""

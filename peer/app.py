@@ -35,6 +35,7 @@ from .check.needs import too_slow
 from .display import Display
 from .events import EventLog
 from .exchange.reachability import ReachabilityWatch
+from .guests import RevocationList, given_invitation
 from .keeper import BestParametersCopies, Keeper
 from .metrics import PeerMetrics
 from .node import SOFTWARE, KnownPeers, Node, join_run, visible_addresses
@@ -56,6 +57,7 @@ def run_peer(settings: PeerSettings) -> int:
     display = Display()
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
+    invitation = given_invitation(settings.invitation)
     install_pause_signals(settings.cache_folder)
     prepare_process(settings.threads)
     increase_file_limit(4096, 16384)
@@ -77,6 +79,7 @@ def run_peer(settings: PeerSettings) -> int:
             say=display.say,
         )
         joined.set()
+        node.admit(invitation)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(
                 f"--path {settings.path}: this run has paths 0 to {node.grid.path_count - 1}"
@@ -131,7 +134,9 @@ def _train(
     """
     rule = AveragingRule.of(node.plan, node.load_shard_index())
     signing = Signing(node.identity.key.sign)
-    pool = AveragingPool(node.dht, node.plan, node.grid, rule, uplink, signing)
+    pool = AveragingPool(
+        node.dht, node.plan, node.grid, rule, uplink, signing, node.gate, node.certifier.admission
+    )
     hours = Hours.parse(settings.hours) if settings.hours is not None else None
     budget = UploadBudget(settings.cache_folder, settings.max_upload_gb_month, uplink)
     pauses = Pauses(
@@ -237,6 +242,8 @@ def start_background(
         best_copies=best_copies,
     )
     publisher.add_annex(best_copies)
+    if node.gate is not None:
+        publisher.add_annex(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, publisher, background, events)
     known = KnownPeers(node.cache_folder)
     publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from dipaco.dht.admission import Gate
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
@@ -47,6 +48,7 @@ from .exchange.diagnosis import diagnose
 from .exchange.exchange import Exchange
 from .exchange.fetching import ContentFetcher, core_blobs
 from .exchange.held_states import HeldStates
+from .guests import admit, open_gate
 from .member.rounds import RoundSchedule
 from .owner.uplink import Uplink
 
@@ -174,6 +176,22 @@ class Node:
     """The run that this process worked on before, whose content it still serves."""
     _lock_file: int | None = None
     shard_index: ShardIndex | None = None
+
+    @property
+    def gate(self) -> Gate | None:
+        """Who is in, of a run by invitation."""
+        return self.directory.gate
+
+    def admit(self, invitation: str | None = None) -> None:
+        """Be in, in a run by invitation; see `guests.admit`."""
+        if self.gate is not None:
+            now_s = self.clock.now()
+            admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+            self.directory.admission = self.certifier.admission = admission
+
+    def is_in(self, peer: str) -> bool:
+        """Tell whether a peer is known to be in; in an open run all are."""
+        return self.gate is None or self.gate.admission_of(peer) is not None
 
     @property
     def identity(self) -> Identity:
@@ -370,13 +388,19 @@ def _open_run(
         grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
         files = RunFolder(path)
         blobs, states, bests = files.blobs, files.states, files.best_parameters(grid)
-        directory = Directory(membership.dht, membership.identity, plan.run_id)
+        gate = open_gate(manifest, path)
+        directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
         directory.serve(manifest, grid)
         incoming = BlobStore(path / "incoming")
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
         fetcher.use_plan(plan, grid, membership.clock.now)
         certifier = Certifier(
-            plan.run_id, grid, membership.identity, membership.exchange, path / "certificates"
+            plan.run_id,
+            grid,
+            membership.identity,
+            membership.exchange,
+            path / "certificates",
+            gate=gate,
         )
         fetcher.use_certifier(certifier)
         return Node(

@@ -34,7 +34,7 @@ from dipaco.dht.records import (
 )
 from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import ClockError, DipacoError, NetworkError
+from dipaco.modules.errors import AdmissionError, ClockError, DipacoError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
@@ -276,6 +276,8 @@ class Publisher:
                 self._publish()
                 if self._refreshing:
                     self._read(further)
+            except AdmissionError:
+                raise
             except DipacoError as error:
                 logger.warning("could not refresh the view of the swarm: %s", error)
                 if (reason := self._directory.failure) is not None:

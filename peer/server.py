@@ -9,6 +9,7 @@ from dipaco.modules.state import StateReference
 from .background import Background
 from .errands import Errands
 from .events import EventLog
+from .guests import tell_member
 from .member import actions as a
 from .member import events as e
 from .member.knowledge import MemberSettings
@@ -39,6 +40,7 @@ class Server:
             node.certifier.all(),
         )
         self._shell = shell = Shell(member, node.clock.now, self._carry_out)
+        self._is_in = node.is_in
         self._background = background
         self._stopping = stopping
         self._errands = Errands(
@@ -51,11 +53,14 @@ class Server:
             events,
             shell.report,
         )
+        tell_member(node.gate, shell.report)
         background.on_failure(shell.wake)
         publisher.on_view(self._errands.see)
         node.exchange.set_offer_handler(self._note_offer)
 
     def _note_offer(self, peer: str, offered: StateReference) -> bool:
+        if not self._is_in(peer):
+            return False
         self._shell.report(e.Offered(peer, offered))
         return True
 

@@ -19,6 +19,7 @@ from dipaco.modules.state import ModuleState, StateReference
 from .background import Background
 from .errands import Errands
 from .events import EventLog
+from .guests import tell_member
 from .member import actions as a
 from .member import events as e
 from .member.knowledge import MemberSettings
@@ -122,6 +123,7 @@ class Session:
 
     def _listen(self) -> None:
         shell = self._shell
+        tell_member(self.node.gate, shell.report)
         self._background.on_failure(shell.wake)
         self._publisher.add_annex(self._scoring)
         self._publisher.add_annex(self._watch)
@@ -132,7 +134,7 @@ class Session:
         self.node.exchange.set_offer_handler(self._note_offer)
 
     def _note_offer(self, peer: str, offered: StateReference) -> bool:
-        if self.status.claim.state == "leaving":
+        if self.status.claim.state == "leaving" or not self.node.is_in(peer):
             return False
         self._shell.report(e.Offered(peer, offered))
         return True

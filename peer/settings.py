@@ -55,6 +55,14 @@ class NodeSettings(Settings):
             "FILE",
         ),
     ] = None
+    invitation: Annotated[
+        str | None,
+        Option(
+            "for a run by invitation: the line that its operator gave you, or a file with it; "
+            "needed once",
+            "TEXT",
+        ),
+    ] = None
     max_upload_mbps: Annotated[
         float | None,
         Option(

@@ -130,6 +130,7 @@ class SuccessorWatch:
     def _open(self, manifest: SignedManifest) -> Node:
         node = self._node.open_successor(manifest)
         try:
+            node.admit()
             node.load_shard_index()
             node.fetcher.blob(node.plan.blobs.base, "the base model of the successor")
         except BaseException:

@@ -38,6 +38,7 @@ class Certificates:
         self.family = family
         self.book = CertificateBook()
         self.asked: list[StateReference] = []
+        self.gate = None
 
     def fetch_chain(
         self, wanted: StateReference, holders: Sequence[str], limit_s: float

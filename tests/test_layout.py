@@ -25,6 +25,7 @@ ALLOWED = {
 }
 # Of the network's folders, the simulated swarm uses what is pure.
 SWARM_USES = (
+    "dipaco.dht.admission",
     "dipaco.dht.certificates",
     "dipaco.dht.coverage",
     "dipaco.dht.records",

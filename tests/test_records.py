@@ -337,10 +337,10 @@ def test_no_record_lives_too_long(
 def test_oversized_and_malformed_records_are_refused(
     validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    large = signed(me, claim_of(me, padding="x" * 600))
-    assert "at most 512 are allowed" in refused(validator, large, caplog)
+    large = signed(me, claim_of(me, padding="x" * 900))
+    assert "at most 768 are allowed" in refused(validator, large, caplog)
     huge = signed(me, claim_of(me, padding="x" * 10_000))
-    assert "at most 512 are allowed" in refused(validator, huge, caplog)
+    assert "at most 768 are allowed" in refused(validator, huge, caplog)
     assert "malformed: path" in refused(validator, signed(me, claim_of(me, path=-1)), caplog)
     assert "not a map" in refused(validator, signed(me, [1, 2]), caplog)
     garbage = dataclasses.replace(signed(me, 1), value=b"\xc1\xc1")

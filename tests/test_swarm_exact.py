@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.bootstrap.invite import invite, invite_own_nodes
+from dipaco.dht.admission import Gate
 from dipaco.dht.certificate_check import verify_certificate
+from dipaco.dht.manifest import load_or_create_operator_key, verify_manifest
+from dipaco.modules.errors import AdmissionError
 from dipaco.modules.files import sha256_of_file
 from dipaco.peer.exchange.certificate_files import CertificateFiles
 from dipaco.routing.run_folder import RunFolder
-from support.swarm import Member, Swarm, command
+from support.swarm import LOOPBACK, Member, Swarm, command
 from support.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
 
 pytestmark = pytest.mark.swarm
@@ -34,7 +38,9 @@ def simulated(run_folder: Path, out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
-    ("codec", "private_blocks"), [("none", ()), ("float16", (0, 3))], ids=["fp32", "fp16-private"]
+    ("codec", "private_blocks"),
+    [("none", ()), ("float16", (0, 3))],
+    ids=["fp32-invited", "fp16-private"],
 )
 def test_four_peers_equal_the_reference(
     tmp_path: Path, codec: str, private_blocks: tuple[int, ...]
@@ -54,10 +60,11 @@ def test_four_peers_equal_the_reference(
     )
     # First of all: the swarm leaves it no time.
     reports = simulated(run.path, tmp_path / "simulated")
-    run = begun_now(run)
+    run = begun_now(run, by_invitation=not private_blocks)
+    invited = () if private_blocks else ("--invitation", invite(run.path, 4))
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
-        peers = [swarm.start_peer(bootstrap, "--path", str(path)) for path in range(4)]
+        peers = [swarm.start_peer(bootstrap, "--path", str(path), *invited) for path in range(4)]
         started = swarm.wait(peers, "training", timeout_s=LIMIT_S)
         assert {event["round"] for event in started} == {0}
         swarm.wait(peers, "round", lambda event: event["round"] == ROUNDS - 1, timeout_s=LIMIT_S)
@@ -67,17 +74,40 @@ def test_four_peers_equal_the_reference(
         check_certificates(swarm, run, peers)
         if private_blocks:
             check_best_paths(swarm, bootstrap, peers, reports[-1]["paths"])
+        if invited:
+            check_that_nobody_else_comes_in(bootstrap, tmp_path / "uninvited", invited)
 
 
-def begun_now(run: RunFolder) -> RunFolder:
+def begun_now(run: RunFolder, *, by_invitation: bool) -> RunFolder:
     """Return the run, signed again to start now: the first round waits `LIMIT_S` for all peers."""
-    sign_tiny_run(run, run.plan().model_copy(update={"start_s": time.time()}))
+    changes: dict[str, Any] = {"start_s": time.time()}
+    if by_invitation:
+        changes["admission"] = "invitation"
+    plan = run.plan().model_copy(update=changes)
+    sign_tiny_run(run, plan)
+    if by_invitation:
+        key = load_or_create_operator_key(run.path / "operator.pem")
+        invite_own_nodes(run.path, plan, key, print)
     return run
+
+
+def check_that_nobody_else_comes_in(
+    bootstrap: Member, folder: Path, invited: tuple[str, ...]
+) -> None:
+    """Without an invitation, and with one whose places are taken, a peer ends with one line."""
+    for given, said in (((), "is by invitation: ask"), (invited, "all places of the invitation")):
+        done = command(
+            "dipaco-peer", "--initial-peers", bootstrap.address(), "--host-maddrs", LOOPBACK,
+            "--threads", "1", "--cache-dir", str(folder), *given, timeout_s=LIMIT_S,
+        )  # fmt: skip
+        assert done.returncode == AdmissionError.exit_code, done.stderr
+        assert said in done.stderr.splitlines()[-1]
 
 
 def check_certificates(swarm: Swarm, run: RunFolder, peers: list[Member]) -> None:
     """What each peer committed in the last round is soon signed by all members of its group."""
     grid, run_id = run.grid(run.plan()), run.plan().run_id
+    gate = Gate.of(verify_manifest(run.manifest_path.read_bytes()))
     deadline = time.monotonic() + LIMIT_S
     for peer in peers:
         folder = swarm.folder / f"{peer.name}-cache" / run_id / "certificates"
@@ -91,7 +121,7 @@ def check_certificates(swarm: Swarm, run: RunFolder, peers: list[Member]) -> Non
                     break
                 assert time.monotonic() < deadline, (known, commit, swarm.outputs())
                 time.sleep(0.1)
-            verify_certificate(known[0], run_id, grid)
+            verify_certificate(known[0], run_id, grid, gate=gate)
             assert known[0].statement.round_index == commit["round"]
 
 

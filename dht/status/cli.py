@@ -100,6 +100,7 @@ def run(settings: StatusSettings) -> int:
     listening = settings.open_port()
     if settings.replay:
         return _replay(settings, listening)
+    from dipaco.dht.admission import Gate
     from dipaco.dht.directory import Directory
     from dipaco.dht.identity import load_or_create_identity
     from dipaco.dht.node import join_dht, split_operator
@@ -110,7 +111,7 @@ def run(settings: StatusSettings) -> int:
         dht = join_dht(addresses, identity=identity, client_mode=True)
         try:
             manifest = _select(Directory(dht, identity, None), settings.run, operator)
-            reader = Directory(dht, identity, manifest.plan.run_id)
+            reader = Directory(dht, identity, manifest.plan.run_id, Gate.of(manifest))
             if listening is not None:
                 from .serving import serve_swarm
 
@@ -195,7 +196,8 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     }
     newest = newest_run(manifest, directory.list_manifests())
     successor = newest if newest.plan.run_id != plan.run_id else None
-    return status_of(view, manifest, grid, requests=boards, successor=successor)
+    gate = directory.gate
+    return status_of(view, manifest, grid, requests=boards, successor=successor, gate=gate)
 
 
 def _print(status: dict[str, Any]) -> None:

@@ -66,6 +66,11 @@ def notes_of(status: dict[str, Any]) -> list[Text]:
     successor = status["successor"]
     if successor is not None:
         notes.append(Text(f"succeeded by run {successor['name']} ({successor['id']})"))
+    admission = status["admission"]
+    if admission["kind"] == "invitation":
+        used = [f"{i['id']} ({i['peers']} of {i['places']})" for i in admission["invitations"]]
+        by = f", here by {', '.join(used)}" if used else ""
+        notes.append(Text(f"by invitation{by}; {admission['revoked']} revoked"))
     return notes
 
 

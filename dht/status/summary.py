@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from dipaco.dht.admission import Gate
 from dipaco.dht.agreement import expected_group
 from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.scoring_policy import ScoringBoard
@@ -26,11 +28,12 @@ def status_of(
     *,
     requests: Mapping[str, ScoringBoard] | None = None,
     successor: SignedManifest | None = None,
+    gate: Gate | None = None,
 ) -> dict[str, Any]:
     """Return the status as plain values; its keys are part of the command's contract.
 
     `requests` are the operator's score requests by id, the newest first, and `successor` the
-    newest run that succeeds this one.
+    newest run that succeeds this one, `gate` who is in, of a run by invitation.
     """
     plan = manifest.plan
     round_index = present_round(plan, view)
@@ -56,6 +59,7 @@ def status_of(
         "validation": _validation(view),
         "score_requests": [_request_status(id_, board) for id_, board in (requests or {}).items()],
         "successor": _successor_status(successor),
+        "admission": _admission_status(view, gate),
         "healthy": not found,
         "problems": [
             {
@@ -162,6 +166,23 @@ def _successor_status(successor: SignedManifest | None) -> dict[str, Any] | None
         return None
     plan = successor.plan
     return {"id": plan.run_id, "name": plan.name, "start_s": plan.start_s}
+
+
+def _admission_status(view: SwarmView, gate: Gate | None) -> dict[str, Any]:
+    """Return how many peers are here by each invitation; an invitation that nobody uses is not
+    known."""
+    if gate is None:
+        return {"kind": "open", "invitations": [], "revoked": 0}
+    found = gate.admitted()
+    used = Counter((found[p].invitation, found[p].places) for p in view.peers if p in found)
+    return {
+        "kind": "invitation",
+        "invitations": [
+            {"id": name, "peers": number, "places": places}
+            for (name, places), number in sorted(used.items())
+        ],
+        "revoked": len(gate.revoked),
+    }
 
 
 def _validation(view: SwarmView) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from dipaco.dht.admission import Gate
 from dipaco.dht.guarded_dht import GuardedDHT, die_with_parent, own_future_locks
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.outer import (
@@ -72,6 +73,8 @@ class ExactAverager(multiprocessing.Process):
     :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
     :param uplink: what all processes of this peer may send
     :param signing: signs with this peer's key; without it reducers are not checked
+    :param gate: of a run by invitation: who may come to a group
+    :param admission: this peer's, in such a run
     :param start: start the process now; otherwise call `run_in_background`
 
     Create it early, before CUDA is used, on a thread that lives as long as the peer: the process
@@ -93,6 +96,8 @@ class ExactAverager(multiprocessing.Process):
         bandwidth_mbit: int | None = None,
         uplink: Uplink | None = None,
         signing: Signing | None = None,
+        gate: Gate | None = None,
+        admission: bytes = b"",
         start: bool = True,
         shutdown_timeout: float = 3.0,
     ) -> None:
@@ -108,6 +113,7 @@ class ExactAverager(multiprocessing.Process):
         self._paths_of_module = {name: frozenset(paths) for name, paths in paths_of_module.items()}
         self._uplink = uplink
         self._signing = signing
+        self._gate, self._admission = gate, admission
         self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
         self._scratch = torch.zeros(size, dtype=torch.float32).share_memory_()
         self._call_lock = threading.Lock()
@@ -173,8 +179,10 @@ class ExactAverager(multiprocessing.Process):
         own = replace(
             self._row(contribution, module, round_index, anchor_digest, can_reduce),
             commitment=merkle_root(nodes) if nodes else b"",
+            admission=self._admission,
         )
-        rules = GroupRules(own, self._paths_of_module[module], greatest_tokens, usual)
+        paths = self._paths_of_module[module]
+        rules = GroupRules(own, paths, greatest_tokens, usual, self._gate)
         # What others would refuse is found here.
         try:
             rules.check_row(own.to_bytes(), self.peer_id.to_base58())

@@ -15,6 +15,8 @@ from dataclasses import astuple, dataclass, fields
 from fractions import Fraction
 
 import msgpack
+from dipaco.dht.admission import Admission, Gate
+from dipaco.dht.records import RecordError
 from dipaco.modules.grid import module_name_is_valid
 from dipaco.modules.outer import UNKNOWN, Contribution, Usual, bounded_table, canonical_table
 from dipaco.modules.plan import PROTOCOL_VERSION
@@ -77,10 +79,13 @@ class GatherRow:
     """Upload of the member; 0 cannot be reached, so it reduces nothing."""
     commitment: bytes = b""
     """Root of the hashes of its contribution; empty where reducers are not checked."""
+    admission: bytes = b""
+    """In a run by invitation; an open run's row is without this field."""
 
     def to_bytes(self) -> bytes:
         """Return the row as msgpack."""
-        return msgpack.packb(astuple(self))
+        values = astuple(self)
+        return msgpack.packb(values if self.admission else values[:-1])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> GatherRow:
@@ -91,9 +96,12 @@ class GatherRow:
             values = msgpack.unpackb(data, use_list=False, raw=False, max_ext_len=0)
         except Exception as error:
             raise ValueError(f"row is not msgpack ({type(error).__name__})") from None
-        if type(values) is not tuple or len(values) != len(fields(cls)):
+        most = len(fields(cls))
+        if type(values) is not tuple or len(values) not in (most - 1, most):
             raise ValueError("row does not have the fields of this protocol")
-        for field, value in zip(fields(cls), values, strict=True):
+        if len(values) == most and not values[-1]:
+            raise ValueError("row has an empty admission")
+        for field, value in zip(fields(cls), values, strict=False):
             if type(value).__name__ != field.type:
                 raise ValueError(f"row: {field.name} is not {field.type}")
         return cls(*values)
@@ -110,6 +118,21 @@ class GroupRules:
     """No contribution can have more tokens than this."""
     usual: Usual = UNKNOWN
     """What the rows' anchor says, which bounds what they count."""
+    gate: Gate | None = None
+    """Of a run by invitation: who may come."""
+
+    def check_place(self, peer: str, came: dict[str, Admission]) -> None:
+        """Let a caller whose row is good have a place of its invitation in this meeting.
+
+        Raises BadRowError when others that `came` have them all.
+        """
+        said = self.gate.admission_of(peer) if self.gate is not None else None
+        if said is None:
+            return
+        before = [p for p, a in came.items() if a.invitation == said.invitation and p != peer]
+        if len(before) >= said.places:
+            raise BadRowError(peer, f"the places of its invitation {said.invitation} are taken")
+        came[peer] = said
 
     def check_row(self, data: bytes, sender: str) -> GatherRow:
         """Read the row that `sender` gave, or raise BadRowError that says what is wrong."""
@@ -140,6 +163,13 @@ class GroupRules:
             raise BadRowError(sender, f"bandwidth {row.bandwidth_mbit} Mbit/s is impossible")
         if len(row.commitment) != len(own.commitment):
             raise BadRowError(sender, f"a commitment of {len(row.commitment)} bytes is none")
+        if self.gate is None and row.admission:
+            raise BadRowError(sender, "has an admission, in an open run")
+        if self.gate is not None:
+            try:
+                self.gate.check(sender, row.admission)
+            except RecordError as error:
+                raise BadRowError(sender, str(error)) from None
         return row
 
 
@@ -177,6 +207,11 @@ def agree(
         raise BadRowError(own_peer, "its row was changed by the group's leader")
     if not any(row.bandwidth_mbit for row in checked):
         raise BadRowError(own_peer, "was put into a group in which nobody can be reached")
+    if rules.gate is not None:
+        counted = rules.gate.counted_of(peers)
+        for peer in peers:
+            if peer not in counted:
+                raise BadRowError(peer, "more peers of its invitation came than that is for")
     digest = hashlib.sha256(b"dipaco-group/2\n" + key + b"\n")
     for peer, row in zip(peers, rows, strict=True):
         digest.update(msgpack.packb((peer, row)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+from dipaco.dht.admission import Gate
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import AveragingRule
@@ -39,8 +40,11 @@ class AveragingPool:
         rule: AveragingRule,
         uplink: Uplink | None = None,
         signing: Signing | None = None,
+        gate: Gate | None = None,
+        admission: bytes = b"",
     ) -> None:
         self._dht = dht
+        self._gate, self._admission = gate, admission
         self._signing = signing
         self._uplink = uplink or Uplink()
         self._plan = plan
@@ -64,6 +68,8 @@ class AveragingPool:
             bandwidth_mbit=self._uplink.stated_mbit_per_s,
             uplink=self._uplink,
             signing=self._signing,
+            gate=self._gate,
+            admission=self._admission,
             silence_s=max(1.0, min(LONGEST_SILENCE_S, SILENCE_SHARE_OF_WINDOW * rounds.window_s)),
         )
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
 
 import torch
+from dipaco.dht.admission import Admission
 from dipaco.modules.outer import AveragingRule
 from dipaco.peer.member.meeting import Meeting
 from hivemind.p2p import P2PContext, ServicerBase
@@ -112,10 +113,15 @@ class AveragingService(ServicerBase):
     async def _meet(self, request: AveragingRequest) -> tuple[AgreedGroup, tuple[str, ...]]:
         """Return the group that the others and this peer are in, its rows checked."""
         rules = request.rules
+        came: dict[str, Admission] = {}
+        if rules.gate is not None:
+            rules.gate.check(rules.own.peer, rules.own.admission)
+            rules.check_place(rules.own.peer, came)
 
         def why_not(peer: str, row: bytes) -> str | None:
             try:
                 rules.check_row(row, peer)
+                rules.check_place(peer, came)
             except BadRowError as error:
                 return error.reason
             return None

@@ -13,11 +13,12 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dipaco.dht.admission import Gate
 from dipaco.dht.certificate_check import (
     decode_certificate,
     sign_statement,
@@ -87,7 +88,12 @@ class Certifier:
         *,
         pauses_s: Sequence[float] = PAUSES_S,
         monotonic: Callable[[], float] = time.monotonic,
+        gate: Gate | None = None,
     ) -> None:
+        self.gate = gate
+        """Who is in, of a run by invitation."""
+        self.admission = b""
+        """This peer's, of a run by invitation; follows its signatures."""
         self._run_id = run_id
         self._grid = grid
         self._identity = identity
@@ -97,7 +103,7 @@ class Certifier:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._book = CertificateBook()
-        self._book.add_all(self._files.load())
+        self._book.add_all(self._load())
         self._unsaved: set[str] = set()
         self._open: OrderedDict[str, _Gathering] = OrderedDict()
         self._wake = threading.Event()
@@ -105,6 +111,17 @@ class Certifier:
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[Certificate], None]] = []
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
+
+    def _load(self) -> Iterator[Certificate]:
+        """Yield what lies on the disk; who signed it is known to be in from then on."""
+        for certificate in self._files.load():
+            try:
+                if self.gate is not None:
+                    self._verify(certificate, None)
+            except RecordError as error:
+                logger.warning("a certificate on disk is not used: %s", error)
+                continue
+            yield certificate
 
     def listen(self, listener: Callable[[Certificate], None]) -> None:
         """Call `listener`, on the background thread, when a commit has further signatures."""
@@ -142,7 +159,7 @@ class Certifier:
             round_index=state.last_round,
             table=tuple(table),
         )
-        return sign_statement(statement, self._identity.key)
+        return sign_statement(statement, self._identity.key, self.admission)
 
     def committed(
         self, state: StateReference, parent: str, table: Sequence[Contribution]
@@ -239,7 +256,7 @@ class Certifier:
                 found = decode_certificate(data, self._run_id)
                 if found.statement != statement:
                     raise RecordError("it signed another statement of this state")
-                verify_certificate(found, self._run_id, self._grid, checked=own)
+                self._verify(found, own)
                 self._take_signatures(found)
         except RecordError as error:
             self._refuse(peer, statement.module, error)
@@ -320,7 +337,7 @@ class Certifier:
         """Check that a certificate continues a chain that begins at `wanted`, and verify it."""
         statement = certificate.statement
         checked = self.get(statement.module, statement.digest)
-        verify_certificate(certificate, self._run_id, self._grid, checked=checked)
+        self._verify(certificate, checked)
         if newer:
             before = newer[-1].statement
             expected = (before.module, before.version - 1, before.parent)
@@ -334,6 +351,9 @@ class Certifier:
                 f"version {statement.version} of round {statement.round_index} is not the one "
                 f"before, or not the state {wanted.digest[:12]} asked for"
             )
+
+    def _verify(self, certificate: Certificate, checked: Certificate | None) -> None:
+        verify_certificate(certificate, self._run_id, self._grid, checked=checked, gate=self.gate)
 
     # -- the disk
 

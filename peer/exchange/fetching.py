@@ -258,7 +258,8 @@ class ContentFetcher:
         book = CertificateBook()
         for state in states:
             book.add_all(certifier.chain(state.module, state.digest))
-        return Descent(book)
+        gate = certifier.gate
+        return Descent(book) if gate is None else Descent(book, gate.weigh)
 
 
 def core_blobs(plan: RunPlan) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dipaco.dht.view import SwarmView
 
-from .quorum import weigh
+from .quorum import Guests, weigh
 
 # Calls without an answer after which a peer is doubted.
 CALLS_IN_VAIN = 2
@@ -25,8 +25,10 @@ REMEMBERED = 4096
 class Doubts:
     """What a member thinks of the peers that it reads of."""
 
-    def __init__(self, me: str) -> None:
+    def __init__(self, me: str, *, by_invitation: bool = False) -> None:
         self._me = me
+        self.guests = Guests()
+        self._guests_count = by_invitation
         self._in_vain: dict[str, int] = {}
         self._doubted: set[str] = set()
         self._proven: dict[str, float] = {}
@@ -82,7 +84,8 @@ class Doubts:
 
     def weigh(self, contributors: Collection[str]) -> int:
         """Return what contributors to a chain weigh together."""
-        return weigh(contributors, self.has_shown_itself)
+        guests = self.guests if self._guests_count else None
+        return weigh(contributors, self.has_shown_itself, guests)
 
     def to_call(self, view: SwarmView, first: Collection[str], since_s: float) -> tuple[str, ...]:
         """Return whom to call now: those in `first` before others, each again after a while.

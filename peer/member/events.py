@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dipaco.dht.admission import Admission
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
@@ -44,6 +45,23 @@ class Probed:
 
     reachable: Reachability
     kind: Literal["probed"] = "probed"
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """In a run by invitation: a peer is in. Reported before anything else that it said."""
+
+    peer: str
+    admission: Admission
+    kind: Literal["admitted"] = "admitted"
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """In a run by invitation: the operator has ended these, and no others."""
+
+    invitations: tuple[str, ...]
+    kind: Literal["revoked"] = "revoked"
 
 
 @dataclass(frozen=True)
@@ -276,6 +294,8 @@ Event = (
     Viewed
     | LookFailed
     | Probed
+    | Admitted
+    | Revoked
     | Turn
     | Stepped
     | PathReady

@@ -103,7 +103,8 @@ class Knowledge:
 
     def __post_init__(self) -> None:
         self.schedule = RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s)
-        self.doubts = Doubts(self.settings.me)
+        by_invitation = self.plan.admission == "invitation"
+        self.doubts = Doubts(self.settings.me, by_invitation=by_invitation)
         self.descent = Descent(self.book, self.doubts.weigh)
         self.random = Random(self.settings.seed or self.settings.me)
         self.own_reachable: Reachability = "unknown" if self.settings.can_be_called else "outgoing"

@@ -179,6 +179,8 @@ class Member:
                 self._keeping.on_offer_answered(event)
             case e.Stepped():
                 self.position.stepped()
+            case e.Admitted() | e.Revoked():
+                self.known.doubts.guests.note(event)
 
     # -- the swarm was read
 

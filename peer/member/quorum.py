@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from dipaco.dht.admission import Admission, places_filled
 from dipaco.dht.agreement import expected_group
 from dipaco.dht.certificates import CertificateBook
 from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import StateReference
+
+from .events import Admitted, Revoked
 
 # Who was in no commit for so many rounds counts no longer.
 RECENT_ROUNDS = 3
@@ -21,13 +24,39 @@ RECENT_ROUNDS = 3
 PATIENCE_ROUNDS = 2
 
 
-def weigh(contributors: Collection[str], has_shown_itself: Callable[[str], bool]) -> int:
+class Guests:
+    """Whom a member of a run by invitation knows to be in, as far as its shell has checked it."""
+
+    def __init__(self) -> None:
+        self._admissions: dict[str, Admission] = {}
+        self._revoked: frozenset[str] = frozenset()
+
+    def note(self, event: Admitted | Revoked) -> None:
+        """Somebody is in, or the operator has ended some invitations."""
+        if isinstance(event, Admitted):
+            self._admissions[event.peer] = event.admission
+        else:
+            self._revoked = frozenset(event.invitations)
+
+    def weigh(self, contributors: Collection[str]) -> int:
+        """Return for how many peers some count: of an invitation, for its places at most."""
+        found = (self._admissions[peer] for peer in contributors if peer in self._admissions)
+        return places_filled(one for one in found if one.invitation not in self._revoked)
+
+
+def weigh(
+    contributors: Collection[str],
+    has_shown_itself: Callable[[str], bool],
+    guests: Guests | None = None,
+) -> int:
     """Return how much certified contributors weigh when two chains are compared.
 
     A signature costs nothing: one machine can sign with a thousand identities. So in an open run
     those count that have shown themselves to this member, and what an inventor's chain weighs is
-    bounded by the identities that really answer. A run by invitation would count the invited.
+    bounded by the identities that really answer. In a run by invitation the invited count.
     """
+    if guests is not None:
+        return guests.weigh(contributors)
     return sum(has_shown_itself(peer) for peer in contributors)
 
 

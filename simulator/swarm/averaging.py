@@ -133,6 +133,8 @@ class Averaging:
         """Say why a row is refused, as the group of the real averager does."""
         path, name, tokens = json.loads(row)
         world, module = self._world, average.action.module
+        if not world.directory.is_in(peer):
+            return "it has no admission"
         if name != peer or path not in world.grid.paths_of_module(module):
             return f"its row names {name} and path {path}"
         now_s = self._machine.believed_s

@@ -436,6 +436,8 @@ class Carrying:
             reply((state, chain), self._world.state_bytes + CERTIFICATE_BYTES * len(chain))
         elif what == "shard":
             reply(True if content in machine.disk.shards else None, SHARD_BYTES)
+        elif what == "offer" and not self._world.directory.is_in(caller):
+            reply((False,))
         elif what == "offer":
             self._offers.setdefault(content.digest, []).append(reply)
             self._unheard.add(content.digest)

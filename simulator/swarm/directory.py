@@ -12,10 +12,11 @@ each of which returns the whole key, and a record is then stored on `NODES_STORE
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dipaco.dht.admission import Admission, counted
 from dipaco.dht.coverage import Scope, whole_scope
 from dipaco.dht.records import ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.dht.view import SwarmView, view_of_records
@@ -73,6 +74,10 @@ class SimulatedDirectory:
         """Share of the writes that get lost."""
         self.missed = 0.0
         """Share of the records that a reader does not see."""
+        self.guests: Mapping[str, Admission] | None = None
+        """In a run by invitation: who is in. Admissions hold, like signatures."""
+        self.revoked: frozenset[str] = frozenset()
+        """Invitations that the operator has ended."""
         self._keys: dict[str, dict[str, list[_Version]]] = {}
         """The versions of each owner's record, the owners in order."""
         self._sizes: dict[str, int] = {}
@@ -118,17 +123,37 @@ class SimulatedDirectory:
         """Return what a peer sees of a scope, or of everything; it believes it is `believed_s`."""
         link = self._network.links[reader]
         wanted = scope or self._whole
-        peers = (self._read(reader, link, f"peers/{bucket}") for bucket in wanted.buckets)
-        progress = (self._read(reader, link, f"progress/{bucket}") for bucket in wanted.buckets)
+        keys = [f"peers/{bucket}" for bucket in wanted.buckets]
+        keys += [f"progress/{bucket}" for bucket in wanted.buckets]
+        keys += [f"modules/{module}" for module in wanted.modules]
+        found = self._counted({key: self._read(reader, link, key) for key in keys})
         return view_of_records(
             now_s=believed_s,
             plan=self._plan,
             grid=self._grid,
-            peers=[record for found in peers for record in found],
-            modules={m: self._read(reader, link, f"modules/{m}") for m in wanted.modules},
-            progress=[record for found in progress for record in found],
+            peers=[r for bucket in wanted.buckets for r in found[f"peers/{bucket}"]],
+            modules={m: found[f"modules/{m}"] for m in wanted.modules},
+            progress=[r for bucket in wanted.buckets for r in found[f"progress/{bucket}"]],
             scope=scope,
         )
+
+    def is_in(self, peer: str) -> bool:
+        """Tell whether a peer is in; in an open run all are."""
+        if self.guests is None:
+            return True
+        return peer in self.guests and self.guests[peer].invitation not in self.revoked
+
+    def _counted(self, found: dict[str, Iterable[Any]]) -> dict[str, Iterable[Any]]:
+        """Leave out the records of those who are not in, as every reader does."""
+        guests = self.guests
+        if guests is None:
+            return found
+        seen = {record.peer_id for records in found.values() for record in records}
+        counting = counted((peer, guests[peer]) for peer in seen if self.is_in(peer))
+        return {
+            key: [record for record in records if record.peer_id in counting]
+            for key, records in found.items()
+        }
 
     def _read(self, reader: str, link: Link, key: str) -> Iterable[Any]:
         """Return the records of a key that a peer sees."""

@@ -12,7 +12,7 @@ from typing import Any
 from dipaco.dht.certificates import Certificate
 from dipaco.peer.member import actions, events
 
-from .work import SimulatedState, is_signed
+from .work import SimulatedState
 from .world import Body
 
 # How long a holder may say nothing.
@@ -110,7 +110,7 @@ class Fetching:
             state, chain = answer
             assert state.reference.digest == wanted.digest
             self.fetched[action.purpose, wanted.digest] = state
-            checked = tuple(c for c in chain if is_signed(c))
+            checked = tuple(c for c in chain if self._world.is_signed(c))
             machine.deliver(self._state_fetched(state, checked, action.purpose))
 
         holders = [peer for peer in action.holders if peer != machine.peer]
@@ -126,7 +126,7 @@ class Fetching:
         """Get the certificates of a state."""
 
         def done(answer: Any) -> None:
-            checked = tuple(c for c in answer or () if is_signed(c))
+            checked = tuple(c for c in answer or () if self._world.is_signed(c))
             self._machine.deliver(events.ChainFetched(action.reference, checked))
 
         self.looked_into.add(action.reference.digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dipaco.dht.admission import Admission
 from dipaco.dht.certificates import CertificateBook
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.knowledge import MemberSettings
@@ -68,16 +69,19 @@ def run_history(
     rounds: int | None = None,
     trace: Trace | None = None,
     make_member: MakeMember = real_member,
+    is_open: bool = False,
 ) -> Result:
-    """Live through a history and its rest."""
+    """Live through a history and its rest; `is_open`: one of `invited` without invitations."""
     drawn = draw_scenario(seed, profile, members=members, paths=paths, rounds=rounds)
-    return _History(drawn, trace or Trace(), make_member).run()
+    return _History(drawn, trace or Trace(), make_member, is_open=is_open).run()
 
 
 class _History:
     """One history while it lasts."""
 
-    def __init__(self, drawn: Scenario, trace: Trace, make_member: MakeMember) -> None:
+    def __init__(
+        self, drawn: Scenario, trace: Trace, make_member: MakeMember, *, is_open: bool
+    ) -> None:
         self._drawn = drawn
         self._engine = engine = Engine(drawn.seed, START_S - drawn.duration_s / 2)
         plan = small_plan(
@@ -86,6 +90,7 @@ class _History:
             inner_steps=drawn.inner_steps,
             private=drawn.private,
             matchmaking_s=min(engine.random.choice((2.0, 5.0)), drawn.duration_s / 10),
+            by_invitation=drawn.profile == "invited" and not is_open,
         )
         self.world = World(plan, engine, make_member, trace)
         few = (drawn.profile in ("calm", "latency")) and not drawn.inner_steps
@@ -125,7 +130,8 @@ class _History:
         self._machines.append(first)
         for path in range(world.grid.path_count):
             first.have_shard(path)
-        insiders = (drawn.members - 1) // 3 if "hostile" in drawn.faults else 0
+        is_hostile = "hostile" in drawn.faults or "invited" in drawn.faults
+        insiders = (drawn.members - 1) // 3 if is_hostile else 0
         for number in range(drawn.members):
             kind: type[Machine] = Machine
             if number >= drawn.members - insiders:
@@ -316,6 +322,33 @@ class _History:
         self.watch.liars = engine.random.randint(0, 2)
         for number in range(self.watch.liars):
             Liar(world, f"liar{number}", self._link(), serves=engine.chance(0.5))
+
+    def _add_invited(self) -> None:
+        """Let three times as many liars come as there are members, and a crowd of names.
+
+        None of them is invited, but one, who lets a dozen names in by an invitation for one.
+        """
+        engine, world = self._engine, self.world
+        guests = [machine.peer for machine in self._machines]
+        uninvited = [f"liar{number}" for number in range(3 * self._drawn.members)]
+        leaked = [f"leak{number}" for number in range(12)]
+        if world.plan.admission == "invitation":
+            world.directory.guests = {
+                **{peer: Admission(f"of {peer}", 1, 0) for peer in guests},
+                **{peer: Admission("leaked", 1, number) for number, peer in enumerate(leaked)},
+            }
+        self.watch.liars = 1
+        BareIdentities(world, 30)
+        for peer in uninvited:
+            others = [other for other in uninvited if other != peer]
+            Liar(world, peer, self._link(), serves=engine.chance(0.5), others=others)
+        Liar(world, leaked[0], self._link(), serves=True, others=leaked[1:])
+        if engine.chance(0.3):
+            self._at_some_time(self._revoke_leaked)
+
+    def _revoke_leaked(self) -> None:
+        self.world.say("*", "!", "the operator revokes the invitation that leaked")
+        self.world.directory.revoked = frozenset({"leaked"})
 
     def _at_some_time(
         self, what: Callable[..., object], *arguments: object, least: float = 0.3

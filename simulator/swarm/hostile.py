@@ -10,7 +10,7 @@ Nobody can sign for another, change another's record, or make bytes that have a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dipaco.dht.certificates import Certificate, CommitStatement
@@ -29,7 +29,8 @@ from .world import World
 RECORD_LIFE_S = 600.0
 GREATEST_TOKENS = 2**53
 # Rows of an invented group, and how long an invented chain is.
-INVENTED_SIGNERS, INVENTED_CHAIN = 12, 6
+INVENTED = tuple(f"bare{number}" for number in range(12))
+INVENTED_CHAIN = 6
 
 
 class BareIdentities:
@@ -62,8 +63,18 @@ class BareIdentities:
 class Liar:
     """A machine without a member, that answers calls."""
 
-    def __init__(self, world: World, peer: str, link: Link, *, serves: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        peer: str,
+        link: Link,
+        *,
+        serves: bool,
+        others: Sequence[str] = INVENTED,
+    ) -> None:
         self._world, self._peer, self._link = world, peer, link
+        self._others = others
+        """Identities that sign with it."""
         self._serves = serves
         """Whether it made the states that it announces, or only their digests."""
         self._lies: dict[str, tuple[SimulatedState, tuple[Certificate, ...]]] = {}
@@ -106,7 +117,7 @@ class Liar:
         real = [s for s in world.stock.states.values() if s.reference.module == module]
         parent = random.choice(real[-6:]).reference if engine.chance(0.5) else real[0].reference
         path = world.grid.paths_of_module(module)[0]
-        signers = [self._peer, *(f"bare{n}" for n in range(INVENTED_SIGNERS))]
+        signers = [self._peer, *self._others]
         tokens = GREATEST_TOKENS if engine.chance(0.3) else parent.tokens + 100_000
         chain: list[Certificate] = []
         version, digest, state = parent.version, parent.digest, world.stock.states[parent.digest]

@@ -20,10 +20,12 @@ from dipaco.dht.certificates import Certificate
 from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
 from dipaco.peer.member.events import (
+    Admitted,
     Event,
     LeaveWanted,
     PauseWanted,
     ResumeWanted,
+    Revoked,
     Stepped,
     Turn,
     Viewed,
@@ -97,6 +99,9 @@ class Machine(Body):
         held = tuple(kept[-1].reference for kept in self.disk.states.values())
         self.world.say(self.peer, "!", f"starts with {len(held)} states on disk")
         self.member = self.world.make_member(self, self.book, held)
+        for peer, admission in (self.world.directory.guests or {}).items():
+            self._ask_member(Admitted(peer, admission))
+        self._known_revoked: frozenset[str] = frozenset()
         self.later(0.0, self._turn, self._turns)
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
 
@@ -261,6 +266,10 @@ class Machine(Body):
         """Read what the member watches, and `further` buckets, and tell it."""
         scope = self.scope.with_buckets(further)
         view = self.world.directory.read(self.peer, self.believed_s, scope)
+        revoked = self.world.directory.revoked
+        if revoked != self._known_revoked:
+            self._known_revoked = revoked
+            self.deliver(Revoked(tuple(sorted(revoked))))
         self.deliver(Viewed(view, is_answer))
 
     def publish(self) -> None:

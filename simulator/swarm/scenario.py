@@ -18,7 +18,7 @@ from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan
 from .world import START_S
 
 FAULTY = ("latency", "dht", "churn", "split", "suspend", "clock", "pause", "hostile")
-PROFILES = ("calm", *FAULTY, "mixed", "closed")
+PROFILES = ("calm", *FAULTY, "mixed", "closed", "invited")
 # What `mixed` draws from; hostile peers have a profile of their own and come with it at times.
 FAULTS = ("latency", "dht", "churn", "split", "suspend", "clock")
 GRIDS = ((1,), (2,), (3,), (4,), (1, 1), (2, 2), (1, 4), (2, 1))
@@ -89,6 +89,7 @@ def small_plan(
     matchmaking_s: float = 2.0,
     dwell_rounds: int = 2,
     copies: int = 3,
+    by_invitation: bool = False,
 ) -> RunPlan:
     """Return the plan of a run that begins at `START_S`; only its grid and rounds matter."""
     return RunPlan(
@@ -109,5 +110,6 @@ def small_plan(
         ),
         averaging=AveragingConfig(),
         routing=RoutingPlan(),
+        admission="invitation" if by_invitation else "open",
         blobs=RunBlobs(tokenizer="1" * 64, router="2" * 64, base="3" * 64, shards="4" * 64),
     )

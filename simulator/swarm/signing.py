@@ -12,7 +12,7 @@ from dipaco.dht.certificates import Certificate
 from dipaco.peer.member import events
 
 from .network import CALL_BYTES, CERTIFICATES, Reply
-from .work import SimulatedState, is_signed, signature
+from .work import SimulatedState, signature
 from .world import Body
 
 # Of a small group's.
@@ -84,7 +84,8 @@ class Signing:
 
             def answered(answer: Certificate | None) -> None:
                 known = self._gathered.get(digest)
-                if answer is not None and known is not None and is_signed(answer, known):
+                world = self._world
+                if answer is not None and known and world.is_signed(answer, known):
                     self._gathered[digest] = self._world.stock.shared(known.merged(answer))
                 self._gather(state, passes, asked | {peer})
 
@@ -100,7 +101,7 @@ class Signing:
     def hear(self, certificate: Certificate) -> None:
         """A member of a group has signed what it committed."""
         statement = certificate.statement
-        if not is_signed(certificate):
+        if not self._world.is_signed(certificate):
             return
         known = self._early.get(statement.digest)
         self._early[statement.digest] = certificate.merged(known) if known else certificate

@@ -21,7 +21,7 @@ from .directory import SimulatedDirectory
 from .engine import Engine
 from .network import Link, Network
 from .trace import Trace
-from .work import ModuleWork, SimulatedState, Stock, steps_in
+from .work import ModuleWork, SimulatedState, Stock, is_signed, steps_in
 
 START_S = 1000.0
 # A replaced state is served for so long; and two states of a module lie on the disk.
@@ -134,6 +134,16 @@ class World:
     def now_s(self) -> float:
         """The true time."""
         return self.engine.now_s
+
+    def is_signed(self, certificate: Certificate, checked: Certificate | None = None) -> bool:
+        """Tell whether a certificate is one that a peer takes: as it is checked when it comes.
+
+        Who was revoked since has signed all the same.
+        """
+        guests = self.directory.guests
+        if guests is not None and not certificate.signatures.keys() <= guests.keys():
+            return False
+        return is_signed(certificate, checked)
 
     def say(self, peer: str, kind: str, what: Any) -> None:
         """Write a line of the log."""

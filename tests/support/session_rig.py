@@ -169,6 +169,8 @@ class Rig:
         self.publisher.add_annex = lambda annex: None  # type: ignore[method-assign]
         self.node: Any = SimpleNamespace(
             me=ME,
+            gate=None,
+            is_in=lambda peer: True,
             plan=self.plan,
             grid=grid,
             schedule=schedule,

@@ -1,0 +1,136 @@
+"""Inviting peers to a run by invitation, and ending invitations (design 4.7).
+
+Both need the operator's key and the run folder alone, no network. What was revoked reaches the
+swarm by any node that serves the folder; `DIR/invitations.jsonl` is the operator's own list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.dht.admission import (
+    Gate,
+    Invitation,
+    Terms,
+    make_invitation,
+    read_revocations,
+    sign_revocations,
+)
+from dipaco.dht.identity import raw_public_key
+from dipaco.dht.manifest import SignedManifest, load_or_create_operator_key, verify_manifest
+from dipaco.dht.records import RecordError
+from dipaco.modules.errors import ConfigurationError, ManifestError
+from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.modules.plan import RunPlan
+from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
+from dipaco.routing.run_folder import RunFolder
+
+LIST_FILE = "invitations.jsonl"
+DAY_S = 86_400.0
+# Bootstrap nodes that the operator starts from the run folder, or copies of it.
+OWN_PLACES = 8
+
+
+def invite(
+    folder: Path,
+    peers: int,
+    *,
+    expires_days: float | None = None,
+    name: str = "",
+    operator_key: Path | None = None,
+) -> str:
+    """Return the text of a new invitation, and note it in the operator's list.
+
+    Raises ConfigurationError for an open run, ManifestError for the wrong key.
+    """
+    manifest, gate, key = _open(folder, operator_key)
+    expires_s = 0 if expires_days is None else int(time.time() + expires_days * DAY_S)
+    invitation = make_invitation(Terms(gate.run_id, peers, expires_s), key)
+    _note(folder, invitation, name or manifest.plan.name)
+    return invitation.to_text()
+
+
+def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | None = None) -> str:
+    """Sign a list with some more invitations in it, and return a line for the operator.
+
+    Raises ConfigurationError for what is no id of an invitation.
+    """
+    _, gate, key = _open(folder, operator_key)
+    file, version, revoked = folder / REVOCATIONS, 1, set(invitations)
+    try:
+        if file.exists():
+            before = read_revocations(file.read_bytes())
+            version, revoked = before.version + 1, revoked | before.revoked
+        envelope = sign_revocations(gate.run_id, version, revoked, key)
+        # Read as others will.
+        read_revocations(envelope)
+    except RecordError as error:
+        raise ConfigurationError(
+            f"cannot revoke {', '.join(sorted(revoked))[:80]}: {error}; an invitation's id has 16 "
+            f"hexadecimal digits, see {folder / LIST_FILE}"
+        ) from None
+    atomic_write(file, [envelope])
+    count = "1 invitation is" if len(revoked) == 1 else f"{len(revoked)} invitations are"
+    return (
+        f"{count} revoked (version {version} of the list); a node that serves {folder} hands the "
+        "list on"
+    )
+
+
+def invite_own_nodes(
+    folder: Path, plan: RunPlan, key: Ed25519PrivateKey, say: Callable[[str], None]
+) -> None:
+    """Put an invitation for the operator's own nodes into a run folder. Called by `prepare`."""
+    terms = Terms(plan.invitations_of or plan.run_id, OWN_PLACES, 0)
+    invitation = make_invitation(terms, key)
+    file = folder / OWN_INVITATION
+    atomic_write(file, [invitation.to_text().encode() + b"\n"])
+    with storage_errors(file):
+        os.chmod(file, 0o600)
+    _note(folder, invitation, "bootstrap nodes")
+    say(
+        f"The run is by invitation: dipaco-bootstrap invite {folder} --peers N makes one; "
+        f"{OWN_INVITATION} is for your own nodes, keep it to yourself"
+    )
+
+
+def _open(
+    folder: Path, operator_key: Path | None
+) -> tuple[SignedManifest, Gate, Ed25519PrivateKey]:
+    path = RunFolder(folder).manifest_path
+    if not path.is_file():
+        raise ManifestError(f"{folder} holds no manifest.json; name the folder of prepare --out")
+    with storage_errors(path):
+        manifest = verify_manifest(path.read_bytes())
+    gate = Gate.of(manifest)
+    if gate is None:
+        raise ConfigurationError(
+            f"run '{manifest.plan.name}' is open, so everybody counts in it; prepare one with "
+            "--admission invitation"
+        )
+    file = operator_key or folder / "operator.pem"
+    if not file.is_file():
+        raise ManifestError(f"there is no {file}; give the operator's key with --operator-key")
+    key = load_or_create_operator_key(file)
+    if raw_public_key(key) != manifest.operator_key:
+        raise ManifestError(f"{file} is not the key that signed {path}; give --operator-key")
+    return manifest, gate, key
+
+
+def _note(folder: Path, invitation: Invitation, name: str) -> None:
+    """Append an invitation, without its secret, to the operator's list."""
+    terms = invitation.terms
+    said = {
+        "id": invitation.id,
+        "name": name,
+        "peers": terms.places,
+        "expires_s": terms.expires_s or None,
+        "made_s": int(time.time()),
+    }
+    with storage_errors(folder / LIST_FILE), (folder / LIST_FILE).open("a") as file:
+        file.write(json.dumps(said) + "\n")

@@ -1,0 +1,136 @@
+"""A node's place in a run by invitation, and what it tells its member of others (design 4.7)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from dipaco.dht.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
+from dipaco.dht.directory import Directory
+from dipaco.dht.identity import Identity
+from dipaco.dht.manifest import SignedManifest
+from dipaco.dht.records import RecordError
+from dipaco.modules.errors import AdmissionError, StorageError
+from dipaco.modules.files import atomic_write
+
+from .member.events import Admitted, Event, Revoked
+
+logger = logging.getLogger("dipaco.peer.guests")
+
+# In a run's folder: the operator's newest list, and what its own nodes come in by.
+REVOCATIONS, OWN_INVITATION = "revocations.json", "invitation.txt"
+MOST_INVITATION_BYTES = 4096
+
+
+def open_gate(manifest: SignedManifest, folder: Path) -> Gate | None:
+    """Return the gate of a run, with the operator's list that lies in its folder; None if open."""
+    gate, file = Gate.of(manifest), folder / REVOCATIONS
+    try:
+        if gate is not None and file.exists():
+            gate.revoke(file.read_bytes())
+    except (OSError, RecordError) as error:
+        logger.warning("%s is not used: %s", file, error)
+    return gate
+
+
+def given_invitation(given: str | None, own: Path | None = None) -> str | None:
+    """Return the text of an invitation that is given as such, or as a file; else of `own`.
+
+    Raises `AdmissionError` for what is none, so that it is told before anything is joined.
+    """
+    if given is not None and given.strip().startswith(INVITATION_PREFIX):
+        read_invitation(given)
+        return given
+    file = own if given is None else Path(given)
+    if file is None or (given is None and not file.exists()):
+        return None
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MOST_INVITATION_BYTES).decode("ascii", errors="replace")
+    except OSError as error:
+        raise AdmissionError(
+            f"--invitation {str(file)[:80]!r} is neither an invitation, which begins with "
+            f"{INVITATION_PREFIX}, nor a file with one: {error.strerror}"
+        ) from None
+    read_invitation(text)
+    return text
+
+
+def admit(
+    gate: Gate, identity: Identity, manifest: SignedManifest, now_s: float, invitation: str | None
+) -> bytes:
+    """Return what says that this peer is in: by what is pasted, or as in an earlier life.
+
+    The admission is kept beside the identity; the invitation, which is a secret, is not. Raises
+    `AdmissionError` and `StorageError`.
+    """
+    file = identity.path.with_name(f"{identity.path.name}.admission-{gate.run_id}")
+    try:
+        kept = file.read_bytes() if file.exists() else None
+    except OSError as error:
+        raise StorageError(f"{file}: {error.strerror}") from None
+    if invitation is not None:
+        given = read_invitation(invitation)
+        gate.check_invitation(given)
+        if kept is None or given.id != invitation_of(kept):
+            kept = given.admit(identity.public_key, now_s)
+            atomic_write(file, [kept])
+    if kept is None:
+        raise AdmissionError(
+            f"run '{manifest.plan.name}' is by invitation: ask its operator "
+            f"({manifest.operator_fingerprint}) for one and give it with --invitation"
+        )
+    try:
+        gate.check(identity.peer_id, kept)
+    except RecordError as error:
+        raise AdmissionError(
+            f"this peer is not in: {error}; ask the operator for another invitation and give it "
+            "with --invitation"
+        ) from None
+    return kept
+
+
+def tell_member(gate: Gate | None, report: Callable[[Event], None]) -> None:
+    """Report who is in, and what is revoked, from here on; before what these peers said."""
+    if gate is not None:
+        gate.listen(
+            lambda peer, admission: report(Admitted(peer, admission)),
+            lambda invitations: report(Revoked(tuple(sorted(invitations)))),
+        )
+
+
+class RevocationList:
+    """An annex of the publisher: the operator's newest list, stored again and kept on the disk.
+
+    The operator may put a newer one there while the node runs (`dipaco-bootstrap revoke`).
+    """
+
+    def __init__(self, gate: Gate, folder: Path) -> None:
+        self._gate, self._file = gate, folder / REVOCATIONS
+        self._written: bytes | None = None
+
+    def publish(self, directory: Directory, life_s: float) -> None:
+        """Look for a newer list on the disk, and store it again when it is time to."""
+        try:
+            found = self._file.read_bytes() if self._file.exists() else self._written
+            if found is not None and found != self._written:
+                self._written = found
+                directory.revoke(found)
+        except (OSError, RecordError) as error:
+            logger.warning("%s is not used: %s", self._file, error)
+        directory.publish_revocations()
+
+    def read(self, directory: Directory) -> None:
+        """Keep what was read with the view."""
+        envelope = self._gate.envelope
+        if envelope is None or envelope == self._written:
+            return
+        self._written = envelope
+        try:
+            atomic_write(self._file, [envelope])
+        except StorageError as error:
+            logger.warning("revoked invitations kept in memory only: %s", error)
+
+    def withdraw(self, directory: Directory) -> None:
+        """Nothing: the list stays when this node goes."""

@@ -1,0 +1,391 @@
+"""Runs by invitation: who is in, and everything that somebody may show instead of an admission."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.dht.admission import (
+    ADMISSION_BYTES,
+    IDENTITIES_PER_PLACE,
+    Admission,
+    Gate,
+    Terms,
+    counted,
+    make_invitation,
+    places_filled,
+    read_invitation,
+    read_revocations,
+    sign_revocations,
+)
+from dipaco.dht.certificate_check import (
+    decode_certificate,
+    encode_certificate,
+    sign_statement,
+    verify_certificate,
+)
+from dipaco.dht.certificates import Certificate
+from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
+from dipaco.dht.manifest import sign_manifest, verify_manifest
+from dipaco.dht.quotas import QUOTAS, HeldRecords, ServedRun
+from dipaco.dht.records import RecordError, record_key, record_subkey
+from dipaco.modules.errors import AdmissionError
+from dipaco.peer.averaging.group import BadRowError, GatherRow, GroupRules, agree
+from dipaco.peer.member.events import Admitted, Revoked
+from dipaco.peer.member.quorum import Guests, weigh
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+from support.certificates import RUN, certificate, grid, key, peer, statement
+from support.make_plan import make_plan
+
+OPERATOR, STRANGER = key(1000), key(1001)
+NOW_S = 1_000_000.0
+INVITATION = make_invitation(Terms(RUN, 2, 0), OPERATOR)
+
+
+def public(number: int) -> bytes:
+    return raw_public_key(key(number))
+
+
+def admission(number: int, after_s: float = 0.0, invitation: Any = INVITATION) -> bytes:
+    return invitation.admit(public(number), NOW_S + after_s)
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate(RUN, raw_public_key(OPERATOR))
+
+
+# -- what a volunteer pastes
+
+
+def test_an_invitation_is_one_line_that_can_be_pasted() -> None:
+    text = INVITATION.to_text()
+    assert read_invitation(f" {text}\n") == INVITATION
+    assert len(text) < 200
+    assert text.isascii()
+    assert not set(text) & set(" \"'\\$&;|")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "is no invitation"),
+        ("/ip4/1.2.3.4/tcp/1/p2p/12D3KooW", "begins with dipaco-invitation-1"),
+        (INVITATION.to_text()[:-1], "paste all of the line"),
+        (INVITATION.to_text() + "A" * 1000, "paste all of the line"),
+        (INVITATION.to_text()[:80] + "AAAA" + INVITATION.to_text()[84:], "changed on its way"),
+        (INVITATION.to_text()[:-1] + "!", "changed on its way"),
+        (INVITATION.to_text()[:-2] + "\u00e9\u00e9", "changed on its way"),
+    ],
+)
+def test_what_is_no_invitation_is_refused_in_one_line(text: str, match: str) -> None:
+    with pytest.raises(AdmissionError, match=match) as caught:
+        read_invitation(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_invitation_of_another_run_or_operator_or_one_that_was_changed(gate: Gate) -> None:
+    gate.check_invitation(INVITATION)
+    elsewhere = make_invitation(Terms("f" * 16, 2, 0), OPERATOR)
+    with pytest.raises(AdmissionError, match=f"is for run {'f' * 16} and not for {RUN}"):
+        gate.check_invitation(elsewhere)
+    for forged in (
+        make_invitation(Terms(RUN, 2, 0), STRANGER),
+        dataclasses.replace(INVITATION, terms=Terms(RUN, 5000, 0)),
+        dataclasses.replace(INVITATION, seed=b"x" * 32),
+    ):
+        with pytest.raises(AdmissionError, match="not signed by the operator"):
+            gate.check_invitation(forged)
+        with pytest.raises(RecordError, match="not signed by the operator"):
+            gate.check(peer(0), forged.admit(public(0), NOW_S))
+
+
+def test_an_expired_invitation_lets_nobody_in_and_who_is_in_stays(gate: Gate) -> None:
+    brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 10), OPERATOR)
+    in_time = brief.admit(public(0), NOW_S)
+    with pytest.raises(AdmissionError, match="expired 2.0 days ago"):
+        brief.admit(public(1), NOW_S + 10 + 2 * 86_400)
+    assert gate.check(peer(0), in_time).admitted_s == NOW_S
+    # Somebody whose software does not care.
+    patient = dataclasses.replace(brief, terms=Terms(RUN, 2, 0))
+    forged = patient.admit(public(1), NOW_S + 11)
+    with pytest.raises(RecordError, match="not signed"):
+        gate.check(peer(1), forged)
+    late = brief.admit(public(1), NOW_S)[:-72]
+    late += (int(NOW_S) + 11).to_bytes(8, "big") + bytes(64)
+    with pytest.raises(RecordError, match="after the invitation"):
+        gate.check(peer(1), late)
+
+
+# -- admissions
+
+
+def test_an_admission_is_of_one_peer(gate: Gate) -> None:
+    assert gate.check(peer(0), admission(0)) == Admission(INVITATION.id, 2, int(NOW_S))
+    with pytest.raises(RecordError, match="not for it"):
+        gate.check(peer(1), admission(0))
+    assert gate.admission_of(peer(1)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, b"", 7, "text", b"x" * 10_000, admission(0)[:-1], admission(0) + b"x", bytes(186)],
+)
+def test_what_is_no_admission_is_refused(gate: Gate, data: Any) -> None:
+    with pytest.raises(RecordError):
+        gate.check(peer(0), data)
+
+
+def test_any_changed_byte_is_refused(gate: Gate) -> None:
+    good = admission(0)
+    assert len(good) == ADMISSION_BYTES
+    for place in range(len(good)):
+        bad = good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+        with pytest.raises(RecordError):
+            gate.check(peer(0), bad)
+
+
+def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_came_first(gate: Gate) -> None:
+    for number in range(5):
+        gate.check(peer(number), admission(number, after_s=10 - number))
+    seen = {peer(number) for number in range(5)}
+    assert gate.counted_of(seen) == {peer(4), peer(3)}
+    assert gate.counted_of(seen - {peer(4)}) == {peer(3), peer(2)}
+    assert gate.weigh(seen | {peer(77)}) == 2
+    alone = admission(9, after_s=20)
+    assert peer(9) in gate.counted_of({peer(0)}, (peer(9), alone))
+    with pytest.raises(AdmissionError, match="all places .* by 2 that came before this peer"):
+        gate.counted_of(seen, (peer(9), alone))
+
+
+def test_whoever_makes_new_identities_all_the_time_runs_out_of_them(gate: Gate) -> None:
+    other = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    gate.check(peer(99), other.admit(public(99), NOW_S))
+    for number in range(IDENTITIES_PER_PLACE * 2):
+        gate.check(peer(number), admission(number))
+    with pytest.raises(RecordError, match="for 2 peers and was used by 4 times as many"):
+        gate.check(peer(50), admission(50))
+    # Who is in stays in, and others are none the worse.
+    gate.check(peer(0), admission(0))
+    assert gate.admission_of(peer(99)) is not None
+    # What such a one has signed with others can still be read.
+    assert gate.check(peer(50), admission(50), even_revoked=True).places == 2
+    assert gate.admission_of(peer(50)) is None
+
+
+def test_a_gate_goes_to_other_processes_with_what_is_revoked(gate: Gate) -> None:
+    gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    copy = pickle.loads(pickle.dumps(gate))
+    with pytest.raises(RecordError, match="revoked"):
+        copy.check(peer(0), admission(0))
+
+
+# -- what the operator revokes
+
+
+def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate: Gate) -> None:
+    heard: list[object] = []
+    gate.check(peer(0), admission(0))
+    gate.listen(lambda who, found: heard.append(who), lambda revoked: heard.append(set(revoked)))
+    assert heard == [peer(0), set()]
+    assert gate.revoke(sign_revocations(RUN, 2, [INVITATION.id], OPERATOR))
+    assert heard[2:] == [{INVITATION.id}]
+    with pytest.raises(RecordError, match="was revoked by the operator"):
+        gate.check(peer(0), admission(0))
+    with pytest.raises(AdmissionError, match="has revoked the invitation"):
+        gate.check_invitation(INVITATION)
+    with pytest.raises(AdmissionError, match="this peer is out: .*revoked"):
+        gate.counted_of((), (peer(0), admission(0)))
+    assert gate.check(peer(0), admission(0), even_revoked=True)
+    assert gate.weigh([peer(0)]) == 0
+    assert gate.admitted() == {}
+    # An older list, or the same again, changes nothing.
+    assert not gate.revoke(sign_revocations(RUN, 1, [], OPERATOR))
+    assert gate.revoked == {INVITATION.id}
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        sign_revocations(RUN, 1, [], STRANGER),
+        sign_revocations("f" * 16, 1, [], OPERATOR),
+        sign_revocations(RUN, 1, ["no id"], OPERATOR),
+        sign_revocations(RUN, 0, [], OPERATOR),
+        sign_revocations(RUN, 1, [f"{n:016x}" for n in range(5000)], OPERATOR),
+        sign_revocations(RUN, 1, [], OPERATOR).replace(b'"version":1', b'"version":2'),
+        sign_revocations(RUN, 1, [], OPERATOR)[:-5],
+        b"[" * 60_000,
+        b"{}",
+        b"",
+        None,
+    ],
+    ids=["stranger", "other run", "ids", "version", "long", "changed", "cut", "deep", "empty", "",
+         "none"],
+)  # fmt: skip
+def test_only_the_operator_revokes(gate: Gate, envelope: Any) -> None:
+    with pytest.raises(RecordError):
+        gate.revoke(envelope)
+    assert gate.envelope is None
+
+
+# -- where it counts: records, certificates, groups, weights
+
+
+def served(gate: Gate) -> HeldRecords:
+    held = HeldRecords(lambda: NOW_S)
+    held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
+    return held
+
+
+def store(held: HeldRecords, number: int, content: Any, item: str = "0") -> bool:
+    key_name, subkey = (
+        record_key("peers", RUN, item),
+        record_subkey("peers", RUN, item, public(number)),
+    )
+    value = MSGPackSerializer.dumps(content) + bytes(64)
+    expires_s = NOW_S + 60 + held.record_count
+    return held.store_subkey(DHTID.generate(key_name), subkey, value, expires_s, b"sender")
+
+
+def test_a_node_stores_records_of_the_invited_alone(gate: Gate) -> None:
+    held = served(gate)
+    assert not store(held, 0, {"peer_id": peer(0)})
+    assert not store(held, 0, {"admission": admission(1)})
+    assert not store(held, 0, None)
+    assert not store(held, 0, ["admission"])
+    assert not store(held, 0, {"admission": admission(0), "filler": bytes(3000)})
+    assert store(held, 0, {"admission": admission(0)})
+    assert store(held, 0, None)
+    assert held.record_count == 1
+
+
+def test_a_node_stores_as_much_of_an_invitation_as_of_its_peers(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(QUOTAS["peers"], of_owner=1)
+    monkeypatch.setitem(QUOTAS, "peers", small)
+    held = served(gate)
+    stored = [store(held, number, {"admission": admission(number)}) for number in range(5)]
+    assert stored == [True, True, False, False, False]
+
+
+def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> None:
+    held = served(gate)
+    assert store(held, 0, {"admission": admission(0)})
+    lists = [sign_revocations(RUN, n, [INVITATION.id] * (n > 1), OPERATOR) for n in (1, 2, 3)]
+    foreign = sign_revocations(RUN, 9, [], STRANGER)
+
+    def keep(version: int, envelope: bytes) -> bool:
+        subkey = record_subkey("revocations", RUN, f"{version:08d}", b"")
+        where = DHTID.generate(record_key("revocations", RUN))
+        return held.store_subkey(where, subkey, MSGPackSerializer.dumps(envelope), NOW_S + 9, b"s")
+
+    assert keep(2, lists[1])
+    assert not keep(1, lists[0])
+    assert not keep(9, foreign)
+    assert not store(held, 1, {"admission": admission(1)})
+    assert keep(3, lists[2])
+    held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
+    gate.revoke(lists[2])
+    held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
+    assert held.record_count == 1
+    open_run = HeldRecords(lambda: NOW_S)
+    open_run.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2))
+    held = open_run
+    assert not keep(3, lists[2])
+
+
+def test_only_the_invited_sign_certificates(gate: Gate) -> None:
+    said = statement(1, (0, 1))
+    signed = sign_statement(said, key(0), admission(0))
+    data = encode_certificate(signed.merged(sign_statement(said, key(1), admission(1))))
+    read = decode_certificate(data, RUN)
+    verify_certificate(read, RUN, grid(), gate=gate)
+    assert read.signers == {peer(0), peer(1)}
+    with pytest.raises(RecordError, match="in an open run"):
+        verify_certificate(read, RUN, grid())
+    with pytest.raises(RecordError, match="no admission"):
+        verify_certificate(certificate(1, (0, 1)), RUN, grid(), gate=gate)
+    stolen = sign_statement(said, key(0), admission(1))
+    with pytest.raises(RecordError, match="not for it"):
+        verify_certificate(stolen, RUN, grid(), gate=gate)
+    wrong = {peer(0): sign_statement(said, key(1)).signatures[peer(1)] + admission(0)}
+    with pytest.raises(RecordError, match="signature that is not of"):
+        verify_certificate(Certificate(said, wrong), RUN, grid(), gate=gate)
+    gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    verify_certificate(read, RUN, grid(), gate=gate)
+
+
+ROW = GatherRow(1, "L0.E0", 7, "ab" * 32, 0, peer(0), 100, 100, admission=admission(0))
+
+
+def test_only_the_invited_come_to_a_group_and_no_more_than_have_places(gate: Gate) -> None:
+    rules = GroupRules(ROW, frozenset({0}), 5000, gate=gate)
+    assert GatherRow.from_bytes(ROW.to_bytes()) == ROW
+    rows = [
+        dataclasses.replace(ROW, peer=peer(n), admission=admission(n, after_s=n)) for n in range(3)
+    ]
+    agreed = agree(b"id", [peer(0), peer(1)], [row.to_bytes() for row in rows[:2]], rules)
+    assert len(agreed.table) == 2
+    with pytest.raises(BadRowError, match="more peers of its invitation") as caught:
+        agree(b"id", [peer(n) for n in range(3)], [row.to_bytes() for row in rows], rules)
+    assert caught.value.peer == peer(2)
+    for bad in (b"", admission(2)):
+        with pytest.raises(BadRowError):
+            rules.check_row(dataclasses.replace(rows[1], admission=bad).to_bytes(), peer(1))
+    with pytest.raises(BadRowError, match="in an open run"):
+        GroupRules(ROW, frozenset({0}), 5000).check_row(rows[1].to_bytes(), peer(1))
+    came: dict[str, Admission] = {}
+    for number in (0, 1, 0):
+        rules.check_place(peer(number), came)
+    with pytest.raises(BadRowError, match="are taken"):
+        rules.check_place(peer(2), came)
+
+
+def test_of_an_invitation_no_more_than_its_places_weigh() -> None:
+    guests = Guests()
+    names = [f"p{number}" for number in range(6)]
+    for name in names[:4]:
+        guests.note(Admitted(name, Admission("leaked", 1, 0)))
+    guests.note(Admitted("p4", Admission("own", 1, 0)))
+    assert weigh(names, lambda peer: False, guests) == 2
+    assert weigh(names, lambda peer: True) == 6
+    guests.note(Revoked(("leaked",)))
+    assert weigh(names, lambda peer: False, guests) == 1
+    assert places_filled([Admission("a", 2, 0)] * 3 + [Admission("b", 2, 0)]) == 3
+    assert counted([]) == frozenset()
+
+
+# -- plans
+
+
+def test_an_open_plan_is_spelled_as_always_and_one_by_invitation_has_a_gate() -> None:
+    plan = make_plan()
+    assert b"admission" not in plan.canonical_json()
+    assert b"invitations_of" not in plan.canonical_json()
+    assert Gate.of(verify_manifest(sign_manifest(plan, OPERATOR))) is None
+    invited = plan.model_copy(update={"admission": "invitation"})
+    assert invited.run_id != plan.run_id
+    manifest = verify_manifest(sign_manifest(invited, OPERATOR))
+    gate = Gate.of(manifest)
+    assert gate is not None
+    assert gate.run_id == invited.run_id
+    gate.check_invitation(make_invitation(Terms(invited.run_id, 1, 0), OPERATOR))
+    # Who is in stays in when the run has a successor.
+    after = plan.model_copy(update={"admission": "invitation", "invitations_of": RUN})
+    successor = Gate.of(verify_manifest(sign_manifest(after, OPERATOR)))
+    assert successor is not None
+    assert successor.check(peer(0), admission(0)).places == 2
+
+
+def test_a_list_is_read_as_it_was_signed() -> None:
+    found = read_revocations(sign_revocations(RUN, 3, ["a" * 16, "b" * 16, "a" * 16], OPERATOR))
+    assert (found.run_id, found.version) == (RUN, 3)
+    assert found.revoked == {"a" * 16, "b" * 16}
+    assert peer_id_of_public_key(found.operator_key)
+    assert isinstance(OPERATOR, Ed25519PrivateKey)
