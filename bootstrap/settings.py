@@ -144,7 +144,11 @@ class InviteSettings(Settings):
         ),
     ] = None
     name: Annotated[
-        str, Option("for whom it is, for your own list in DIR/invitations.jsonl", "TEXT")
+        str,
+        Option(
+            "for whom it is, for your own list in DIR/invitations.jsonl (default: the run's name)",
+            "TEXT",
+        ),
     ] = ""
     operator_key: Annotated[Path | None, OPERATOR_KEY] = None
 

@@ -19,6 +19,7 @@ from dipaco.modules.errors import StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
+from .admission import Gate
 from .certificate_check import decode_certificate, encode_certificate, verify_certificate
 from .certificates import Certificate
 from .ledger import Credit, Ledger, Said
@@ -51,13 +52,14 @@ def check_for_ledger(
     now_s: float,
     *,
     checked: Certificate | None,
+    gate: Gate | None = None,
 ) -> None:
     """Check that a certificate may stand in the ledger of a run. Raises `RecordError`.
 
     Besides what `verify_certificate` asks for, its round has begun, and no row has more tokens than
     a peer can have trained.
     """
-    verify_certificate(certificate, plan.run_id, grid, checked=checked)
+    verify_certificate(certificate, plan.run_id, grid, checked=checked, gate=gate)
     said = certificate.statement
     what = f"version {said.version} of {said.module}"
     if said.round_index >= greatest_rounds(plan, now_s):
@@ -90,6 +92,8 @@ class LedgerFile:
                 self._base.execute("PRAGMA synchronous = FULL")
                 self._base.executescript(_TABLES)
             self.manifest = self._manifest(manifest)
+            self.gate = Gate.of(self.manifest)
+            """Of a run by invitation: who was let in."""
         except BaseException:
             self._base.close()
             raise
@@ -199,7 +203,9 @@ class LedgerFile:
             for certificate in other.certificates(module):
                 try:
                     checked = self.get(certificate)
-                    check_for_ledger(certificate, plan, grid, now_s, checked=checked)
+                    check_for_ledger(
+                        certificate, plan, grid, now_s, checked=checked, gate=self.gate
+                    )
                 except RecordError as error:
                     refused(error)
                     continue

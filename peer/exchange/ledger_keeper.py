@@ -120,7 +120,8 @@ class LedgerKeeper:
 
     def _may_stand(self, certificate: Certificate, checked: Certificate, sender: str) -> bool:
         try:
-            check_for_ledger(certificate, self._plan, self._grid, self._now(), checked=checked)
+            now_s, gate = self._now(), self.file.gate
+            check_for_ledger(certificate, self._plan, self._grid, now_s, checked=checked, gate=gate)
         except RecordError as error:
             self._refuse(sender, certificate.statement.module, error)
             return False
