@@ -37,6 +37,9 @@ class StandIn:
         self.opened.append(StandIn(signed, self.content))
         return self.opened[-1]
 
+    def admit(self) -> None:
+        """It is an open run."""
+
     def load_shard_index(self) -> None:
         if not self.content["is there"]:
             raise NetworkError("could not fetch the shard index")
