@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from dipaco.dht.agreement import expected_group
+from dipaco.dht.ledger import ledger_of
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import DipacoError
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,6 +22,14 @@ from .publisher import PeerStatus, Publisher
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0
+# How often the panel counts the certificates.
+WORTH_PERIOD_S = 5.0
+_REACHED = {
+    "direct": "others can call it",
+    "relayed": "called through a relay",
+    "outgoing": "nobody can call it",
+    "unknown": "not called yet",
+}
 
 
 class Display:
@@ -27,7 +38,7 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._live: Live | None = None
-        self._panel: _LivePanel | None = None
+        self._panel: LivePanel | None = None
         self._last_inner_s = 0.0
 
     def say(self, line: str) -> None:
@@ -37,7 +48,7 @@ class Display:
     def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
         if self.console.is_terminal:
-            self._panel = _LivePanel(node, publisher, status)
+            self._panel = LivePanel(node, publisher, status)
             self._live = Live(
                 self._panel, console=self.console, refresh_per_second=2, transient=True
             )
@@ -135,37 +146,68 @@ _LINES = {
 }
 
 
-class _LivePanel:
-    """Drawn again by rich on every refresh."""
+class LivePanel:
+    """What this peer does, what it waits for, and what its work was worth; 80 columns are enough.
+
+    Drawn again by rich on every refresh.
+    """
 
     def __init__(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
         self._node = node
         self._publisher = publisher
         self._status = status
         self.last_loss = float("nan")
+        self._worth, self._worth_at = "", -math.inf
 
     def __rich__(self) -> Panel:
         node, status = self._node, self._status
-        now = node.clock.now()
-        head = Table.grid(padding=(0, 2))
         claim = status.claim
-        head.add_row("path", f"{claim.path if claim.path is not None else '-'}  {claim.reason}")
-        head.add_row("round", self._round_text(now))
-        head.add_row("loss", f"{self.last_loss:.3f}  held-out {status.validation_loss:.3f}")
-        head.add_row(
-            "speed",
-            f"{status.tokens_per_s:,.0f} tokens/s on {status.device}   "
-            f"up {_bytes(status.bytes_up)}, down {_bytes(status.bytes_down)}",
-        )
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        rows.add_column(no_wrap=True, style="dim")
+        rows.add_column(overflow="fold")
+        rows.add_row("path", Text(f"{'-' if claim.path is None else claim.path}  {claim.reason}"))
+        doing: str = "trains" if claim.state == "training" else claim.state
+        if claim.state == "training" and not status.waiting_for:
+            doing += f", {status.tokens_per_s:,.0f} tokens/s"
+        rows.add_row("does", Text(f"{doing}, on {status.device}"))
         if status.waiting_for:
-            head.add_row("waiting", f"for {status.waiting_for}")
-        parts: list[Any] = [head, Text()]
+            rows.add_row("waits", Text(f"for {status.waiting_for}"))
+        rows.add_row("round", self._round_text(node.clock.now()))
+        rows.add_row("loss", f"{_loss(self.last_loss)}, held-out {_loss(status.validation_loss)}")
+        rows.add_row("worth", self._worth_text())
+        rows.add_row(
+            "line",
+            f"up {shown_bytes(status.bytes_up)}, down {shown_bytes(status.bytes_down)}, "
+            f"{_REACHED[status.reachable]}",
+        )
+        parts: list[Any] = [rows]
         modules = self._modules_table()
         if modules is not None:
-            parts.append(modules)
-        return Panel(
-            Group(*parts), title=f"dipaco {node.plan.name} {node.run_id}", title_align="left"
-        )
+            parts += [Text(), modules]
+        title = Text(f"dipaco {node.plan.name} {node.run_id}")
+        return Panel(Group(*parts), title=title, title_align="left")
+
+    def _worth_text(self) -> str:
+        """Return this peer's credit by the certificates here: of the last commits of its modules.
+
+        Signatures come some seconds after a commit, so it is looked at from time to time.
+        """
+        now = time.monotonic()
+        if now - self._worth_at > WORTH_PERIOD_S:
+            self._worth_at = now
+            credit = ledger_of(self._node.certifier.all()).get(self._node.me)
+            self._worth = "nothing is committed yet"
+            if credit is not None:
+                self._worth = (
+                    f"{credit.tokens:,} tokens that others signed too, {credit.alone:,} alone, "
+                    f"in rounds {credit.first_round} to {credit.last_round}"
+                )
+        last = max(self._status.last_commit.items(), key=lambda one: one[1][0], default=None)
+        if last is None:
+            return self._worth
+        module, (round_index, members) = last
+        others = f"{members - 1} other{'s' * (members != 2)}" if members > 1 else "nobody else"
+        return f"{self._worth}; last: {module} in round {round_index} with {others}"
 
     def _round_text(self, now: float) -> str:
         schedule, status = self._node.schedule, self._status
@@ -204,11 +246,5 @@ class _LivePanel:
         return table
 
 
-def _bytes(count: int) -> str:
-    """Write a number of bytes for people."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return str(count)
+def _loss(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
