@@ -17,7 +17,9 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +37,9 @@ from dipaco.dht.http_server import listen, server_of
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import Board, StatusService
 from support.big_swarm import HOSTILE_NAME, history_of_a_kill, spoiled_records, status_at
+from support.swarm import Swarm
 from support.swarm_views import peer_name
+from support.tiny_run import make_tiny_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -49,6 +53,8 @@ WAIT_MS = 60_000
 ROUNDS = 40
 DURATION_S = 600.0
 WEEK_S = 7 * 86_400.0
+REAL_ROUND_S = 10.0
+LIMIT_S = 240.0
 
 
 @contextmanager
@@ -275,10 +281,83 @@ def killed_at(page: Page) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@contextmanager
+def command(folder: Path, *words: str) -> Iterator[str]:
+    """Run `dipaco-status --serve 0` with more words, and yield the page's address."""
+    said = folder / "status.out"
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dipaco.dht.status.cli", *words, "--serve", "0"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while not (found := re.search(r"serving at (\S+)", said.read_text())):
+                lost = process.poll() is not None or time.monotonic() > deadline
+                assert not lost, said.read_text()
+                time.sleep(0.1)
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def drive_real(browser: Browser, folder: Path, out: Path) -> list[str]:
+    """Look at three real peers, one of which is killed, and at them again from their logs."""
+    from playwright.sync_api import expect
+
+    run = make_tiny_run(
+        folder / "run",
+        modules_per_level=(1, 3),
+        inner_steps=0,
+        duration_s=REAL_ROUND_S,
+        start_s=time.time(),
+        name="real",
+    )
+    (folder / "logs").mkdir()
+    wrong: list[str] = []
+    with Swarm(folder / "logs", run) as swarm:
+        node = swarm.start_bootstrap()
+        peers = [swarm.start_peer(node, "--name", f"volunteer {n}") for n in range(3)]
+        words = ("--initial-peers", node.address(), "--history", str(folder / "real.sqlite"))
+        with command(folder, *words) as address:
+            page = opened(browser, address, "desk", wrong)
+            expect(page.locator("#peers .cell")).to_have_count(4, timeout=WAIT_MS)
+            expect(page.locator("#tiles")).to_contain_text("of 3", timeout=WAIT_MS)
+            swarm.wait(peers, "commit", lambda event: event["round"] >= 4)
+            page.wait_for_function("series && series.tokens.at(-1) > 0", timeout=WAIT_MS)
+            page.wait_for_timeout(1000)
+            page.screenshot(path=out / "real-1-three-peers.png")
+            last_s = peers[2].read()[-1]["time_s"]
+            peers[2].kill()
+            expect(page.locator("#peers .cell")).to_have_count(3, timeout=2 * WAIT_MS)
+            page.screenshot(path=out / "real-2-one-is-killed.png")
+            page.evaluate(f"go({last_s})")
+            expect(page.locator("#peers .cell")).to_have_count(4, timeout=WAIT_MS)
+            page.context.close()
+    assert not wrong, wrong
+    with command(folder, "--replay", str(folder / "logs")) as address:
+        page = opened(browser, address, "desk", wrong)
+        expect(page.locator("#peers .cell")).to_have_count(1, timeout=WAIT_MS)
+        page.wait_for_function("series !== null", timeout=WAIT_MS)
+        page.evaluate(f"go({last_s})")
+        expect(page.locator("#peers .cell")).to_have_count(4, timeout=WAIT_MS)
+        page.screenshot(path=out / "real-3-from-logs.png")
+        page.evaluate(f"go({last_s + 60})")
+        page.wait_for_timeout(1000)
+        page.screenshot(path=out / "real-4-from-logs-later.png")
+        page.context.close()
+    assert not wrong, wrong
+    return ["real: three peers, a kill, what was before it, and all of it again from the logs"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/status_page"))
     parser.add_argument("--real", action="store_true", help="three real peers too")
+    parser.add_argument("--only-real", action="store_true", help="nothing but these")
     parser.add_argument("--no-week", action="store_true", help="leave the week of history out")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -291,6 +370,12 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {}
     checked: list[str] = []
+    if options.only_real:
+        with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+            print(*drive_real(browser, Path(name), options.out), sep="\n")
+            browser.close()
+        return 0
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         folder = Path(name)
         figures["costs"] = measure(folder)
@@ -311,6 +396,8 @@ def main() -> int:
                 checked += lines
                 figures[size] = drawn
         history.close()
+        if options.real:
+            checked += drive_real(browser, folder, options.out)
         browser.close()
     if options.json:
         print(json.dumps({"checked": checked, **figures}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -97,19 +98,18 @@ def test_it_survives_a_restart_and_a_kill(tmp_path: Path) -> None:
     """A process is ended in the middle of a write: what was written before is there."""
     file = tmp_path / "run.sqlite"
     program = (
-        "import os, signal, sys\n"
+        "import json, os, signal, sys\n"
         "from pathlib import Path\n"
         "from dipaco.dht.status.history import History\n"
-        "sys.path.insert(0, sys.argv[2])\n"
-        "from test_history import RUN, START_S, status_of_moment\n"
-        "history = History(Path(sys.argv[1]), RUN)\n"
-        "history.write(status_of_moment(START_S, mark='whole'))\n"
+        "history = History(Path(sys.argv[1]), sys.argv[2])\n"
+        "history.write(json.loads(sys.argv[3]))\n"
         "history._file.execute('BEGIN IMMEDIATE')\n"
         "history._file.execute('DELETE FROM moments')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
+    status = json.dumps(status_of_moment(START_S, mark="whole"))
     done = subprocess.run(
-        [sys.executable, "-c", program, str(file), str(Path(__file__).parent)],
+        [sys.executable, "-c", program, str(file), RUN, status],
         timeout=280,
         check=False,
     )

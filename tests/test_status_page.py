@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from dipaco.dht.ledger import Credit, exported
+from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.status import cli
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
-from dipaco.dht.status.serving import Sampler, interval_s
+from dipaco.dht.status.serving import Sampler, interval_s, open_port, serve_swarm
 from dipaco.modules.errors import ConfigurationError, NetworkError
+from dipaco.peer.events import EventLog
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
 from support.swarm_views import peer_name, plan_of
@@ -225,6 +231,62 @@ def test_the_sampler_ends_when_it_is_told_to(statuses: list[dict[str, Any]]) -> 
     with Sampler(read, history, board, 3600.0) as sampler:
         assert was_read.wait(60)
     assert not sampler._thread.is_alive()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Ask the page that a command serves for its status, and end the command then."""
+    found: dict[str, Any] = {}
+
+    def serve(application: Starlette, listening: socket.socket) -> None:
+        found["port"] = listening.getsockname()[1]
+        with TestClient(application) as client:
+            deadline = time.monotonic() + 60
+            while not client.get("/api/series").json()["series"]["round"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            found["status"] = client.get("/api/status").json()["status"]
+            found["page"] = client.get("/").text
+        listening.close()
+
+    monkeypatch.setattr("dipaco.dht.status.serving.serve_until_told", serve)
+    return found
+
+
+def test_the_command_serves_what_logs_tell(
+    tmp_path: Path, served: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, _ = plan_of(2, 2)
+    log = EventLog(tmp_path / "logs" / "peer.jsonl")
+    manifest = SignedManifest(plan, "0" * 16, b"")
+    log.begin_run(manifest, peer_name(1), name="x", software="dipaco/test", device="cpu")
+    log.emit("claimed", path=3, reason="unserved")
+    log.close()
+    logs, kept = (str(tmp_path / "logs"),), tmp_path / "kept.sqlite"
+    assert cli.run(cli.StatusSettings(replay=logs, serve=0, history=kept)) == 0
+    assert [(p["name"], p["path"]) for p in served["status"]["peers"]] == [("x", 3)]
+    assert served["page"].startswith("<!doctype html>")
+    said = capsys.readouterr().err
+    assert "1 logs" in said
+    assert f"serving at http://127.0.0.1:{served['port']}" in said
+    # What was made of the logs stays.
+    span = History(kept, plan.run_id).span()
+    assert span is not None
+    assert span.count >= 1
+    # Without a page, the end is printed.
+    assert cli.run(cli.StatusSettings(replay=logs, json=True)) == 1
+    assert json.loads(capsys.readouterr().out)["run"]["id"] == plan.run_id
+
+
+def test_a_running_swarm_is_served_and_kept(
+    tmp_path: Path, served: dict[str, Any], statuses: list[dict[str, Any]]
+) -> None:
+    plan = big_records(4, **ABOUT).plan
+    file = tmp_path / "new" / "kept.sqlite"
+    listening = open_port("127.0.0.1", 0)
+    assert serve_swarm(lambda: statuses[0], plan, listening, file, None) == 0
+    assert served["status"] == statuses[0]
+    assert History(file, plan.run_id).at(statuses[0]["time_s"]) == statuses[0]
 
 
 def test_how_often_a_swarm_is_read() -> None:

@@ -424,7 +424,8 @@ def _few_copies(swarm: _Swarm, wanted: int) -> Iterator[tuple[str, int, str, str
         what = f"{module} has {len(holders)} {copies} of {wanted}"
         remedy = "see whether other peers can be called, or start another bootstrap node"
         if able < wanted:
-            remedy = f"{able} peers can keep copies: start another one or a bootstrap node"
+            peers = "1 peer" if able == 1 else f"{able} peers"
+            remedy = f"{peers} can keep copies: start another one or a bootstrap node"
         yield module, len(holders), what, remedy
 
 
