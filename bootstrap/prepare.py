@@ -231,6 +231,13 @@ class Preparation:
     @cached_property
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
+        made_with = self.config.data.tokenizer_sha256
+        if made_with not in (None, self.tokenizer):
+            raise ConfigurationError(
+                f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "
+                f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
+                f"that one as model_file under [tokenizer], or the texts"
+            )
         stage = TokenStage(
             self.config, self.work, self.markers, self.display, self._tokens_hash,
             lambda: Tokenizer(self.blobs.read(self.tokenizer)),

@@ -170,6 +170,12 @@ def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig
             f"documents; name the field that holds it with label_field = '...' under [data]"
         )
     tokenizer, base = config.tokenizer, config.base
+    has_tokenizer = trained is not None or tokenizer.model_file or base.checkpoint
+    if config.data.tokens_field is not None and not has_tokenizer:
+        raise ConfigurationError(
+            f"{path}: tokens_field under [data] needs the tokenizer that made the tokens; name it "
+            f"with model_file = '...' under [tokenizer]"
+        )
     if trained is not None and base.checkpoint is not None:
         raise ConfigurationError(
             f"{path}: base = '{base.checkpoint}' cannot be imported into a run that goes on with "

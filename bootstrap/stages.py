@@ -48,6 +48,8 @@ def corpus_fingerprint(config: CorpusConfig) -> str:
         files.append([part, path.name, found.st_size, found.st_mtime_ns])
     # The last concerns the shards, not which documents there are.
     apart = {"train", "validation", "early_stopping_fraction"}
+    # What only some corpora have is left out of the others, whose hashes stay as they were.
+    apart |= {name for name in ("tokens_field", "tokenizer_sha256") if not getattr(config, name)}
     settings = config.model_dump(mode="json", exclude=apart)
     return inputs_hash(settings, files)
 

@@ -8,10 +8,11 @@ import importlib.metadata
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 from dipaco.modules.config import Config
 from dipaco.modules.errors import CorpusError, nearest_name
 from dipaco.modules.files import atomic_write, canonical_json
@@ -27,10 +28,26 @@ _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus, and its label (a domain, a language) if the corpus has labels."""
+    """One text of the corpus, and its label (a domain, a language) if the corpus has labels.
+
+    Of a corpus that is tokenised already there are the `tokens` in place of the text, int [N].
+    """
 
     text: str
     label: str | None = None
+    tokens: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def content(self) -> bytes:
+        """What is hashed where a document is chosen by its content."""
+        if self.tokens is not None:
+            return self.tokens.astype("<u4").tobytes()
+        return self.text.encode("utf-8", "replace")
+
+    @property
+    def size(self) -> int:
+        """Characters, or tokens: how much work it is."""
+        return len(self.text) if self.tokens is None else len(self.tokens)
 
 
 class CorpusConfig(Config):
@@ -51,6 +68,12 @@ class CorpusConfig(Config):
     validation_split: str | None = Field(None, description="Split to validate on, if it has one.")
     text_field: str = Field("text", description="The field that holds the text.")
     label_field: str | None = Field(None, description="A field to report results by.")
+    tokens_field: str | None = Field(
+        None, description="The field that holds the tokens, of a corpus that is tokenised already."
+    )
+    tokenizer_sha256: str | None = Field(
+        None, description="SHA-256 of the tokenizer that made them, which the run must have."
+    )
     txt_documents: Literal["file", "paragraph", "line"] = Field(
         "file", description="What a document is in a .txt file."
     )
@@ -78,6 +101,11 @@ class CorpusConfig(Config):
             raise ValueError(
                 "give either train = ['data/*.jsonl.gz'] (files) or hub = 'allenai/c4' (a data "
                 "set of the Hub)"
+            )
+        if (self.tokens_field is None) != (self.tokenizer_sha256 is None):
+            raise ValueError(
+                "tokens_field and tokenizer_sha256 belong together: the field of the tokens, and "
+                "the SHA-256 of the tokenizer that made them"
             )
         if self.validation and self.hub:
             raise ValueError("validation names files; with hub write validation_split = '...'")
@@ -204,8 +232,8 @@ def check_has_text(config: CorpusConfig, part: Part, documents: int) -> None:
     """Raise CorpusError if a part has no documents at all."""
     if not documents:
         raise CorpusError(
-            f"the {part} data hold no text: every '{config.text_field}' is empty; name "
-            f"another field with text_field = '...' under [data]"
+            f"the {part} data hold no text: every '{config.tokens_field or config.text_field}' is "
+            f"empty; name another field with text_field = '...' under [data]"
         )
 
 
@@ -225,7 +253,7 @@ def is_held_out(document: Document, fraction: float) -> bool:
 
     Decided by a hash of its text, so equal texts are never on both sides.
     """
-    digest = hashlib.sha256(document.text.encode("utf-8", "replace")).digest()
+    digest = hashlib.sha256(document.content).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
@@ -301,6 +329,8 @@ def _document(
     row: Mapping[str, Any], number: int, source: str, config: CorpusConfig
 ) -> Document | None:
     """Turn a row into a document, or None if it has no text."""
+    if config.tokens_field is not None:
+        return _tokenised_document(row, number, source, config, config.tokens_field)
     text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
@@ -309,11 +339,29 @@ def _document(
             f"{source}, row {number}: '{config.text_field}' is a {type(text).__name__}, not a "
             f"text; name another field with text_field = '...' under [data]"
         )
-    label = None
-    if config.label_field is not None and not source.endswith(".txt"):
-        value = _field(row, config.label_field, source, "label_field")
-        label = None if value is None else str(value)
-    return Document(text, label)
+    return Document(text, _label(row, source, config))
+
+
+def _tokenised_document(
+    row: Mapping[str, Any], number: int, source: str, config: CorpusConfig, name: str
+) -> Document | None:
+    values = _field(row, name, source, "tokens_field")
+    if values is None or not len(values):
+        return None
+    tokens = np.asarray(values) if isinstance(values, list) else np.empty(0)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or int(tokens.min()) < 0:
+        raise CorpusError(
+            f"{source}, row {number}: '{name}' is not a list of tokens (whole numbers from 0); "
+            f"name another field with tokens_field = '...' under [data]"
+        )
+    return Document("", _label(row, source, config), tokens)
+
+
+def _label(row: Mapping[str, Any], source: str, config: CorpusConfig) -> str | None:
+    if config.label_field is None or source.endswith(".txt"):
+        return None
+    value = _field(row, config.label_field, source, "label_field")
+    return None if value is None else str(value)
 
 
 def _field(row: Mapping[str, Any], field: str, source: str, option: str = "text_field") -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.files import atomic_write, canonical_json, storage_errors
 
@@ -192,9 +193,30 @@ def write_token_corpora(
         for held_out, writer in writers.items():
             part = [document for document, flag in chunk if flag == held_out]
             if part:
-                tokens = tokenizer.tokens_of_documents([d.text for d in part], threads)
+                tokens = _tokens_of(part, tokenizer, threads)
                 writer.add(list(zip(tokens, (d.label for d in part), strict=True)))
         yield train.documents + validation.documents, train.tokens + validation.tokens
+
+
+def _tokens_of(
+    documents: Sequence[Document], tokenizer: Tokenizer, threads: int
+) -> list[list[int]] | list[np.ndarray]:
+    """Return the tokens of documents, begin and end included."""
+    if documents[0].tokens is None:
+        return tokenizer.tokens_of_documents([d.text for d in documents], threads)
+    found = []
+    for document in documents:
+        tokens = document.tokens
+        assert tokens is not None  # a corpus is of texts or of tokens
+        if int(tokens.max()) >= tokenizer.vocabulary_size:
+            raise CorpusError(
+                f"a document of [data] holds the token {int(tokens.max())}, but the tokenizer has "
+                f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
+            )
+        begin = [] if tokens[0] == BEGIN_TOKEN else [BEGIN_TOKEN]
+        end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
+        found.append(np.concatenate([begin, tokens, end]).astype(np.int64))
+    return found
 
 
 def _skip(
@@ -217,7 +239,7 @@ def _take(
     total = 0
     for document, held_out in islice(documents, count):
         yield document, held_out
-        total += len(document.text)
+        total += document.size
         if total >= characters:
             return
 
