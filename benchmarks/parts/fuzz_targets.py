@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
-from dipaco.dht import manifest, record_validator, score_request
+from dipaco.dht import admission, manifest, record_validator, score_request
 from dipaco.dht.certificate_check import decode_certificate, verify_certificate
-from dipaco.dht.identity import SIGNATURE_BYTES
+from dipaco.dht.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
 from dipaco.dht.node import check_peer_address
 from dipaco.dht.records import RecordError, parse_record, parse_subkey
 from dipaco.modules.best_parameters import read_best_parameters
@@ -113,6 +113,12 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
     signed = score_request.sign_score_request(
         request, manifest.load_or_create_operator_key(run.path / "operator.pem")
     )
+    operator = manifest.load_or_create_operator_key(run.path / "operator.pem")
+    gate = admission.Gate(plan.run_id, raw_public_key(operator))
+    invitation = admission.make_invitation(admission.Terms(plan.run_id, 3, 0), operator)
+    guest = raw_public_key(operator)
+    admitted = invitation.admit(guest, 1.5e9)
+    revoked = admission.sign_revocations(plan.run_id, 1, [invitation.id], operator)
     # What does not unpack to these fields never reaches the validator.
     unread = (ValueError, TypeError, msgpack.UnpackException)
     return [
@@ -124,6 +130,12 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
                (DipacoError,), "json"),
         Target("score request", [signed], score_request.verify_score_request, (DipacoError,),
                "json"),
+        Target("invitation", [invitation.to_text().encode()],
+               lambda data: admission.read_invitation(data.decode("utf-8", "replace")),
+               (DipacoError,)),
+        Target("admission", [admitted],
+               lambda data: gate.check(peer_id_of_public_key(guest), data), (RecordError,)),
+        Target("revocations", [revoked], admission.read_revocations, (RecordError,), "json"),
         Target("peer address", [_ADDRESS],
                lambda data: check_peer_address(data.decode("utf-8", "replace")), (DipacoError,)),
     ]  # fmt: skip
