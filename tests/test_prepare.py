@@ -370,9 +370,10 @@ def test_files_are_relative_to_the_toml(tmp_path: Path) -> None:
     assert config.data.train == (str(tmp_path / "train.jsonl"),)
 
 
-def test_the_example_is_valid() -> None:
-    toml = Path(__file__).parent.parent / "examples" / "tiny" / "RUN.toml"
-    assert load_run_config(toml).grid.modules_per_level == (2, 2)
+@pytest.mark.parametrize(("name", "levels"), [("tiny", (2, 2)), ("language", (3,))])
+def test_the_examples_are_valid(name: str, levels: tuple[int, ...]) -> None:
+    toml = Path(__file__).parent.parent / "examples" / name / "RUN.toml"
+    assert load_run_config(toml).grid.modules_per_level == levels
 
 
 def test_command_line(
