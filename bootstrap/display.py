@@ -9,37 +9,15 @@ from typing import TYPE_CHECKING
 
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.progress import StageProgress, bar_or_lines
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
     from .plan_figures import PlanFigures
-
-_PLAIN_EVERY_S = 10.0
-
-
-class StageProgress:
-    """Progress of one stage; `update` may be called at any rate."""
-
-    def __init__(self, console: Console, name: str, bar: Progress | None) -> None:
-        self._console = console
-        self._name = name
-        self._bar = bar
-        self._task = bar.add_task(name, total=None, note="") if bar else None
-        self._shown_at = time.monotonic()
-
-    def update(self, done: float, total: float | None, note: str = "") -> None:
-        """Show that `done` of `total` (None: unknown) is done."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, note=note)
-        elif time.monotonic() - self._shown_at >= _PLAIN_EVERY_S:
-            self._shown_at = time.monotonic()
-            amount = f"{done:,.0f}" if total is None else f"{done:,.0f} of {total:,.0f}"
-            self._console.print(f"{self._name}: {amount} {note}".rstrip())
 
 
 class Display:
@@ -56,20 +34,10 @@ class Display:
     def stage(self, name: str) -> Iterator[StageProgress]:
         """Show the progress of a stage while it runs, and its time when it is done."""
         started_at = time.monotonic()
-        if self.console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed:,.0f}"),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            with Progress(*columns, console=self.console, transient=True) as bar:
-                yield StageProgress(self.console, name, bar)
-        else:
+        if not self.console.is_terminal:
             self.say(f"{name} ...")
-            yield StageProgress(self.console, name, None)
+        with bar_or_lines(name, self.console) as progress:
+            yield progress
         self.say(f"{name}: done in {time.monotonic() - started_at:.1f} s")
 
     def shards(self, index: ShardIndex, summaries: Sequence[PathSummary]) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from dipaco.modules.errors import CorpusError
+from dipaco.modules.progress import StageProgress
 from dipaco.routing.corpus import CorpusBookmark, CorpusStream
 from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
 from dipaco.routing.tokenizer import Tokenizer
 
-from .display import Display, StageProgress
+from .display import Display
 from .predecessor import Predecessor
 from .run_config import RunConfig
 from .stages import StageMarkers

@@ -22,6 +22,7 @@ import torch
 from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.progress import each
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
 
@@ -229,11 +230,11 @@ def _losses_of_routed_paths(
     own = np.zeros(len(windows))
     model: PathModel | None = None
     missing: list[int] = []
-    for path in np.unique(windows.paths).tolist():
+    paths = np.unique(windows.paths).tolist()
+    for path in each(paths, progress, lambda path: f"scoring path {path}"):
         if source.missing_modules(path):
             missing.append(path)
         else:
-            progress(f"scoring path {path}")
             model = assemble_path(source, path, model=model, device=device)
             own += document_nll(model, windows, windows.paths == path)
         source.forget(path)

@@ -51,6 +51,7 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
 def run(settings: EvaluationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
+    from dipaco.modules.progress import seldom
     from dipaco.routing.corpus import iterate_documents
     from rich.console import Console
 
@@ -60,7 +61,7 @@ def run(settings: EvaluationSettings) -> int:
     windows = parse_windows(settings.reroute, "--reroute")
     corpus = settings.corpus()
     notes = Console(stderr=True, highlight=False)
-    quiet = settings.json or not notes.is_terminal
+    say = notes.print if notes.is_terminal else seldom(notes.print)
     with settings.open_source() as source:
         settings.check_labels(source.plan)
         baseline = load_baseline(settings.baseline, source.plan) if settings.baseline else None
@@ -73,7 +74,7 @@ def run(settings: EvaluationSettings) -> int:
             baseline=baseline,
             rerouting=rerouting,
             folder=settings.scores_folder(),
-            progress=(lambda line: None) if quiet else notes.print,
+            progress=(lambda line: None) if settings.json else say,
         )
     if settings.json:
         print(json.dumps(report.as_dict()))

@@ -20,6 +20,7 @@ from dipaco.modules.errors import StorageError
 from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import ShardIndex
+from dipaco.modules.progress import each
 from dipaco.routing.router import Router
 from dipaco.routing.routers import load_router
 from dipaco.routing.tokenizer import is_json
@@ -75,12 +76,12 @@ def export_all(
     exporter = Exporter(
         source, dtype, share_in=share_in, exact_tokenizer=exact_tokenizer, gguf=gguf
     )
-    for path in range(grid.path_count):
-        folder = path_folder(out, path)
+    for path in each(range(grid.path_count), say, lambda path: f"writing path {path}"):
         is_new = exporter.write_path(
-            path, folder, lambda path: path_readme(source, path, notes, gguf)
+            path, path_folder(out, path), lambda path: path_readme(source, path, notes, gguf)
         )
-        say(f"path {path} of {grid.path_count}: {'written' if is_new else 'was there already'}")
+        if not is_new:
+            say(f"path {path} was there already")
     exporter.remove_unused_modules()
     _write_router(source, out / "router", exporter)
     if rerouter is not None:

@@ -18,6 +18,7 @@ import torch
 from dipaco.modules.device import autocast_for, is_out_of_memory, release_memory
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.files import storage_errors
+from dipaco.modules.progress import each
 from dipaco.modules.transformer import PathModel, token_losses
 
 from .document_windows import DocumentWindows
@@ -77,11 +78,11 @@ def losses_of_paths(
     """
     found: dict[int, np.ndarray] = {}
     model: PathModel | None = None
-    for path in range(source.grid.path_count) if paths is None else paths:
+    wanted = [*range(source.grid.path_count)] if paths is None else [*paths]
+    for path in each(wanted, progress, lambda path: f"scoring all documents with path {path}"):
         if paths is None and source.missing_modules(path):
             source.forget(path)
             continue
-        progress(f"scoring all documents with path {path}")
         model = assemble_path(source, path, model=model, device=device)
         found[path] = _losses_of_path(model, documents, folder)
         source.forget(path)

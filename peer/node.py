@@ -253,6 +253,7 @@ class Node:
         """
         path = self.cache_folder / manifest.plan.run_id
         node = _open_run(self.membership, manifest, path, self.cache_folder, earlier=self)
+        node.fetcher.use_display(self.fetcher.say)
         try:
             for sha256 in core_blobs(node.plan):
                 if self.blobs.has(sha256):
@@ -357,6 +358,7 @@ def join_run(
         node = _open_run(
             membership, manifest, path, cache_folder, write_manifest=run_folder is None
         )
+        node.fetcher.use_display(say)
         node.serve_run()
         return node
     except BaseException:

@@ -14,13 +14,14 @@ import pytest
 import torch
 from dipaco.bootstrap import cli, token_stage
 from dipaco.bootstrap import prepare as prepare_module
-from dipaco.bootstrap.display import Display, StageProgress
+from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.prepare import check_shards, prepare
 from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import PAD_TOKEN, InnerConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.progress import StageProgress
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dipaco.dht.guarded_dht import GuardedDHT
@@ -322,6 +322,7 @@ class Exchange:
         timeout_s: float,
         mirrors: Sequence[str] = (),
         is_copy: bool = False,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Path:
         """Fetch content by hash from peers, then from mirrors; see `transfer.download`.
 
@@ -347,6 +348,7 @@ class Exchange:
                     timeout_s=timeout_s,
                     on_bytes=self._count_down,
                     slots=self._copy_slots if is_copy else self._download_slots,
+                    on_progress=on_progress,
                     others_wait=lambda: is_copy and self._copies > MAX_COPY_DOWNLOADS,
                 )
             finally:

@@ -18,10 +18,12 @@ from dipaco.modules.best_parameters import (
     read_best_parameters,
 )
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.progress import StageProgress
 from dipaco.modules.state import (
     ModuleState,
     StateReference,
@@ -63,6 +65,7 @@ class ContentFetcher:
         self._grid: Grid | None = None
         self._certifier: Certifier | None = None
         self._now: Callable[[], float] = time.time
+        self.say: Callable[[str], None] = logger.info
         self._all_blobs: tuple[str, ...] = ()
         self._greatest: dict[str, int] = {}
 
@@ -74,6 +77,14 @@ class ContentFetcher:
         self._grid = grid
         self._all_blobs = core_blobs(plan)
         self._greatest = greatest_core_bytes(plan, grid)
+
+    def use_display(self, say: Callable[[str], None]) -> None:
+        """Say how far downloads are that take longer than some seconds."""
+        self.say = say
+
+    def _progress(self, what: str) -> Callable[[int, int], None]:
+        stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
+        return stage.update
 
     def use_certifier(self, certifier: Certifier) -> None:
         """Fetch with every state the certificates that say where it comes from."""
@@ -129,6 +140,7 @@ class ContentFetcher:
                 max_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
                 timeout_s=timeout_s,
                 mirrors=self._mirrors,
+                on_progress=self._progress(what),
             )
         except DipacoError as error:
             raise type(error)(
@@ -148,6 +160,7 @@ class ContentFetcher:
             self._scratch,
             max_bytes=greatest_best_path_bytes(self._grid),
             timeout_s=FETCH_TIMEOUT_S,
+            on_progress=self._progress(f"the best states of path {path}"),
         )
         try:
             return read_best_parameters(file, self._grid, sha256, path=path)
@@ -178,6 +191,7 @@ class ContentFetcher:
             max_bytes=greatest_state_bytes(layout, len(paths)),
             timeout_s=FETCH_TIMEOUT_S,
             is_copy=is_copy,
+            on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
         )
         try:
             state = read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)

@@ -122,12 +122,14 @@ async def download(
     on_bytes: Callable[[int], None] = lambda count: None,
     slots: asyncio.Semaphore | None = None,
     others_wait: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Fetch content into `destination` and return its file; at once when it is there.
 
     `sources` are asked in their order. Content larger than `max_bytes` is refused before it is
-    sent. `on_bytes` is told how much has arrived. One of the `slots` is taken while a source
-    sends, not while all are busy. While `others_wait` for a slot, a slow source is given up.
+    sent. `on_bytes` is told how much has arrived, `on_progress` how much of how much is here. One
+    of the `slots` is taken while a source sends, not while all are busy. While `others_wait` for a
+    slot, a slow source is given up.
     Raises `NetworkError` when no source can give the content within `timeout_s`, however fast it
     sends, `IntegrityError` when those that could gave another, and `StorageError` when it cannot
     be written. What has arrived is kept for the next attempt.
@@ -138,7 +140,15 @@ async def download(
         while not destination.has(sha256):
             if await run_blocking(partial.try_open):
                 attempt = _Download(
-                    sha256, sources, partial, max_bytes, deadline, on_bytes, slots, others_wait
+                    sha256,
+                    sources,
+                    partial,
+                    max_bytes,
+                    deadline,
+                    on_bytes,
+                    slots,
+                    others_wait,
+                    on_progress,
                 )
                 return await attempt.run()
             if time.monotonic() > deadline:
@@ -177,8 +187,10 @@ class _Download:
         on_bytes: Callable[[int], None],
         slots: asyncio.Semaphore,
         others_wait: Callable[[], bool],
+        on_progress: Callable[[int, int], None],
     ) -> None:
         self._slots, self._others_wait = slots, others_wait
+        self._on_progress = on_progress
         self._sha256 = sha256
         self._holders = [_Holder(source) for source in sources]
         self._partial = partial
@@ -305,6 +317,7 @@ class _Download:
     async def _receive(self, stream: ContentStream, holder: _Holder) -> None:
         """Append what the stream sends, a block at a time, until it is complete."""
         while self._partial.size_bytes < stream.total_bytes:
+            self._on_progress(self._partial.size_bytes, stream.total_bytes)
             wanted = min(BLOCK_BYTES, stream.total_bytes - self._partial.size_bytes)
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
