@@ -230,6 +230,7 @@ def test_the_sampler_ends_when_it_is_told_to(statuses: list[dict[str, Any]]) -> 
 
     with Sampler(read, history, board, 3600.0) as sampler:
         assert was_read.wait(60)
+    sampler._thread.join(60)
     assert not sampler._thread.is_alive()
 
 
