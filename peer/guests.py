@@ -73,7 +73,7 @@ def admit(
     if invitation is not None:
         given = read_invitation(invitation)
         gate.check_invitation(given)
-        if kept is None or given.id != invitation_of(kept):
+        if kept is None or given.id != invitation_of(kept) or not _is_of(kept, identity, gate):
             kept = given.admit(identity.public_key, now_s)
             atomic_write(file, [kept])
     if kept is None:
@@ -89,6 +89,15 @@ def admit(
             "with --invitation"
         ) from None
     return kept
+
+
+def _is_of(admission: bytes, identity: Identity, gate: Gate) -> bool:
+    """Tell whether an admission is of this identity: folders are copied to other machines."""
+    try:
+        gate.check(identity.peer_id, admission)
+    except RecordError:
+        return False
+    return True
 
 
 def tell_member(gate: Gate | None, report: Callable[[Event], None]) -> None:

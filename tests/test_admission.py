@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.bootstrap.invite import invite, revoke
 from dipaco.dht.admission import (
     ADMISSION_BYTES,
     IDENTITIES_PER_PLACE,
@@ -29,16 +32,17 @@ from dipaco.dht.certificate_check import (
 )
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
-from dipaco.dht.manifest import sign_manifest, verify_manifest
+from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
 from dipaco.dht.quotas import QUOTAS, HeldRecords, ServedRun
 from dipaco.dht.records import RecordError, record_key, record_subkey
-from dipaco.modules.errors import AdmissionError
+from dipaco.modules.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.peer.averaging.group import BadRowError, GatherRow, GroupRules, agree
+from dipaco.peer.guests import admit, given_invitation
 from dipaco.peer.member.events import Admitted, Revoked
 from dipaco.peer.member.quorum import Guests, weigh
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
-from support.certificates import RUN, certificate, grid, key, peer, statement
+from support.certificates import RUN, certificate, grid, identity, key, peer, statement
 from support.make_plan import make_plan
 
 OPERATOR, STRANGER = key(1000), key(1001)
@@ -359,6 +363,75 @@ def test_of_an_invitation_no_more_than_its_places_weigh() -> None:
     assert weigh(names, lambda peer: False, guests) == 1
     assert places_filled([Admission("a", 2, 0)] * 3 + [Admission("b", 2, 0)]) == 3
     assert counted([]) == frozenset()
+
+
+# -- a node's own admission
+
+
+def test_a_node_is_let_in_once_and_remembers_it(gate: Gate, tmp_path: Path) -> None:
+    plan = make_plan().model_copy(update={"admission": "invitation"})
+    manifest = verify_manifest(sign_manifest(plan, OPERATOR))
+    me, other = (dataclasses.replace(identity(n), path=tmp_path / "identity.key") for n in (0, 1))
+    with pytest.raises(AdmissionError, match="is by invitation: ask its operator"):
+        admit(gate, me, manifest, NOW_S, None)
+    text = INVITATION.to_text()
+    first = admit(gate, me, manifest, NOW_S, text)
+    assert first == admission(0)
+    assert admit(gate, me, manifest, NOW_S + 5, None) == first
+    assert admit(gate, me, manifest, NOW_S + 5, text) == first
+    # The folder was copied to a machine that has its own identity.
+    with pytest.raises(AdmissionError, match="this peer is not in: .* not for it"):
+        admit(gate, other, manifest, NOW_S, None)
+    assert admit(gate, other, manifest, NOW_S, text) == admission(1)
+    own = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    assert gate.check(peer(1), admit(gate, other, manifest, NOW_S, own.to_text())).places == 1
+    gate.revoke(sign_revocations(RUN, 1, [own.id], OPERATOR))
+    with pytest.raises(AdmissionError, match="was revoked by the operator"):
+        admit(gate, other, manifest, NOW_S, None)
+
+
+def test_an_invitation_is_given_as_such_or_as_a_file(tmp_path: Path) -> None:
+    text, file = INVITATION.to_text(), tmp_path / "invitation.txt"
+    assert given_invitation(None) is None
+    assert given_invitation(None, file) is None
+    file.write_text(f"{text}\n")
+    for said, own in ((text, None), (str(file), None), (None, file)):
+        given = given_invitation(said, own)
+        assert given is not None
+        assert read_invitation(given) == INVITATION
+    with pytest.raises(AdmissionError, match="neither an invitation, .* nor a file"):
+        given_invitation(str(tmp_path / "nowhere"))
+    with pytest.raises(AdmissionError, match="paste all"):
+        given_invitation(text[:-3])
+
+
+def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="holds no manifest"):
+        invite(tmp_path, 1)
+    key_of_run = load_or_create_operator_key(tmp_path / "operator.pem")
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(make_plan(), key_of_run))
+    with pytest.raises(ConfigurationError, match="is open, so everybody counts"):
+        invite(tmp_path, 1)
+    plan = make_plan().model_copy(update={"admission": "invitation"})
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, key_of_run))
+    found = read_invitation(invite(tmp_path, 3, expires_days=2.0, name="Ada"))
+    assert (found.terms.run_id, found.terms.places) == (plan.run_id, 3)
+    noted = json.loads((tmp_path / "invitations.jsonl").read_text())
+    assert (noted["id"], noted["name"], noted["peers"]) == (found.id, "Ada", 3)
+    gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
+    assert gate is not None
+    gate.check_invitation(found)
+    assert "1 invitation is revoked (version 1" in revoke(tmp_path, [found.id])
+    assert "2 invitations are revoked (version 2" in revoke(tmp_path, ["a" * 16])
+    assert gate.revoke((tmp_path / "revocations.json").read_bytes())
+    assert gate.revoked == {found.id, "a" * 16}
+    with pytest.raises(ConfigurationError, match="16 hexadecimal digits"):
+        revoke(tmp_path, ["Ada"])
+    with pytest.raises(ManifestError, match="give the operator's key"):
+        invite(tmp_path, 1, operator_key=tmp_path / "lost.pem")
+    load_or_create_operator_key(tmp_path / "other.pem")
+    with pytest.raises(ManifestError, match="is not the key that signed"):
+        invite(tmp_path, 1, operator_key=tmp_path / "other.pem")
 
 
 # -- plans
