@@ -29,7 +29,6 @@ class StatusApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(n + 1), f"table('{name}')", name) for n, name in enumerate(TABLES)),
-        Binding("up,down,pageup,pagedown,home,end", "none", "scroll", show=False),
         Binding("tab", "app.focus_next", "problems/table"),
         Binding("r", "look", "read again"),
         Binding("q,ctrl+c", "quit", "quit", priority=True),
