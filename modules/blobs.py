@@ -23,6 +23,7 @@ from .files import (
     storage_errors,
     sync_folder,
 )
+from .shared_content import SharedContent
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COPY_BYTES = 2**20
@@ -36,8 +37,10 @@ def is_sha256(text: str) -> bool:
 class BlobStore:
     """A folder of blobs, `folder/ab/abcdef...`; unfinished downloads lie in `partial/`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shared: SharedContent | None = None) -> None:
+        """Open the folder; what other peers of this machine have `shared` is in it too."""
         self.folder = Path(folder)
+        self.shared = shared
         self._partials = self.folder / "partial"
         with storage_errors(self.folder):
             self._partials.mkdir(parents=True, exist_ok=True)
@@ -53,19 +56,21 @@ class BlobStore:
 
     def has(self, sha: str) -> bool:
         """Return whether the blob is here; its content is not read."""
-        return self.path(sha).is_file()
+        path = self.path(sha)
+        return path.is_file() or (self.shared is not None and self.shared.take(sha, path))
 
     def verify(self, sha: str) -> bool:
         """Read the blob and return whether it is here and has its hash."""
         path = self.path(sha)
         with storage_errors(self.folder):
-            return path.is_file() and sha256_of_file(path) == sha
+            return self.has(sha) and sha256_of_file(path) == sha
 
     def add_bytes(self, content: bytes) -> str:
         """Store `content` and return its SHA-256. Raises `StorageError` when the disk is full."""
         sha = hashlib.sha256(content).hexdigest()
         if not self.has(sha):
             atomic_write(self.path(sha), content)
+            self._give(sha)
         return sha
 
     def add_file(self, path: Path, move: bool = False) -> str:
@@ -109,13 +114,15 @@ class BlobStore:
     def require(self, sha: str) -> Path:
         """Return the blob's path. Raises `IntegrityError` when it is not here."""
         path = self.path(sha)
-        if not path.is_file():
+        if not self.has(sha):
             raise IntegrityError(f"blob {sha[:16]} is not in {self.folder}; fetch it again")
         return path
 
     def remove(self, sha: str) -> None:
         """Delete the blob and its partial download, if they are here."""
         with storage_errors(self.folder):
+            if self.shared is not None:
+                self.shared.forget(sha)
             self.path(sha).unlink(missing_ok=True)
             self.partial_path(sha).unlink(missing_ok=True)
 
@@ -161,6 +168,7 @@ class BlobStore:
             os.fsync(handle.fileno())
         os.replace(source, target)
         sync_folder(target.parent)
+        self._give(target.name)
 
     def _copy(self, source: Path, sha: str) -> None:
         """Copy a file to its place, hashing what is written: it may change meanwhile."""
@@ -172,6 +180,12 @@ class BlobStore:
             if hasher.hexdigest() != sha:
                 raise IntegrityError(f"{source} changed while it was being copied")
         shutil.copymode(source, self.path(sha))
+        self._give(sha)
+
+    def _give(self, sha: str) -> None:
+        """Let other peers of this machine have a blob that has just come."""
+        if self.shared is not None:
+            self.shared.give(sha, self.path(sha))
 
 
 def _same_device(first: Path, second: Path) -> bool:

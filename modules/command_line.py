@@ -80,10 +80,15 @@ class ComputeSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigurationError(
-                f"--device '{self.device}' is not a device; give auto, cpu, cuda or cuda:0"
-            )
+        check_device("--device", self.device)
+
+
+def check_device(flag: str, device: str) -> None:
+    """Raise ConfigurationError if a flag gives something that cannot be a device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ConfigurationError(
+            f"{flag} '{device}' is not a device; give auto, cpu, cuda or cuda:0"
+        )
 
 
 def arguments_of(settings: type[Settings]) -> list[Argument]:

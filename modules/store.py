@@ -20,6 +20,7 @@ import torch
 from .errors import IntegrityError, StorageError
 from .files import atomic_file, atomic_write, remove_stale_temporaries, storage_errors
 from .grid import ModuleLayout, module_name_is_valid
+from .shared_content import SharedContent
 from .state import (
     ModuleState,
     StateReference,
@@ -49,8 +50,16 @@ class _Entry(NamedTuple):
 class StateStore:
     """`folder/<module>/<sequence>-<digest>.safetensors`; one process writes, others may read."""
 
-    def __init__(self, folder: Path, kept_optimizers: int = KEPT_OPTIMIZERS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kept_optimizers: int = KEPT_OPTIMIZERS,
+        shared: SharedContent | None = None,
+    ) -> None:
+        """Open the folder; states that other peers of this machine have `shared` are not written
+        again."""
         self.folder = Path(folder)
+        self.shared = shared
         self.kept_optimizers = kept_optimizers
         self._optimizers = self.folder / "optimizers"
         with storage_errors(self.folder):
@@ -68,9 +77,14 @@ class StateStore:
             return entries[0].path
         sequence = entries[0].sequence + 1 if entries else 1
         path = self.folder / state.module / f"{sequence:010d}-{state.digest}.safetensors"
-        write_state(state, path)
+        if self.shared is None or not self.shared.take(state.digest, path):
+            write_state(state, path)
+            if self.shared is not None:
+                self.shared.give(state.digest, path)
         atomic_write(path.with_suffix(".json"), _description(state))
         self._prune(state.module)
+        if self.shared is not None:
+            self.shared.prune()
         return path
 
     def load_latest(
@@ -90,6 +104,8 @@ class StateStore:
             except (IntegrityError, StorageError) as error:
                 damaged.append(f"{entry.path.name}: {error}")
                 if set_aside:
+                    if self.shared is not None:
+                        self.shared.forget(entry.digest)
                     with contextlib.suppress(OSError):
                         entry.path.replace(entry.path.with_suffix(".bad"))
         if damaged:

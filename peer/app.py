@@ -75,6 +75,7 @@ def run_peer(settings: PeerSettings) -> int:
             identity_path=settings.identity_path,
             host_maddrs=settings.listen_maddrs(),
             announce_maddrs=settings.announce_maddrs,
+            content_folder=settings.content_folder,
             uplink=uplink,
             say=display.say,
         )

@@ -12,6 +12,7 @@ from dipaco.modules.command_line import Command
 
 from .owner.control_cli import COMMANDS as CONTROL_COMMANDS
 from .settings import PeerSettings
+from .trainers import run_trainers, trainer_settings
 
 
 def run(settings: PeerSettings) -> int:
@@ -20,7 +21,10 @@ def run(settings: PeerSettings) -> int:
     if settings.check:
         from .check.doctor import run_doctor
 
-        return run_doctor(settings)
+        each = trainer_settings(settings) if settings.devices else (settings,)
+        return max(run_doctor(one) for one in each)
+    if settings.devices:
+        return run_trainers(settings)
     from .app import run_peer
 
     return run_peer(settings)

@@ -39,6 +39,7 @@ from dipaco.modules.errors import (
 from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
+from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.store import StateStore
 from dipaco.routing.run_folder import RunFolder
 
@@ -252,7 +253,14 @@ class Node:
         process uses the run's folder, `StorageError` when the disk is full. `release` undoes it.
         """
         path = self.cache_folder / manifest.plan.run_id
-        node = _open_run(self.membership, manifest, path, self.cache_folder, earlier=self)
+        node = _open_run(
+            self.membership,
+            manifest,
+            path,
+            self.cache_folder,
+            shared=self.blobs.shared,
+            earlier=self,
+        )
         node.fetcher.use_display(self.fetcher.say)
         try:
             for sha256 in core_blobs(node.plan):
@@ -302,6 +310,7 @@ def join_run(
     is_relay: bool = False,
     own_manifest: bytes | None = None,
     run_folder: Path | None = None,
+    content_folder: Path | None = None,
     uplink: Uplink | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Node:
@@ -309,7 +318,8 @@ def join_run(
 
     A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up, and
     relays for peers that nobody can call. When none of `initial_peers` answers, those are tried
-    that were in their swarm the last time. With an operator's fingerprint in them only runs of that
+    that were in their swarm the last time. In `content_folder` peers of this machine have blobs and
+    states in common. With an operator's fingerprint in them only runs of that
     operator count.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
@@ -356,7 +366,12 @@ def join_run(
         manifest = _find_manifest(membership, run, operator, own_manifest)
         path = run_folder or cache_folder / manifest.plan.run_id
         node = _open_run(
-            membership, manifest, path, cache_folder, write_manifest=run_folder is None
+            membership,
+            manifest,
+            path,
+            cache_folder,
+            shared=None if content_folder is None else SharedContent(content_folder),
+            write_manifest=run_folder is None,
         )
         node.fetcher.use_display(say)
         node.serve_run()
@@ -372,6 +387,7 @@ def _open_run(
     path: Path,
     cache_folder: Path,
     *,
+    shared: SharedContent | None = None,
     write_manifest: bool = True,
     earlier: Node | None = None,
 ) -> Node:
@@ -388,7 +404,7 @@ def _open_run(
         if write_manifest:
             atomic_write(path / "manifest.json", [manifest.envelope])
         grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-        files = RunFolder(path)
+        files = RunFolder(path, shared)
         blobs, states, bests = files.blobs, files.states, files.best_parameters(grid)
         gate = open_gate(manifest, path)
         directory = Directory(membership.dht, membership.identity, plan.run_id, gate)

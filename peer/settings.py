@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings
+from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.modules.errors import ConfigurationError
 
 from .owner.pauses import Hours
@@ -179,9 +179,24 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             "states, shards and AdamW states; a restart resumes from it", "DIR", flag="--cache-dir"
         ),
     ] = field(default_factory=default_cache_folder)
+    devices: Annotated[
+        tuple[str, ...],
+        Option("train on each of these devices, a peer of its own for each: cuda:0 cuda:1", "D"),
+    ] = ()
+    content_folder: Annotated[
+        Path | None,
+        Option(
+            "have blobs and states in common with other peers of this machine (default: with "
+            "--devices only)",
+            "DIR",
+            flag="--content-dir",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for device in self.devices:
+            check_device("--devices", device)
         if self.hours is not None:
             Hours.parse(self.hours)
         for flag, said in (("--name", self.name), ("--team", self.team)):

@@ -29,6 +29,7 @@ from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
+from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.state import ModuleState, genesis_state, read_state
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
@@ -49,8 +50,10 @@ class RunFolder:
     for a blob that is missing or wrong.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, shared: SharedContent | None = None) -> None:
+        """Open a folder; a peer's may have blobs and states in common with others (`shared`)."""
         self.path = Path(path)
+        self.shared = shared
 
     @property
     def manifest_path(self) -> Path:
@@ -60,12 +63,12 @@ class RunFolder:
     @cached_property
     def blobs(self) -> BlobStore:
         """The large parts of the run, by SHA-256."""
-        return BlobStore(self.path / "blobs")
+        return BlobStore(self.path / "blobs", self.shared)
 
     @cached_property
     def states(self) -> StateStore:
         """The last good states of the modules."""
-        return StateStore(self.path / "states")
+        return StateStore(self.path / "states", shared=self.shared)
 
     def best_parameters(self, grid: Grid) -> BestParametersStore:
         """Return the store of the paths' best states so far; nothing is read yet."""

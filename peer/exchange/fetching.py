@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 from dipaco.dht.certificates import Certificate, CertificateBook
@@ -42,6 +43,8 @@ logger = logging.getLogger("dipaco.peer.exchange.fetching")
 # Of blobs whose kind this file does not know: what this peer itself has added.
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
+# How often it is looked whether another peer of this machine has fetched a blob.
+TURN_S = 0.5
 # Unfinished downloads of states that are kept for another attempt.
 MAX_SCRATCH_PARTIALS = 8
 # What a reader looks into: states of a module, at once, and for how long altogether.
@@ -129,19 +132,27 @@ class ContentFetcher:
         Raises `NetworkError` when nobody can give it in time, naming `what`, and
         `IntegrityError` when all that was given had another hash.
         """
-        if self.blobs.has(sha256):
-            return self.blobs.path(sha256)
-        holders = self._directory.find_blob_holders(sha256)
+        shared, until_s = self.blobs.shared, time.monotonic() + timeout_s
         try:
-            return self._exchange.fetch(
-                sha256,
-                holders,
-                self.blobs,
-                max_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
-                timeout_s=timeout_s,
-                mirrors=self._mirrors,
-                on_progress=self._progress(what),
-            )
+            while not self.blobs.has(sha256):
+                with nullcontext(True) if shared is None else shared.turn(sha256) as is_my_turn:
+                    if is_my_turn and not self.blobs.has(sha256):
+                        return self._exchange.fetch(
+                            sha256,
+                            self._directory.find_blob_holders(sha256),
+                            self.blobs,
+                            max_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
+                            timeout_s=timeout_s,
+                            mirrors=self._mirrors,
+                            on_progress=self._progress(what),
+                        )
+                if not is_my_turn:
+                    if time.monotonic() > until_s:
+                        raise NetworkError(
+                            f"another peer of this machine has not fetched it in {timeout_s:.0f} s"
+                        )
+                    time.sleep(TURN_S)
+            return self.blobs.path(sha256)
         except DipacoError as error:
             raise type(error)(
                 f"could not fetch {what}: {error}; start again, other holders are then asked too"
@@ -183,24 +194,43 @@ class ContentFetcher:
         assert self._grid is not None
         layout = self._grid.layout(wanted.module)
         paths = self._grid.paths_of_module(wanted.module)
+
+        def read(path: Path) -> ModuleState:
+            return read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)
+
         prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
-        path = self._exchange.fetch(
-            wanted.digest,
-            tuple(holders),
-            self._scratch,
-            max_bytes=greatest_state_bytes(layout, len(paths)),
-            timeout_s=FETCH_TIMEOUT_S,
-            is_copy=is_copy,
-            on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
-        )
-        try:
-            state = read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)
-        finally:
-            path.unlink(missing_ok=True)
+        state = self._shared_state(wanted, read)
+        if state is None:
+            path = self._exchange.fetch(
+                wanted.digest,
+                tuple(holders),
+                self._scratch,
+                max_bytes=greatest_state_bytes(layout, len(paths)),
+                timeout_s=FETCH_TIMEOUT_S,
+                is_copy=is_copy,
+                on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
+            )
+            try:
+                state = read(path)
+            finally:
+                path.unlink(missing_ok=True)
         self._check_plausible(state)
         if self._certifier is not None:
             self._certifier.fetch_chain(state.reference, holders)
         return state
+
+    def _shared_state(
+        self, wanted: StateReference, read: Callable[[Path], ModuleState]
+    ) -> ModuleState | None:
+        """Return a state that another peer of this machine has saved, if it is undamaged."""
+        if self.blobs.shared is None:
+            return None
+        path = self.blobs.shared.path(wanted.digest)
+        try:
+            return read(path) if path.is_file() else None
+        except DipacoError as error:
+            logger.warning("state %s here: %s; it is fetched", wanted.digest[:12], error)
+            return None
 
     def _check_plausible(self, state: ModuleState) -> None:
         """Refuse counts that cannot be: what was announced need not be what is inside."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +35,10 @@ class ControlSettings(Settings):
 
 def pause(settings: ControlSettings) -> int:
     """Let it train nothing, and wait until it does not."""
+    return max(_pause(one) for one in _peers(settings))
+
+
+def _pause(settings: ControlSettings) -> int:
     ask_to_pause(settings.cache_folder)
     if not _is_running(settings):
         print(f"no peer is running with {settings.cache_folder}; the next one starts paused")
@@ -49,12 +53,23 @@ def pause(settings: ControlSettings) -> int:
 
 def resume(settings: ControlSettings) -> int:
     """Let it train again, and wait until it has begun to, or says why not."""
+    return max(_resume(one) for one in _peers(settings))
+
+
+def _resume(settings: ControlSettings) -> int:
     ask_to_resume(settings.cache_folder)
     if not _is_running(settings):
         print(f"no peer is running with {settings.cache_folder}; the next one trains at once")
         return 0
     print(_wait(settings, lambda activity: "by dipaco-peer pause" not in activity))
     return 0
+
+
+def _peers(settings: ControlSettings) -> list[ControlSettings]:
+    """Return the trainers of `--devices` that are running with this folder, or else the peer."""
+    folders = sorted(settings.cache_folder.glob("trainer-*"))
+    trainers = [replace(settings, cache_folder=folder) for folder in folders]
+    return [one for one in trainers if _is_running(one)] or [settings]
 
 
 def _is_running(settings: ControlSettings) -> bool:

@@ -1,0 +1,181 @@
+"""Several trainers of one machine with one command: `dipaco-peer --devices cuda:0 cuda:1`.
+
+Each is a peer of its own, a process with its own identity, so a device that fails takes nobody
+along, and nothing in the protocol knows of it. They have blobs and states in common
+(`SharedContent`): what one has fetched the others do not fetch, and it lies on the disk once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+from dipaco.modules.errors import ConfigurationError
+
+from .settings import PeerSettings
+
+# The others begin when the first has joined, so that a mistake is told once.
+JOIN_LIMIT_S = 120.0
+JOINED = "this peer is "
+# For the last lines of a trainer that has ended.
+DRAIN_LIMIT_S = 5.0
+
+
+def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
+    """Return what each trainer is told. What is limited for the machine is divided among them.
+
+    Raises ConfigurationError for flags that speak of one peer.
+    """
+    count = len(settings.devices)
+    for flag, given in (
+        ("--device", settings.device != "auto"),
+        ("--identity-path", settings.identity_path),
+        ("--host-maddrs", not all(maddr.endswith("/tcp/0") for maddr in settings.host_maddrs)),
+        ("--announce-maddrs", settings.announce_maddrs),
+    ):
+        if given:
+            raise ConfigurationError(
+                f"{flag} is for one peer, and --devices starts {count}; start one dipaco-peer for "
+                "each device, with its own --cache-dir and one --content-dir"
+            )
+    threads = settings.threads or os.cpu_count() or 1
+    return tuple(
+        replace(
+            settings,
+            devices=(),
+            device=device,
+            threads=max(1, threads // count),
+            cache_folder=settings.cache_folder / f"trainer-{number}",
+            content_folder=settings.content_folder or settings.cache_folder / "content",
+            name=f"{settings.name[:29]} {number}" if settings.name else "",
+            port=settings.port + number if settings.port else settings.port,
+            metrics_port=settings.metrics_port + number if settings.metrics_port else None,
+            log_json=_numbered(settings.log_json, number),
+            record=_numbered(settings.record, number),
+            address_file=_numbered(settings.address_file, number),
+            max_upload_mbps=_share(settings.max_upload_mbps, count),
+            max_upload_gb_month=_share(settings.max_upload_gb_month, count),
+        )
+        for number, device in enumerate(settings.devices)
+    )
+
+
+def _numbered(file: Path | None, number: int) -> Path | None:
+    return None if file is None else file.with_stem(f"{file.stem}-{number}")
+
+
+def _share(limit: float | None, count: int) -> float | None:
+    return None if limit is None else limit / count
+
+
+def run_trainers(settings: PeerSettings) -> int:
+    """Train on all devices until every trainer has ended. Called by the command line.
+
+    Returns the exit code of the first one, in the order of the devices, that did not end well.
+    """
+    trainers = [_Trainer(number, one) for number, one in enumerate(trainer_settings(settings))]
+    _pass_signals_on(trainers)
+    first, *others = trainers
+    first.start()
+    if first.joins_in_time():
+        for trainer in others:
+            trainer.start()
+    started = [trainer for trainer in trainers if trainer.process is not None]
+    for trainer in started:
+        trainer.wait()
+    return next((code for trainer in started if (code := trainer.exit_code)), 0)
+
+
+class _Trainer:
+    """A trainer's process, and whoever prints what it says."""
+
+    def __init__(self, number: int, settings: PeerSettings) -> None:
+        self.settings = settings
+        self.process: BaseProcess | None = None
+        self._label = f"[{number} {settings.device}] "
+        self._has_joined = threading.Event()
+        self._printer: threading.Thread | None = None
+
+    def start(self) -> None:
+        # Nothing of this process goes along, no lock and no thread.
+        context = multiprocessing.get_context("spawn")
+        lines, output = context.Pipe(duplex=False)
+        self.process = context.Process(target=_train, args=(self.settings, output))
+        self.process.start()
+        output.close()
+        self._printer = threading.Thread(target=self._print, args=(lines,), daemon=True)
+        self._printer.start()
+
+    def _print(self, lines: Connection) -> None:
+        with os.fdopen(os.dup(lines.fileno()), encoding="utf-8", errors="replace") as text:
+            for line in text:
+                print(f"{self._label}{line}", end="", flush=True)
+                if line.startswith(JOINED):
+                    self._has_joined.set()
+        self._has_joined.set()
+
+    def joins_in_time(self) -> bool:
+        """Wait until it has joined, for a while; returns False if it has ended instead."""
+        assert self.process is not None
+        self._has_joined.wait(JOIN_LIMIT_S)
+        return not wait([self.process.sentinel], timeout=0)
+
+    def wait(self) -> None:
+        """Wait until it has ended, and what it said is printed."""
+        assert self.process is not None
+        assert self._printer is not None
+        self.process.join()
+        self._printer.join(DRAIN_LIMIT_S)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the process, as a shell would say it."""
+        code = self.process.exitcode if self.process is not None else None
+        return 0 if code is None else 128 - code if code < 0 else code
+
+
+def _train(settings: PeerSettings, output: Connection) -> None:
+    """Be one trainer: a process of its own session, so that signals come from the first alone."""
+    os.setsid()
+    # As in a peer that was started by itself: Hivemind's processes are forked.
+    multiprocessing.set_start_method("fork", force=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    from dipaco.dht.guarded_dht import die_with_parent
+    from dipaco.modules.command_line import configure_logging, run_command
+
+    from .app import run_peer
+
+    die_with_parent()
+    configure_logging(settings.debug)
+    sys.exit(run_command(lambda: run_peer(settings), settings.debug))
+
+
+def _pass_signals_on(trainers: Sequence[_Trainer]) -> None:
+    """Let Ctrl+C and SIGTERM, and those that pause and resume, act on all trainers."""
+    process = os.getpid()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            return
+        alive = [t.process for t in trainers if t.process is not None and t.process.is_alive()]
+        if not alive and number in (signal.SIGINT, signal.SIGTERM):
+            raise KeyboardInterrupt
+        for one in alive:
+            os.kill(one.pid or 0, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
