@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.shared_content import SharedContent
+from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.settings import PeerSettings
 from dipaco.peer.trainers import trainer_settings
-from test_store import state_of
 
 TEXT = b"what all of them need"
 
@@ -62,7 +64,8 @@ def test_a_state_is_written_once_and_goes_with_its_last_holder(
     shared: SharedContent, tmp_path: Path
 ) -> None:
     one, other = (StateStore(tmp_path / name, shared=shared) for name in "ab")
-    state = state_of(1)
+    layout = ModuleLayout(("w",), ((4,),))
+    state = ModuleState("L0.E0", 1, torch.ones(4), torch.zeros(4), {}, layout)
     assert one.save(state).samefile(other.save(state))
     assert len(files(shared)) == 1
     one.remove(state.module)
