@@ -89,7 +89,8 @@ class Board:
             "error": self._error,
             "status": self._status,
         }
-        return Answer.of(values, f"{time_s}-{bool(self._error)}")
+        error = hashlib.sha256((self._error or "").encode()).hexdigest()[:8]
+        return Answer.of(values, f"{time_s}-{error}")
 
     @property
     def answer(self) -> Answer:
