@@ -16,9 +16,7 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from dipaco.dht.http_server import listen, server_of
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import Board, StatusService
+from parts.chromium import chromium
 from support.big_swarm import HOSTILE_NAME, history_of_a_kill, spoiled_records, status_at
 from support.swarm import Swarm
 from support.swarm_views import peer_name
@@ -44,10 +43,6 @@ from support.tiny_run import make_tiny_run
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 SIZES = {"desk": (1440, 900, "light"), "night": (1440, 900, "dark"), "phone": (390, 844, "light")}
 WAIT_MS = 60_000
 ROUNDS = 40
@@ -357,22 +352,14 @@ def main() -> int:
     parser.add_argument("--no-week", action="store_true", help="leave the week of history out")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    from playwright.sync_api import sync_playwright
-
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if chromium is None:
-        print("error: there is no chromium; install Debian's package, or give CHROMIUM=FILE")
-        return 3
     options.out.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {}
     checked: list[str] = []
     if options.only_real:
-        with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        with chromium() as browser, tempfile.TemporaryDirectory() as name:
             print(*drive_real(browser, Path(name), options.out), sep="\n")
-            browser.close()
         return 0
-    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+    with chromium() as browser, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         figures["costs"] = measure(folder)
         if not options.no_week:
@@ -385,7 +372,6 @@ def main() -> int:
             history.write(status)
         board = Board(60.0)
         board.put(statuses[-1])
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         with serving(StatusService(history, board)) as address:
             for size in SIZES:
                 lines, drawn = drive(browser, address, size, options.out)
@@ -394,7 +380,6 @@ def main() -> int:
         history.close()
         if options.real:
             checked += drive_real(browser, folder, options.out)
-        browser.close()
     if options.json:
         print(json.dumps({"checked": checked, **figures}))
     else:

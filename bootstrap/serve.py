@@ -20,14 +20,14 @@ from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
-from dipaco.peer.display import Display
-from dipaco.peer.events import EventLog
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.ledger_cli import keeper_of
-from dipaco.peer.metrics import PeerMetrics
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
+from dipaco.peer.reporting.display import Display
+from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.metrics import PeerMetrics
 from dipaco.peer.server import Server
 from dipaco.routing.run_folder import RunFolder
 

@@ -32,16 +32,17 @@ from .averaging.pool import AveragingPool
 from .averaging.verdicts import Signing
 from .background import Background
 from .check.needs import too_slow
-from .display import Display
-from .events import EventLog
+from .exchange.known_peers import KnownPeers
 from .exchange.reachability import ReachabilityWatch
 from .guests import RevocationList, given_invitation
 from .keeper import BestParametersCopies, Keeper
-from .metrics import PeerMetrics
-from .node import SOFTWARE, KnownPeers, Node, join_run, visible_addresses
+from .node import SOFTWARE, Node, join_run, visible_addresses
 from .owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
 from .owner.uplink import Uplink
 from .publisher import PeerStatus, Publisher
+from .reporting.display import Display
+from .reporting.events import EventLog
+from .reporting.metrics import PeerMetrics
 from .session import Session
 from .settings import NodeSettings, PeerSettings
 from .trainer import PathTrainer

@@ -23,9 +23,9 @@ from dipaco.modules.best_parameters import (
 from dipaco.modules.errors import DipacoError, IntegrityError
 from dipaco.modules.evaluate import LossSum
 
-from .events import EventLog
 from .node import Node
 from .publisher import Publisher
+from .reporting.events import EventLog
 from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.early_stopping")

@@ -26,11 +26,11 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.state import ModuleState, StateReference
 
-from .events import EventLog
 from .interfaces import StateFetcher, StateHolder, Swarm
 from .member import actions as a
 from .member import events as e
 from .publisher import Activity, PeerStatus
+from .reporting.events import EventLog
 
 logger = logging.getLogger("dipaco.peer.errands")
 

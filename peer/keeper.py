@@ -22,10 +22,10 @@ from dipaco.modules.errors import DipacoError
 from dipaco.modules.plan import RunPlan
 
 from .background import Background
-from .events import EventLog
 from .interfaces import Fetcher, Swarm
 from .node import Node
 from .publisher import PeerStatus
+from .reporting.events import EventLog
 
 logger = logging.getLogger("dipaco.peer.keeper")
 

@@ -15,10 +15,10 @@ from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.evaluate import LossSum
 
 from .early_stopping import EarlyStopping
-from .events import EventLog
 from .node import Node
 from .path_files import PathData
 from .publisher import PeerStatus, Publisher
+from .reporting.events import EventLog
 from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.progress")

@@ -8,7 +8,6 @@ from dipaco.modules.state import StateReference
 
 from .background import Background
 from .errands import Errands
-from .events import EventLog
 from .guests import tell_member
 from .member import actions as a
 from .member import events as e
@@ -16,6 +15,7 @@ from .member.knowledge import MemberSettings
 from .member.recording import start_member
 from .node import Node
 from .publisher import PeerStatus, Publisher
+from .reporting.events import EventLog
 from .shell import Shell
 
 LONGEST_WAIT_S = 0.5

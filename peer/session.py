@@ -18,7 +18,6 @@ from dipaco.modules.state import ModuleState, StateReference
 
 from .background import Background
 from .errands import Errands
-from .events import EventLog
 from .guests import tell_member
 from .member import actions as a
 from .member import events as e
@@ -31,7 +30,8 @@ from .owner.pauses import Pauses
 from .path_files import OptimizerFiles, PathData, PathFiles
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
-from .scoring import Scoring
+from .reporting.events import EventLog
+from .scoring.answering import Scoring
 from .settings import PeerSettings
 from .shell import Shell
 from .successor import SuccessorWatch

@@ -14,8 +14,8 @@ from dipaco.dht.manifest import SignedManifest, foreign_successor, newest_run
 from dipaco.modules.errors import DipacoError
 
 from .background import Background
-from .events import EventLog
 from .node import Node
+from .reporting.events import EventLog
 
 logger = logging.getLogger("dipaco.peer.successor")
 

@@ -83,12 +83,14 @@ def run_trainers(settings: PeerSettings) -> int:
     Returns the exit code of the first one, in the order of the devices, that did not end well.
     """
     trainers = [_Trainer(number, one) for number, one in enumerate(trainer_settings(settings))]
-    _pass_signals_on(trainers)
+    stopping = threading.Event()
+    _pass_signals_on(trainers, stopping)
     first, *others = trainers
     first.start()
     if first.joins_in_time():
         for trainer in others:
-            trainer.start()
+            if not stopping.is_set():
+                trainer.start()
     started = [trainer for trainer in trainers if trainer.process is not None]
     for trainer in started:
         trainer.wait()
@@ -122,6 +124,11 @@ class _Trainer:
                 if line.startswith(JOINED):
                     self._has_joined.set()
         self._has_joined.set()
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on, if it is running."""
+        if self.process is not None and self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
 
     def joins_in_time(self) -> bool:
         """Wait until it has joined, for a while; returns False if it has ended instead."""
@@ -164,18 +171,20 @@ def _train(settings: PeerSettings, output: Connection) -> None:
     sys.exit(run_command(lambda: run_peer(settings), settings.debug))
 
 
-def _pass_signals_on(trainers: Sequence[_Trainer]) -> None:
-    """Let Ctrl+C and SIGTERM, and those that pause and resume, act on all trainers."""
+def _pass_signals_on(trainers: Sequence[_Trainer], stopping: threading.Event) -> None:
+    """Let Ctrl+C and SIGTERM, and those that pause and resume, act on all trainers.
+
+    `stopping` is set by the first two: what has not started by then does not.
+    """
     process = os.getpid()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:
             return
-        alive = [t.process for t in trainers if t.process is not None and t.process.is_alive()]
-        if not alive and number in (signal.SIGINT, signal.SIGTERM):
-            raise KeyboardInterrupt
-        for one in alive:
-            os.kill(one.pid or 0, number)
+        if number in (signal.SIGINT, signal.SIGTERM):
+            stopping.set()
+        for trainer in trainers:
+            trainer.signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from dipaco.dht.view import SwarmView
 from dipaco.modules.state import StateReference
-from dipaco.peer.display import LivePanel
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus
+from dipaco.peer.reporting.display import LivePanel
 from rich.console import Console
 from support.certificates import certificate, digest_of, grid, peer
 from support.make_plan import make_plan

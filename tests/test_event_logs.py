@@ -10,7 +10,7 @@ import pytest
 from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.status.event_logs import EventLogs
 from dipaco.modules.errors import RunSelectionError, StorageError
-from dipaco.peer.events import EventLog
+from dipaco.peer.reporting.events import EventLog
 from support.make_plan import make_plan
 from support.swarm_views import digest_of, peer_name
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("dipaco.peer.events.time", found)
+    monkeypatch.setattr("dipaco.peer.reporting.events.time", found)
     return found
 
 

@@ -12,7 +12,8 @@ from dipaco.dht.node import take_port
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import RunSelectionError, UnreachableError
 from dipaco.peer import node as peer_node
-from dipaco.peer.node import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers, join_run
+from dipaco.peer.exchange.known_peers import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers
+from dipaco.peer.node import join_run
 from support.exchange_nodes import NOBODY, Held, Nodes
 from support.lone_member import record
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from dipaco.dht.status.metrics import PATH_STATES, SWARM_METRICS, Metric, swarm_text, text_of
 from dipaco.modules.errors import ConfigurationError
-from dipaco.peer.metrics import PEER_METRICS, PeerMetrics
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus
+from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
 from dipaco.peer.settings import PeerSettings
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -20,8 +20,8 @@ from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import StateReference
 from dipaco.modules.transformer import PathModel
-from dipaco.peer.score_job import ScoreJob
-from dipaco.peer.scoring import Scoring
+from dipaco.peer.scoring.answering import Scoring
+from dipaco.peer.scoring.job import ScoreJob
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.document_scores import DocumentScores, RouterDocuments, score_router_documents

@@ -100,7 +100,7 @@ def test_what_cannot_be_is_not_on_the_board() -> None:
 
 @dataclass
 class Peer:
-    """A peer of the simulated swarm, with the state that `peer/scoring.py` keeps."""
+    """A peer of the simulated swarm, with the state that `peer/scoring/answering.py` keeps."""
 
     peer_id: str
     path: int

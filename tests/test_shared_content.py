@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from dipaco.dht.identity import load_or_create_identity
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
+from dipaco.peer import trainers
+from dipaco.peer.owner.control_cli import ControlSettings, _peers
 from dipaco.peer.settings import PeerSettings
 from dipaco.peer.trainers import trainer_settings
 
@@ -126,3 +131,47 @@ def test_flags_of_one_peer_are_refused_for_several(tmp_path: Path) -> None:
         trainer_settings(PeerSettings(initial_peers=peers, devices=("cpu", "cpu"), device="cpu"))
     with pytest.raises(ConfigurationError, match="--devices 'gpu' is not a device"):
         PeerSettings(initial_peers=peers, devices=("gpu",))
+
+
+def test_who_presses_ctrl_c_while_the_first_joins_starts_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    heard: list[int] = []
+
+    class Joining(trainers._Trainer):
+        """A trainer without a process; while it joins, somebody stops the whole."""
+
+        def start(self) -> None:
+            started.append(len(started))
+
+        def joins_in_time(self) -> bool:
+            os.kill(os.getpid(), signal.SIGINT)
+            return True
+
+        def signal(self, number: int) -> None:
+            heard.append(number)
+
+    monkeypatch.setattr(trainers, "_Trainer", Joining)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    peers, devices = ("/ip4/127.0.0.1",), ("cpu", "cpu", "cpu")
+    settings = PeerSettings(initial_peers=peers, devices=devices, cache_folder=tmp_path)
+    try:
+        assert trainers.run_trainers(settings) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert started == [0]
+    assert heard == [signal.SIGINT] * 3
+
+
+def test_pause_means_every_trainer_that_runs(tmp_path: Path) -> None:
+    keys = [tmp_path / f"trainer-{number}" / "identity.key" for number in range(3)]
+    running = [load_or_create_identity(key, lambda line: None) for key in keys[:2]]
+    load_or_create_identity(keys[2], lambda line: None).release()
+    settings = ControlSettings(cache_folder=tmp_path)
+    assert [one.cache_folder.name for one in _peers(settings)] == ["trainer-0", "trainer-1"]
+    for identity in running:
+        identity.release()
+    assert _peers(settings) == [settings]

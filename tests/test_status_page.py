@@ -18,7 +18,7 @@ from dipaco.dht.status.history import History
 from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
 from dipaco.dht.status.serving import Sampler, interval_s, open_port, serve_swarm
 from dipaco.modules.errors import ConfigurationError, NetworkError
-from dipaco.peer.events import EventLog
+from dipaco.peer.reporting.events import EventLog
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -21,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
@@ -29,16 +28,13 @@ from dipaco.inference.rerouter import Rerouter
 from dipaco.inference.service.app import Service
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.sources import DiskSource
+from parts.chromium import chromium
 from support.service import trained_run
 from support.tiny_run import tiny_documents
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 SIZES = {"desk": (1100, 800), "phone": (390, 844)}
 WAIT_MS = 60_000
 
@@ -178,23 +174,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/browser"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    from playwright.sync_api import sync_playwright
-
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if chromium is None:
-        print("error: there is no chromium; install Debian's package, or give CHROMIUM=FILE")
-        return 3
     options.out.mkdir(parents=True, exist_ok=True)
     checked: list[str] = []
     with (
+        chromium() as browser,
         tempfile.TemporaryDirectory() as name,
         serving(Path(name)) as address,
-        sync_playwright() as playwright,
     ):
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         for size in SIZES:
             checked += drive(browser, address, size, options.out)
-        browser.close()
     print(json.dumps({"checked": checked}) if options.json else "\n".join(checked))
     return 0
 

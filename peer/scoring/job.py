@@ -15,17 +15,16 @@ from dipaco.dht.coverage import scope_of
 from dipaco.dht.score_request import ScoreRequest
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState, StateReference
+from dipaco.peer.node import Node
+from dipaco.peer.path_files import PathFiles
+from dipaco.peer.publisher import Publisher
+from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.document_scores import (
     SCORING_BATCH,
     DocumentScores,
     RouterDocuments,
     score_router_documents,
 )
-
-from .node import Node
-from .path_files import PathFiles
-from .publisher import Publisher
-from .trainer import PathTrainer
 
 # Rows a second that are assumed before the first slice was measured, if no step was.
 FIRST_ROWS_PER_S = 16.0

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dipaco.dht.manifest import SignedManifest
 from dipaco.modules.errors import StorageError
 
-logger = logging.getLogger("dipaco.peer.events")
+logger = logging.getLogger("dipaco.peer.reporting.events")
 
 Listener = Callable[[str, dict[str, Any]], None]
 

@@ -25,15 +25,15 @@ from dipaco.modules.blobs import is_sha256
 from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.state import ModuleState
+from dipaco.peer.node import Node
+from dipaco.peer.publisher import Publisher
+from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.document_scores import RouterDocuments
 
-from .events import EventLog
-from .node import Node
-from .publisher import Publisher
-from .score_job import DocumentsError, ScoreJob, fetch_documents, fetch_states, reason_of
-from .trainer import PathTrainer
+from .job import DocumentsError, ScoreJob, fetch_documents, fetch_states, reason_of
 
-logger = logging.getLogger("dipaco.peer.scoring")
+logger = logging.getLogger("dipaco.peer.scoring.answering")
 
 # A path that could not be scored here is left to others, and tried again after this time.
 RETRY_AFTER_S = 20.0

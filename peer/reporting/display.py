@@ -11,14 +11,13 @@ from dipaco.dht.agreement import expected_group
 from dipaco.dht.ledger import ledger_of
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import DipacoError
+from dipaco.peer.node import Node
+from dipaco.peer.publisher import PeerStatus, Publisher
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from .node import Node
-from .publisher import PeerStatus, Publisher
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0

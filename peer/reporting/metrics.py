@@ -14,14 +14,13 @@ from typing import Any, get_args
 from dipaco.dht.records import ClaimState, Reachability
 from dipaco.dht.status.metrics import Metric
 from dipaco.modules.errors import ConfigurationError, DipacoError
+from dipaco.peer.node import SOFTWARE, Node
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.settings import NodeSettings
 from prometheus_client import start_http_server
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
-
-from .node import SOFTWARE, Node
-from .owner.uplink import Uplink
-from .publisher import PeerStatus, Publisher
-from .settings import NodeSettings
 
 
 def _gauge(name: str, help: str, label: str = "", values: Iterable[str] = ()) -> Metric:

@@ -1,0 +1,92 @@
+"""Addresses that a peer comes back by when all that it was given are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dipaco.dht.node import check_peer_address
+from dipaco.dht.view import SwarmView
+from dipaco.modules.errors import AddressError, DipacoError
+from dipaco.modules.files import atomic_write
+
+# Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
+# many are tried at once. A view is looked at again after a while.
+MOST_KNOWN, MOST_NEW, MOST_RUNS, MOST_TRIED = 64, 32, 8, 16
+MOST_FILE_BYTES = 2**20
+REMEMBER_EVERY_S = 60.0
+
+
+class KnownPeers:
+    """Addresses of peers by run, the newest first, in a file of the cache folder: with them a peer
+    comes back when all that it was given are gone.
+
+    They count for nothing unless one of the addresses given is among them: who names the peers of
+    another swarm gets no others. What cannot be read or written is as if there were none.
+    """
+
+    def __init__(self, cache_folder: Path) -> None:
+        self._path = cache_folder / "known_peers.json"
+        self._written_s = -math.inf
+
+    def beside(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Return addresses of other peers in the runs of those that are given."""
+        ids = {peer_of(address) for address in given}
+        found = [
+            address
+            for addresses in self._read().values()
+            if ids & {peer_of(address) for address in addresses}
+            for address in addresses
+            if address not in given
+        ]
+        return tuple(found[:MOST_TRIED])
+
+    def note(self, run_id: str, given: Sequence[str], view: SwarmView, me: str) -> None:
+        """Remember whom a view shows and others can call; seldom more often than once a minute."""
+        if time.monotonic() < self._written_s + REMEMBER_EVERY_S:
+            return
+        direct = [
+            address
+            for peer, record in sorted(view.peers.items())
+            if peer != me and record.reachable == "direct"
+            for address in record.addresses
+            if peer_of(address) == peer and "/p2p-circuit" not in address
+        ]
+        # Loopback addresses are worth something where there are no others.
+        direct = [a for a in direct if "/127.0.0.1/" not in a] or direct
+        if not direct:
+            return
+        self._written_s = time.monotonic()
+        known = self._read()
+        newest = dict.fromkeys((*direct[:MOST_NEW], *given, *known.pop(run_id, ())))
+        runs = {run_id: list(newest)[:MOST_KNOWN], **known}
+        text = json.dumps(dict(list(runs.items())[:MOST_RUNS]), indent=0)
+        with contextlib.suppress(DipacoError, OSError):
+            atomic_write(self._path, [text.encode()])
+
+    def _read(self) -> dict[str, tuple[str, ...]]:
+        """Return the addresses by run, those that can be used."""
+        try:
+            said = json.loads(self._path.read_bytes()[:MOST_FILE_BYTES])
+            return {
+                str(run): tuple(address for address in addresses if _is_usable(address))
+                for run, addresses in said.items()
+            }
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+
+def peer_of(address: str) -> str:
+    """Return the peer id at the end of an address."""
+    return address.rpartition("/p2p/")[2]
+
+
+def _is_usable(address: object) -> bool:
+    try:
+        return isinstance(address, str) and bool(check_peer_address(address))
+    except AddressError:
+        return False

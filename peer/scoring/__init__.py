@@ -1,0 +1,1 @@
+"""Scoring the operator's router documents while training (design 4.8)."""
