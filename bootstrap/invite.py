@@ -7,7 +7,6 @@ swarm by any node that serves the folder; `DIR/invitations.jsonl` is the operato
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -89,9 +88,7 @@ def invite_own_nodes(
     terms = Terms(plan.invitations_of or plan.run_id, OWN_PLACES, 0)
     invitation = make_invitation(terms, key)
     file = folder / OWN_INVITATION
-    atomic_write(file, [invitation.to_text().encode() + b"\n"])
-    with storage_errors(file):
-        os.chmod(file, 0o600)
+    atomic_write(file, [invitation.to_text().encode() + b"\n"], mode=0o600)
     _note(folder, invitation, "bootstrap nodes")
     say(
         f"The run is by invitation: dipaco-bootstrap invite {folder} --peers N makes one; "

@@ -7,7 +7,6 @@ A predecessor is a run folder: the operator's own, a peer's cache, or what `dipa
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from dipaco.dht.manifest import (
     verify_manifest,
 )
 from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
-from dipaco.modules.files import storage_errors
+from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.plan import RunPlan
@@ -183,11 +182,9 @@ def operator_key_file(predecessor: Predecessor, given: Path | None, out: Path) -
             f"operator's key with --operator-key FILE"
         )
     if file == old:
-        with storage_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as copy:
-                copy.write(old.read_bytes())
+        with storage_errors(old):
+            content = old.read_bytes()
+        atomic_write(own, content, mode=0o600)
         return own
     return file
 

@@ -55,17 +55,18 @@ def _free_space(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the body succeeds, and vanishes if not.
 
-    The content is on the disk before the name is. Creates the folder. Raises `StorageError`.
+    The content is on the disk before the name is. Creates the folder. `mode` is what others may do
+    with it, before the process's mask. Raises `StorageError`.
     """
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
     temporary = path.with_name(f".{path.name}.{unique}{TEMPORARY_SUFFIX}")
     with storage_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("xb") as handle:
+            with open(temporary, "xb", opener=lambda name, how: os.open(name, how, mode)) as handle:
                 yield handle
                 handle.flush()
                 os.fsync(handle.fileno())
@@ -76,9 +77,11 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
 
 
-def atomic_write(path: Path, chunks: bytes | Iterable[bytes | memoryview]) -> None:
+def atomic_write(
+    path: Path, chunks: bytes | Iterable[bytes | memoryview], mode: int = 0o666
+) -> None:
     """Write `chunks` to `path`: afterwards it has the old content or all of the new."""
-    with atomic_file(path) as handle:
+    with atomic_file(path, mode) as handle:
         for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
             handle.write(chunk)
 

@@ -106,6 +106,18 @@ def test_a_wrong_download_is_removed(store: BlobStore) -> None:
     assert files_in(store.folder) == []
 
 
+def test_a_secret_is_nobody_elses_from_its_first_byte_on(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def chunks() -> Iterator[bytes]:
+        (temporary,) = tmp_path.iterdir()
+        seen.append(temporary.stat().st_mode & 0o777)
+        yield b"secret"
+
+    atomic_write(tmp_path / "key", chunks(), mode=0o600)
+    assert [*seen, (tmp_path / "key").stat().st_mode & 0o777] == [0o600, 0o600]
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "file"
     atomic_write(target, b"old")
