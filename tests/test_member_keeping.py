@@ -21,6 +21,7 @@ from dipaco.peer.member.keeping import (
 )
 from dipaco.peer.member.knowledge import MemberSettings
 from dipaco.peer.member.member import Member
+from dipaco.peer.member.recording import start_member
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, grid_of, of, record, small_plan, view_of
 
@@ -247,6 +248,25 @@ def test_a_worse_state_than_the_copy_is_refused_and_a_better_one_replaces_it() -
     assert of(a.FetchState, keeper.offer(old)) == []
     newest = keeper.state(4)
     assert of(a.Keep, keeper.keeps(newest)) == [a.Keep(newest)]
+
+
+def test_a_restart_forgets_nothing_of_a_copy() -> None:
+    """What says who made it lies beside it: a longer chain of fewer peers does not replace it."""
+    keeper = Keeper("Pa", "Pc", "Liar")
+    copy = keeper.family.commits(genesis(), range(2), ["Pa", "Pc"])
+    chain = keeper.family.chain(copy)
+    settings = MemberSettings(ME, trains=False)
+    keeper.member = start_member(settings, keeper.plan, (copy,), chain)
+    keeper.happen(e.Turn())
+    keeper.look()
+    assert keeper.member.known.book.chain(MODULE, copy.digest) == chain
+    invented = keeper.family.commits(genesis(), range(4), ["Liar"])
+    keeper.happen(e.Offered("Liar", invented))
+    calls = of(a.Call, keeper.happen(e.ChainFetched(invented, keeper.family.chain(invented))))
+    assert calls == [a.Call(("Pa", "Pc"))], "nobody has shown itself yet"
+    answered = keeper.happen(e.CallAnswered(("Pa", "Pc"), ("Pa", "Pc")))
+    assert of(a.FetchState, answered) == []
+    assert keeper.member.known.held == {MODULE: copy}
 
 
 def test_unknown_modules_and_genesis_states_are_refused() -> None:

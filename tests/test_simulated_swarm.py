@@ -72,6 +72,7 @@ FOUND = (
     ("split", 145, 3, 6),  # ... while the records of the others still lived.
     ("split", 180, 7, 19),  # After a split others held what nobody knew the descent of yet.
     ("hostile", 1004, 5, 8),  # An inventor went on from what others held, and served nothing.
+    ("mixed", 117, 5, 8),  # After a start a peer did not count those who had signed with it.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -93,10 +93,11 @@ class Chains:
         return not descent.reaches(state, own)
 
     def _see(self, state: StateReference, own: StateReference | None) -> bool:
-        """Call those who made a state without this peer; returns whether that is waited for."""
+        """Call those who made a state or `own` since these parted; returns whether that is waited
+        for. After a start nobody has shown itself, those neither who made what lies on the disk."""
         known = self._known
         again_s = CALL_AGAIN_PERIODS * refresh_period_s(known.plan.rounds)
-        unseen = self._unseen(state, own)
+        unseen = self._unseen_of_both(state, own)
         called = [
             peer
             for peer in unseen
@@ -107,6 +108,12 @@ class Chains:
             self._calling.update(dict.fromkeys(called, known.now_s + CALL_LIMIT_S))
             known.do(Call(tuple(called)))
         return self._is_answer_due(unseen)
+
+    def _unseen_of_both(self, state: StateReference, own: StateReference | None) -> list[str]:
+        unseen = self._unseen(state, own)
+        if own is not None and own.version:
+            unseen += [peer for peer in self._unseen(own, state) if peer not in unseen]
+        return unseen
 
     def _unseen(self, state: StateReference, own: StateReference | None) -> list[str]:
         """Return contributors that have not shown themselves, the newest first, not too many."""
@@ -124,8 +131,8 @@ class Chains:
         return any(self._calling.get(peer, float("-inf")) > self._known.now_s for peer in peers)
 
     def is_seen(self, state: StateReference, own: StateReference) -> bool:
-        """Tell whether no contributor to a state is being called at the moment."""
-        return not self._calling or not self._is_answer_due(self._unseen(state, own))
+        """Tell whether no contributor to either state is being called at the moment."""
+        return not self._calling or not self._is_answer_due(self._unseen_of_both(state, own))
 
     def on_called(self, event: CallAnswered) -> None:
         """Those who were called have answered, or not."""

@@ -333,19 +333,32 @@ class Knowledge:
     def take_certificates(self, certificates: Iterable[Certificate]) -> None:
         """Take certificates whose signatures have been checked, of what can have happened by now.
 
-        Whoever has signed one together with this peer has shown itself. What this peer has signed
-        did happen, however wrong its clock is.
+        What this peer has signed did happen, however wrong its clock is.
         """
         for certificate in certificates:
             said = certificate.statement
             is_own = self.me in certificate.signers
             if not is_own and not self.is_plausible(certificate.reference):
                 continue
-            if not self.book.add(certificate):
-                continue
-            known = self.book.get(said.module, said.digest)
-            if known is not None and self.me in known.signers:
-                self.meet(certificate.signers)
+            if self.book.add(certificate):
+                self._meet_signers(said.module, said.digest)
+
+    def recall(self, certificates: Iterable[Certificate]) -> None:
+        """Take the certificates that lay on this peer's disk when it began.
+
+        They were plausible when they were taken, and what the time is the member does not know yet.
+        Without them it would stand on states of which it cannot say who made them.
+        """
+        for certificate in certificates:
+            said = certificate.statement
+            self.book.add(certificate)
+            self._meet_signers(said.module, said.digest)
+
+    def _meet_signers(self, module: str, digest: str) -> None:
+        """Whoever has signed a commit together with this peer has shown itself."""
+        certificate = self.book.get(module, digest)
+        if certificate is not None and self.me in certificate.signers:
+            self.meet(certificate.signers)
 
     def meet(self, peers: Iterable[str]) -> None:
         """Note who has answered, called or averaged with this peer: these are there."""

@@ -71,10 +71,13 @@ def start_member(
     held: tuple[StateReference, ...] = (),
     certificates: Iterable[Certificate] = (),
 ) -> Member:
-    """Return a member as it is at its start: for its shells and for playing it again."""
+    """Return a member as it is at its start: for its shells and for playing it again.
+
+    `held` are the states on its disk, and `certificates` what lies beside them.
+    """
     grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
     member = Member(settings, plan, grid, held=held)
-    member.known.take_certificates(certificates)
+    member.known.recall(certificates)
     return member
 
 

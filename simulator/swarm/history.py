@@ -57,7 +57,9 @@ def real_member(machine: Body, book: CertificateBook, held: tuple[StateReference
         seed=f"{machine.peer}/{machine.link.life}",
     )
     world = machine.world
-    return Member(settings, world.plan, world.grid, book=book, held=held)
+    member = Member(settings, world.plan, world.grid, book=book, held=held)
+    member.known.recall(book.all())
+    return member
 
 
 def run_history(

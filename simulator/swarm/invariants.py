@@ -15,9 +15,9 @@ counted and peers move: each begins its rounds when it comes, and may have to me
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
 `copies`: two rounds after a commit that no other chain has won over since, three peers hold that
-state or a later one, where three honest ones can be reached, and more honest peers made it than
-there are liars that answer calls: keepers have no documents to score a state with, and cannot tell
-one liar from one trainer.
+state or a later one, where three honest ones can be reached, and more honest peers made it, and
+each one since, than there are liars that answer calls: keepers have no documents to score a state
+with, and cannot tell one liar from one trainer.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart.
 `contract`: a member answers every turn, wants only what the contract allows, and never raises.
@@ -265,9 +265,14 @@ class Invariants:
     def _check_copies(self, module: str, before_s: float, reachable: int) -> None:
         if self._world.network.split or self.faulty_s > before_s - self._round_s:
             return
-        commits = reversed(self._commits.get(module, ()))
-        state = next((state for time_s, state in commits if time_s <= before_s), None)
-        if state is None or (self.liars and len(self._contributors(state)) <= self.liars):
+        state, makers = None, math.inf
+        for time_s, made in reversed(self._commits.get(module, ())):
+            state, makers = made, min(makers, len(self._contributors(made)))
+            if time_s <= before_s:
+                break
+        else:
+            return
+        if self.liars and makers <= self.liars:
             return
         wanted = state.reference
         trainers = self._trainers(module)
