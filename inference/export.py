@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError, StorageError
-from dipaco.modules.files import storage_errors
+from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
@@ -74,11 +74,13 @@ class Exporter:
     def write_path(self, path: int, folder: Path, readme: Readme | None = None) -> bool:
         """Write a path to `folder`; False if the same export of it lies there already.
 
-        An older export of the same path is replaced. Raises ConfigurationError if there is
-        anything else in the folder, and what `assemble_path` raises.
+        An older export of the same path is replaced, and of the same one the README. Raises
+        ConfigurationError if there is anything else in the folder, and what `assemble_path` raises.
         """
         provenance = self._provenance(path)
         if read_provenance(folder) == provenance:
+            if readme is not None:
+                atomic_write(folder / "README.md", readme(path).encode())
             return False
         check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
         with whole_folder(folder) as staging:

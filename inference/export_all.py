@@ -32,7 +32,7 @@ from .export import (
     check_replaceable,
     read_provenance,
 )
-from .export_card import CardNotes, gather_figures, model_card, path_readme
+from .export_card import CardNotes, model_card
 from .export_tokenizer import json_bytes
 from .sources import StateSource
 
@@ -76,10 +76,15 @@ def export_all(
     exporter = Exporter(
         source, dtype, share_in=share_in, exact_tokenizer=exact_tokenizer, gguf=gguf
     )
-    for path in each(range(grid.path_count), say, lambda path: f"writing path {path}"):
-        is_new = exporter.write_path(
-            path, path_folder(out, path), lambda path: path_readme(source, path, notes, gguf)
+    stored = gguf or str(dtype).removeprefix("torch.")
+
+    def card(path: int | None = None) -> str:
+        return model_card(
+            source, notes, stored, path=path, gguf=gguf is not None, evaluation=evaluation
         )
+
+    for path in each(range(grid.path_count), say, lambda path: f"writing path {path}"):
+        is_new = exporter.write_path(path, path_folder(out, path), card)
         if not is_new:
             say(f"path {path} was there already")
     exporter.remove_unused_modules()
@@ -87,9 +92,7 @@ def export_all(
     if rerouter is not None:
         atomic_write(out / REROUTER_FILE, rerouter)
     atomic_write(out / "plan.json", json_bytes(plan.model_dump(mode="json")))
-    figures = gather_figures(source, evaluation)
-    name = gguf or str(dtype).removeprefix("torch.")
-    atomic_write(out / "README.md", model_card(source, figures, notes, name, gguf).encode())
+    atomic_write(out / "README.md", card().encode())
 
 
 def path_folder(out: Path, path: int) -> Path:

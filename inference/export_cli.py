@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dipaco.modules.command_line import Command, Option
 from dipaco.modules.errors import ConfigurationError
@@ -59,6 +59,14 @@ class ExportSettings(RerouterSettings):
     attribution: Annotated[
         Path | None, Option("Markdown on origin and licences of the data, for the card", "FILE")
     ] = None
+    base_model: Annotated[
+        str | None,
+        Option("repository of the Hub that the run's base is from, for the card", "OWNER/NAME"),
+    ] = None
+    dataset: Annotated[
+        tuple[str, ...],
+        Option("repositories of the Hub that the texts are from, for the card", "OWNER/NAME"),
+    ] = ()
     push_to_hub: Annotated[
         str | None,
         Option("upload what was exported to this repository of the Hugging Face Hub", "OWNER/NAME"),
@@ -69,8 +77,6 @@ class ExportSettings(RerouterSettings):
         super().__post_init__()
         if self.private and self.push_to_hub is None:
             raise ConfigurationError("--private is for --push-to-hub OWNER/NAME; leave it out")
-        if self.path is not None and self.eval_json is not None:
-            raise ConfigurationError("--eval-json is for the model card of --all; leave it out")
         fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
         if self.dtype not in fits:
             raise ConfigurationError(
@@ -108,15 +114,20 @@ def _export_path(
     settings: ExportSettings, path: int, source: StateSource, notes: CardNotes
 ) -> None:
     from .export import Exporter
-    from .export_card import path_readme
+    from .export_card import model_card
 
     gguf = _gguf_type(settings)
     exporter = Exporter(
         source, _dtype(settings), exact_tokenizer=settings.tokenizer == "exact", gguf=gguf
     )
-    is_new = exporter.write_path(
-        path, settings.out, lambda path: path_readme(source, path, notes, gguf)
-    )
+    evaluation, stored = _evaluation(settings, source), gguf or settings.dtype
+
+    def card(path: int) -> str:
+        return model_card(
+            source, notes, stored, path=path, gguf=gguf is not None, evaluation=evaluation
+        )
+
+    is_new = exporter.write_path(path, settings.out, card)
     best = source.best_round(path)
     states = "newest states" if best is None else f"best states, of round {best}"
     already = "" if is_new else ", which was there already"
@@ -125,21 +136,25 @@ def _export_path(
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:
     from .export_all import export_all
-    from .export_card import load_evaluation
 
-    evaluation = load_evaluation(settings.eval_json, source.plan) if settings.eval_json else None
     export_all(
         source,
         settings.out,
         _dtype(settings),
         notes=notes,
-        evaluation=evaluation,
+        evaluation=_evaluation(settings, source),
         rerouter=_rerouter(settings, source),
         share_modules=settings.current and settings.format != "gguf",
         exact_tokenizer=settings.tokenizer == "exact",
         gguf=_gguf_type(settings),
         say=_say,
     )
+
+
+def _evaluation(settings: ExportSettings, source: StateSource) -> dict[str, Any] | None:
+    from .export_card import load_evaluation
+
+    return load_evaluation(settings.eval_json, source.plan) if settings.eval_json else None
 
 
 def _gguf_type(settings: ExportSettings) -> str | None:
@@ -173,7 +188,13 @@ def _notes(settings: ExportSettings) -> CardNotes:
         with storage_errors(settings.attribution.parent):
             content = settings.attribution.read_bytes()
         attribution = content.decode("utf-8", "replace").strip()
-    return CardNotes(settings.licence, attribution, settings.push_to_hub)
+    return CardNotes(
+        settings.licence,
+        attribution,
+        settings.push_to_hub,
+        settings.base_model,
+        settings.dataset,
+    )
 
 
 COMMAND = Command(

@@ -107,6 +107,11 @@ def gguf_name(run: str, path: int, stored: str) -> str:
     return f"{run}-path-{path}-{stored}.gguf"
 
 
+def ollama_name(gguf_name: str) -> str:
+    """Return what the model is called in Ollama: names there are in small letters."""
+    return Path(gguf_name).stem.lower()
+
+
 def modelfile(gguf_name: str, chat_template: bool) -> str:
     """Return a Modelfile for `ollama create`, with which it completes texts as dipaco does."""
     lines = [f"FROM ./{gguf_name}", "PARAMETER temperature 0.8", "PARAMETER top_k 50"]

@@ -47,13 +47,18 @@ def _hub_errors(name: str) -> Iterator[None]:
     """Turn the library's errors into one line each."""
     try:
         yield
-    except HFValidationError as error:
+    except HFValidationError as error:  # a ValueError
         raise ConfigurationError(
             f"--push-to-hub '{name}' is no name of a repository ({error}); write OWNER/NAME"
         ) from None
     except LocalTokenNotFoundError:
         raise ConfigurationError(
             "the Hub does not know you; log in with 'hf auth login', or set HF_TOKEN"
+        ) from None
+    except ValueError as error:  # so the library says what the Hub finds wrong in the card's header
+        raise ConfigurationError(
+            f"the Hub does not take the model card: {' '.join(str(error).split())}; look at "
+            f"--licence, --base-model and --dataset"
         ) from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)

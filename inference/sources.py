@@ -77,6 +77,7 @@ class StateSource(ABC):
         self._run = run
         self._allow_genesis = settings.allow_genesis
         self._states: dict[str, ModuleState | None] = {}
+        self._shards: ShardIndex | None = None
         self.plan = plan
         self.grid = run.grid(plan)
         self._bests = run.best_parameters(self.grid)
@@ -154,8 +155,7 @@ class StateSource(ABC):
 
     def training_documents(self, count: int, seed: int) -> Iterator[TokenDocument]:
         """Return up to `count` training documents drawn from the shards, which are fetched."""
-        self._require_blob(self.plan.blobs.shards)
-        for shard in self._run.shard_index(self.plan).paths:
+        for shard in self.shard_index().paths:
             self._require_blob(shard.train_sha256)
         return shard_documents(self._run, self.plan, count, seed)
 
@@ -166,8 +166,10 @@ class StateSource(ABC):
 
     def shard_index(self) -> ShardIndex:
         """Return how large each path's shard is."""
-        self._require_blob(self.plan.blobs.shards)
-        return self._run.shard_index(self.plan)
+        if self._shards is None:
+            self._require_blob(self.plan.blobs.shards)
+            self._shards = self._run.shard_index(self.plan)
+        return self._shards
 
     @abstractmethod
     def progress(self, path: int) -> SourceProgress:
@@ -242,7 +244,7 @@ class DiskSource(StateSource):
         blobs = self._run.blobs
         if not blobs.has(self.plan.blobs.shards):
             return None
-        shard = self._run.shard_index(self.plan).paths[path]
+        shard = self.shard_index().paths[path]
         if not blobs.has(shard.validation_sha256):
             return None
         return self._run.validation_tokens(self.plan, path)
@@ -319,8 +321,7 @@ class SwarmSource(StateSource):
                 logger.info("best states %s: %s", claimed.sha256[:12], error)
 
     def _held_out(self, path: int) -> np.ndarray | None:
-        self._require_blob(self.plan.blobs.shards)
-        shard = self._run.shard_index(self.plan).paths[path]
+        shard = self.shard_index().paths[path]
         self._require_blob(shard.validation_sha256)
         return self._run.validation_tokens(self.plan, path)
 

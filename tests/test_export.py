@@ -11,7 +11,7 @@ import pytest
 import torch
 from dipaco.inference import export_all, export_cli
 from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_folder
-from dipaco.inference.export_card import CardNotes, gather_figures, model_card
+from dipaco.inference.export_card import CardNotes, model_card
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
@@ -142,7 +142,7 @@ def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_
     with SwarmSource(client) as source:  # type: ignore[arg-type]
         Exporter(source, torch.float32).write_path(1, tmp_path / "out")
         assert client.fetched == list(source.grid.modules_of_path(1))
-        card = model_card(source, gather_figures(source), CardNotes(), "float32")
+        card = model_card(source, CardNotes(), "float32")
     assert "| trained | - tokens in 0 rounds |" in card
     arguments = ["--state-dir", trained, "--path", 1, "--current", "--out", tmp_path / "disk"]
     assert run(*arguments) == 0

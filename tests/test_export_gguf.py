@@ -112,6 +112,9 @@ def test_a_path_is_exported(tmp_path: Path) -> None:
     assert json.loads((out / "dipaco.json").read_text())["gguf"] == "q8_0"
     assert export_cli.main([*arguments, "--all", "--out", str(tmp_path / "all")]) == 0
     assert (tmp_path / "all" / "paths" / "00003" / gguf_name("tiny", 3, "q8_0")).is_file()
+    card = (tmp_path / "all" / "README.md").read_text()
+    assert f"llama-completion -m paths/00000/{gguf_name('tiny', 0, 'q8_0')} -no-cnv" in card
+    assert "cd paths/00000 && ollama create tiny-path-0-q8_0 -f Modelfile" in card
     assert (tmp_path / "all" / "router" / "base" / "model.safetensors").is_file()
     arguments[-1] = "bfloat16"
     assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 3
