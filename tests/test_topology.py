@@ -8,9 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
+from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import SECTION_ROWS
 from dipaco.peer.averaging.group import reduce_shares
 from dipaco.peer.averaging.topology import Topology, deal
+from dipaco.peer.check.needs import all_reduce_bytes
 from hivemind.averaging.partition import TensorPartContainer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -46,6 +48,31 @@ def test_every_contribution_reaches_one_reducer_and_every_sum_one_root(
             assert list(found.sums_between(member, root)) == sorted(
                 found.sums_between(member, root)
             )
+
+
+@settings(max_examples=30, deadline=None)
+@given(BANDWIDTHS.filter(any), st.integers(1, 20), st.integers(1, 40))
+def test_what_members_send_adds_up(bandwidths: list[int], parts: int, rows: int) -> None:
+    found = topology_of(bandwidths, parts, rows)
+    codec, sizes, members = CODECS["float16"], [100] * parts, len(bandwidths)
+    sent = sum(found.bytes_sent_by(member, sizes, codec) for member in range(members))
+    expected = 0
+    for part in range(parts):
+        for section, others in enumerate(found.sections):
+            # A reducer for another section has no contribution of its own to send to itself.
+            reducer = found.reducers[section][part]
+            expected += 2 * 2 * 100 * sum(member != reducer for member in others)
+            expected += (4 + 2) * 100 * (reducer != found.root(part))
+    assert sent == expected
+
+
+def test_what_equal_members_send_is_what_plans_say() -> None:
+    codec = CODECS["float16"]
+    found = topology_of([100] * 8, 64, SECTION_ROWS)
+    part = codec.part_values(2**19)
+    planned = all_reduce_bytes(64 * part, 8, codec, 2**19)
+    for member in range(8):
+        assert found.bytes_sent_by(member, [part] * 64, codec) == pytest.approx(planned)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,9 +7,13 @@ import json
 import multiprocessing
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dipaco.modules.codecs import CODECS
+from dipaco.modules.outer import AveragingRule
+from dipaco.peer.averaging.averager import ExactAverager
 from dipaco.peer.averaging.bounded_p2p import _PacedWriter
 from dipaco.peer.check.needs import too_slow
 from dipaco.peer.owner.pauses import BY_COMMAND, Pauses, UploadBudget, ask_to_pause
@@ -129,6 +133,103 @@ def test_a_message_is_paced_when_it_is_drained(clock: FakeTime) -> None:
     assert clock.now_s - 100.0 == pytest.approx(0.5)
     assert len(inner.written) == 500_000
     assert writer.transport == "its own"
+
+
+def send_on_a_line(uplink: Uplink, clock: FakeTime, rate: float, messages: int) -> None:
+    """Send messages of 100,000 bytes, each of which waits for the line."""
+    for _ in range(messages):
+        clock.now_s += 1e5 / rate
+        asyncio.run(uplink.reduce(100_000, 1e5 / rate))
+
+
+def test_a_line_is_measured_by_what_reduces_send_while_it_is_full(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    # What buffers take at once says nothing, however much it is.
+    asyncio.run(uplink.reduce(50_000_000, 0.06))
+    assert uplink.measured_mbit_per_s is None
+    send_on_a_line(uplink, clock, 250_000, 3)
+    assert uplink.measured_mbit_per_s == pytest.approx(2.0)
+    assert uplink.stated_mbit_per_s == 2
+    send_on_a_line(uplink, clock, 125_000, 3)
+    assert 1.0 < (uplink.measured_mbit_per_s or 0.0) < 2.0, "the same time that it was full"
+    for _ in range(3):
+        clock.now_s += 60.0
+        send_on_a_line(uplink, clock, 1_000_000, 21)
+    # The median of the last five times, and the limit if that is less.
+    assert uplink.measured_mbit_per_s == pytest.approx(8.0)
+    limited = Uplink(5.0, clock)
+    limited._rates, limited._measured = uplink._rates, uplink._measured
+    assert limited.known_mbit_per_s == 5.0
+    limited.max_mbit_per_s = 20.0
+    assert limited.stated_mbit_per_s == 8
+
+
+def test_writes_that_wait_now_and_then_measure_nothing(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    for _ in range(100):
+        clock.now_s += 1.0
+        asyncio.run(uplink.reduce(100_000, 0.5))
+        asyncio.run(uplink.reduce(100_000, 0.001))
+    assert uplink.measured_mbit_per_s is None
+    assert uplink.stated_mbit_per_s is None
+
+
+def test_a_measure_is_of_all_that_was_sent_and_for_all_processes(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+
+    def send() -> None:
+        for _ in range(5):
+            clock.now_s += 0.5
+            uplink.reserve(100_000, is_reduce=False)
+            asyncio.run(uplink.reduce(400_000, 0.5))
+
+    child = multiprocessing.get_context("fork").Process(target=send)
+    child.start()
+    child.join()
+    assert uplink.measured_mbit_per_s == pytest.approx(8.0)
+    assert uplink.piece_bytes == 250_000
+
+
+def test_content_leaves_a_full_line_to_a_reduce_without_a_limit_too(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    assert not uplink.is_busy()
+    send_on_a_line(uplink, clock, 250_000, 5)
+    began_s = clock.now_s
+    asyncio.run(uplink.content(1000))
+    assert clock.now_s - began_s >= 0.4 + REDUCE_PAUSE_S
+    assert uplink.reserve(10**9, is_reduce=True) == 0.0, "no reduce waits without a limit"
+    began_s = clock.now_s
+    asyncio.run(uplink.content(1000))
+    assert clock.now_s - began_s < LONGEST_WAIT_S
+
+
+def test_a_reduce_that_the_line_does_not_carry_is_told_while_it_runs(
+    caplog: pytest.LogCaptureFixture, clock: FakeTime
+) -> None:
+    uplink = Uplink(None, clock)
+    peer: Any = SimpleNamespace(peer_id="me")
+    averager = ExactAverager(
+        peer,
+        prefix="L0",
+        size=8,
+        rule=AveragingRule(CODECS["float16"]),
+        matchmaking_s=1.0,
+        paths_of_module={"L0.E0": (0,)},
+        uplink=uplink,
+        start=False,
+    )
+    averager._owed_bytes.value = 10e6
+    averager._foretell("L0.E0", 20.0)
+    assert averager._upload_mbit() == 100, "not measured yet"
+    send_on_a_line(uplink, clock, 250_000, 9)
+    averager._foretell("L0.E0", 41.0)
+    assert not caplog.messages
+    averager._foretell("L0.E0", 20.0)
+    averager._foretell("L0.E0", 20.0)
+    [line] = caplog.messages
+    assert line.startswith("L0.E0: this outer step sends 10 MB in 20 s, and this line carries 5 MB")
+    assert line.endswith("longer rounds or codec = blockwise8bit")
+    assert averager._upload_mbit() == 2
 
 
 def test_a_month_s_upload(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ class ExactAllReduceRunner:
         section_rows = rule.rows_of_a_section(len(order))
         topology = Topology.of(order, group.shares, sizes, section_rows)
         self._topology = topology
+        self.owed_bytes = topology.bytes_sent_by(self._me, sizes, codec.codec)
         self._has_levels = len(topology.sections) > 1
         weights = dict(zip(order, rule.weights(group.table, group.usual), strict=True))
         paths = dict(zip(order, (row.path for row in group.table), strict=True))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from dipaco.dht.admission import Gate
 from dipaco.dht.guarded_dht import GuardedDHT, die_with_parent, own_future_locks
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.outer import (
     UNKNOWN,
@@ -70,7 +71,8 @@ class ExactAverager(multiprocessing.Process):
     :param paths_of_module: for each module of the level, the paths through it
     :param silence_s: a member that sends nothing for this long has failed
     :param replaces: `listens_at` of one that has ended without a word, whose place this one takes
-    :param bandwidth_mbit: upload of this peer; members reduce the more, the faster they are
+    :param bandwidth_mbit: upload of this peer, in place of what the uplink says of it; members
+        reduce the more, the faster they are
     :param uplink: what all processes of this peer may send
     :param signing: signs with this peer's key; without it reducers are not checked
     :param gate: of a run by invitation: who may come to a group
@@ -114,7 +116,8 @@ class ExactAverager(multiprocessing.Process):
         self._uplink = uplink
         self._signing = signing
         self._gate, self._admission = gate, admission
-        self._bandwidth_mbit = max(1, int(bandwidth_mbit or DEFAULT_BANDWIDTH_MBIT))
+        self._bandwidth_mbit = bandwidth_mbit
+        self._is_foretold = False
         self._scratch = torch.zeros(size, dtype=torch.float32).share_memory_()
         self._call_lock = threading.Lock()
         self._shutdown_timeout = shutdown_timeout
@@ -122,6 +125,8 @@ class ExactAverager(multiprocessing.Process):
         self._pending: MPFuture | None = None
         self._gave_up_s: float | None = None
         self._together = multiprocessing.Value("i", 0)
+        # What this peer sends in the reduce under way; 0 while there is none.
+        self._owed_bytes = multiprocessing.RawValue("d", 0.0)
         self._inner_pipe, self._outer_pipe = multiprocessing.Pipe(duplex=True)
         self._host = os.getpid()
         self._ready = MPFuture()
@@ -208,7 +213,7 @@ class ExactAverager(multiprocessing.Process):
             raise RuntimeError("an averager serves one call at a time")
         try:
             future = self._send(request, flat)
-            answer = self._wait(future, end_s + _GRACE_S, awaited)
+            answer = self._wait(future, end_s, awaited, module)
             rows, matchmaking_s, reduce_s, notices, culprits = answer
             average = self._scratch.clone()
         except AveragingFailed as failure:
@@ -306,8 +311,12 @@ class ExactAverager(multiprocessing.Process):
             path=contribution.path,
             peer=contribution.peer,
             tokens=contribution.tokens,
-            bandwidth_mbit=self._bandwidth_mbit if can_reduce else 0,
+            bandwidth_mbit=self._upload_mbit() if can_reduce else 0,
         )
+
+    def _upload_mbit(self) -> int:
+        stated = self._uplink.stated_mbit_per_s if self._uplink is not None else None
+        return max(1, int(self._bandwidth_mbit or stated or DEFAULT_BANDWIDTH_MBIT))
 
     def _check(self, flat: torch.Tensor, close_s: float, end_s: float) -> None:
         if flat.shape != self._scratch.shape or flat.dtype != torch.float32 or flat.is_cuda:
@@ -327,6 +336,7 @@ class ExactAverager(multiprocessing.Process):
             raise AveragingFailed("the previous averaging has not ended yet")
         # The process is idle, so nobody reads the scratch copy.
         self._scratch.copy_(flat)
+        self._owed_bytes.value = 0.0
         future: MPFuture = MPFuture()
         self._tell("begin", request, future)
         self._pending, self._gave_up_s = future, None
@@ -340,11 +350,17 @@ class ExactAverager(multiprocessing.Process):
     def _wait(
         self,
         future: MPFuture,
-        until_s: float,
+        end_s: float,
         awaited: Callable[[], frozenset[str] | None] | None,
+        module: str,
     ) -> Any:
         """Wait for the process's answer, and notice when it dies."""
+        reducing_s = None
         while True:
+            if reducing_s is None and self._owed_bytes.value:
+                reducing_s = time.time()
+            if reducing_s is not None:
+                self._foretell(module, end_s - reducing_s)
             if awaited is not None:
                 self._tell("expect", awaited())
             try:
@@ -352,12 +368,31 @@ class ExactAverager(multiprocessing.Process):
             except concurrent.futures.TimeoutError:
                 if not self.is_alive():
                     raise self._death() from None
-                if time.time() > until_s:
+                if time.time() > end_s + _GRACE_S:
                     self._tell("give_up")
                     self._gave_up_s = time.monotonic()
                     raise AveragingFailed("the averager does not answer") from None
             except concurrent.futures.CancelledError:
                 raise AveragingFailed("the averager was stopped") from None
+
+    def _foretell(self, module: str, time_s: float) -> None:
+        """Say once that a reduce of `time_s` cannot end in time, as soon as that is known."""
+        known = self._uplink.known_mbit_per_s if self._uplink is not None else None
+        owed_bytes = int(self._owed_bytes.value)
+        if self._is_foretold or known is None or 8e-6 * owed_bytes <= known * time_s:
+            return
+        self._is_foretold = True
+        logger.warning(
+            "%s: this outer step sends %s in %.0f s, and this line carries %s (%.2g Mbit/s): it "
+            "will hardly end in time, and its work waits. Stop other uploads, raise "
+            "--max-upload-mbps if that is set, or ask the operator for longer rounds%s",
+            module,
+            shown_bytes(owed_bytes),
+            time_s,
+            shown_bytes(int(known * time_s / 8e-6)),
+            known,
+            "" if self._codec.codec.value_bytes == 1 else " or codec = blockwise8bit",
+        )
 
     def _death(self) -> Exception:
         if self._stopped:
@@ -401,6 +436,7 @@ class ExactAverager(multiprocessing.Process):
                 codec=self._codec,
                 silence_s=self._silence_s,
                 tell=self._note_together,
+                owe=self._note_owed,
                 signing=self._signing,
             )
             await service.open()
@@ -429,3 +465,6 @@ class ExactAverager(multiprocessing.Process):
 
     def _note_together(self, members: int) -> None:
         self._together.value = members
+
+    def _note_owed(self, count: int) -> None:
+        self._owed_bytes.value = count

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -166,8 +167,9 @@ class _PacedWriter:
 
     async def drain(self) -> None:
         count, self._written_bytes = self._written_bytes, 0
+        began_s = time.monotonic()
         await self._writer.drain()
-        await self._uplink.reduce(count)
+        await self._uplink.reduce(count, time.monotonic() - began_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)

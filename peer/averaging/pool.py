@@ -65,7 +65,6 @@ class AveragingPool:
             matchmaking_s=rounds.matchmaking_s,
             paths_of_module={module: grid.paths_of_module(module) for module in modules},
             replaces=replaces,
-            bandwidth_mbit=self._uplink.stated_mbit_per_s,
             uplink=self._uplink,
             signing=self._signing,
             gate=self._gate,

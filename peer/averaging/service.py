@@ -35,6 +35,7 @@ class AveragingService(ServicerBase):
     :param flat: the scratch copy, shared with the host, which is averaged in place
     :param signing: signs what this peer averages; None checks nothing
     :param tell: hears how many members are together while a group forms
+    :param owe: hears how many bytes this peer sends in the reduce that begins
     """
 
     # Hivemind would otherwise serve the handlers of whichever servicer was used first. The name of
@@ -52,13 +53,14 @@ class AveragingService(ServicerBase):
         codec: PartCodec,
         silence_s: float,
         tell: Callable[[int], None],
+        owe: Callable[[int], None],
         signing: Signing | None = None,
     ) -> None:
         self._signing = signing
         self._p2p, self._prefix, self._flat = p2p, prefix, flat
         self._rule, self._codec = rule, codec
         self._silence_s = silence_s
-        self._tell = tell
+        self._tell, self._owe = tell, owe
         self._room = MeetingRoom(p2p, f"{prefix}::meet/1")
         self._running: dict[bytes, asyncio.Future[ExactAllReduceRunner | None]] = {}
         # Set when no group forms here, so that what is not among the running never will be.
@@ -189,6 +191,7 @@ class AveragingService(ServicerBase):
             signing=self._signing,
         )
         announced.set_result(runner)
+        self._owe(runner.owed_bytes)
         try:
             await asyncio.wait_for(runner.run(), max(0.0, request.end_s - time.time()))
         except TimeoutError:

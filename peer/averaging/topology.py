@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from dipaco.modules.codecs import Codec
 from dipaco.modules.outer import sections
+
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,27 @@ class Topology:
     def sections_reduced_by(self, member: int) -> tuple[int, ...]:
         """Return the sections that a member reduces anything for."""
         return tuple(n for n, reducers in enumerate(self.reducers) if member in reducers)
+
+    def bytes_sent_by(self, member: int, part_sizes: Sequence[int], codec: Codec) -> int:
+        """Return about how many bytes a member sends in all.
+
+        Contributions to others, the averages of what it reduces to the section's others, its sums
+        to the roots, and as a root the average to each reducer that sent one.
+        """
+        own = self.section_of[member]
+        encoded, in_fp32 = 0, 0
+        for part, size in enumerate(part_sizes):
+            root = self.root(part)
+            for section, members in enumerate(self.sections):
+                reducer = self.reducers[section][part]
+                if reducer == member:
+                    encoded += size * sum(other != member for other in members)
+                    in_fp32 += size * (root != member)
+                elif section == own:
+                    encoded += size
+                if root == member:
+                    encoded += size * (reducer != member)
+        return codec.encoded_bytes(encoded) + FP32_BYTES * in_fp32
 
     def sums_between(self, reducer: int, root: int) -> tuple[tuple[int, int], ...]:
         """Return the sums that a reducer owes a root, each as (part, section), in order."""

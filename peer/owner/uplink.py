@@ -1,21 +1,29 @@
-"""One limit on what all processes of a peer send: reduces first, then states and blobs.
+"""What a peer sends: within one limit, reduces first, and how much its line carries.
 
 p2pd has no limiter, so those wait who hand bytes to it: averagers after each message of a reduce,
 the exchange before each piece of content. They share one clock of when the line is free. A reduce
 takes its turn at once; content is sent when the line is free and no reduce has sent for a moment.
 What the DHT says is small and not counted. Made before the averagers are forked.
+
+*The line is measured by what reduces send anyway.* A write that has to wait found all buffers on
+the way full, up to the line. As long as one such write follows another they stay full, so what they
+take is what the line carries. Nothing is sent to find out, and a line that is never full is not
+measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable
 
 BITS_IN_MBIT = 1e6
 # After a reduce has sent something, content waits this long for its next message.
 REDUCE_PAUSE_S = 0.3
+# On a line without a limit it waits for about as long as the last message took, and no longer.
+LONGEST_NEXT_S = 5.0
 # A piece of content takes about so long, so that a reduce waits no longer for it.
 PIECE_S = 0.25
 LEAST_PIECE_BYTES = 4096
@@ -24,6 +32,13 @@ LONGEST_WAIT_S = 15.0
 LOOK_S = 0.05
 # Whoever has the lock needs it for microseconds.
 LOCK_LIMIT_S = 2.0
+# A write that takes so long found the line full, and the next one does if it begins so soon.
+FULL_AFTER_S = 0.05
+FULL_GAP_S = 0.1
+# A line that was full for less says little of it.
+LEAST_FULL_S = 1.0
+# The line's rate is the median of so many times that it was full.
+RATES = 5
 
 
 class Uplink:
@@ -39,6 +54,14 @@ class Uplink:
         self._free_s = multiprocessing.RawValue("d", 0.0)
         self._reduced_s = multiprocessing.RawValue("d", float("-inf"))
         self._sent_bytes = multiprocessing.RawValue("d", 0.0)
+        # Of the last times that the line was full, in bytes a second, and how often it was.
+        self._rates = multiprocessing.RawArray("d", RATES)
+        self._measured = multiprocessing.RawValue("L", 0)
+        # Of this process: when a full line was noticed and what had been sent by then; when it was
+        # full last; and which rate that is.
+        self._full_since = (0.0, 0.0)
+        self._full_until_s = float("-inf")
+        self._rate_number: int | None = None
         self._lock = multiprocessing.Lock()
         self._is_lock_lost = False
         self.serves = True
@@ -47,7 +70,22 @@ class Uplink:
     @property
     def stated_mbit_per_s(self) -> int | None:
         """What rows of groups say of it, which gives shares of the reduce; None: as usual."""
-        return None if self.max_mbit_per_s is None else max(1, int(self.max_mbit_per_s))
+        known = self.known_mbit_per_s
+        return None if known is None else max(1, round(known))
+
+    @property
+    def measured_mbit_per_s(self) -> float | None:
+        """What the line carried when it was full; None when that has not been seen yet."""
+        count = min(int(self._measured.value), RATES)
+        if count == 0:
+            return None
+        return statistics.median(self._rates[:count]) * 8 / BITS_IN_MBIT
+
+    @property
+    def known_mbit_per_s(self) -> float | None:
+        """What this peer can send, by its limit and by measure; None when neither says anything."""
+        known = (self.max_mbit_per_s, self.measured_mbit_per_s)
+        return min((value for value in known if value is not None), default=None)
 
     @property
     def sent_bytes(self) -> int:
@@ -57,13 +95,19 @@ class Uplink:
     @property
     def piece_bytes(self) -> int | None:
         """How much content may be sent in one go; None for as much as there is."""
-        if self._bytes_per_s is None:
+        known = self.known_mbit_per_s
+        if known is None:
             return None
-        return max(LEAST_PIECE_BYTES, int(PIECE_S * self._bytes_per_s))
+        return max(LEAST_PIECE_BYTES, int(PIECE_S * known * BITS_IN_MBIT / 8))
 
-    async def reduce(self, count: int) -> None:
-        """Note that a reduce sends `count` bytes, and wait until they have gone."""
+    async def reduce(self, count: int, waited_s: float = 0.0) -> None:
+        """Note that a reduce sends `count` bytes, and wait until they have gone.
+
+        `waited_s` is how long they took to be handed over.
+        """
         wait_s = self.reserve(count, is_reduce=True)
+        if waited_s >= FULL_AFTER_S:
+            self._note_full(self._monotonic(), waited_s)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
@@ -78,8 +122,6 @@ class Uplink:
 
     def is_busy(self) -> bool:
         """Tell whether content has to wait."""
-        if self._bytes_per_s is None:
-            return False
         now_s = self._monotonic()
         return now_s < self._free_s.value or now_s < self._reduced_s.value + REDUCE_PAUSE_S
 
@@ -89,9 +131,14 @@ class Uplink:
         has_lock = self._take_lock()
         try:
             self._sent_bytes.value += count
-            if self._bytes_per_s is None:
-                return 0.0
             now_s = self._monotonic()
+            if self._bytes_per_s is None:
+                # Content keeps a line that can be full free for what a reduce sends next.
+                known = self.measured_mbit_per_s
+                if is_reduce and known:
+                    next_s = 8 * count / (known * BITS_IN_MBIT)
+                    self._reduced_s.value = now_s + min(next_s, LONGEST_NEXT_S)
+                return 0.0
             free_s = max(now_s, self._free_s.value) + count / self._bytes_per_s
             self._free_s.value = free_s
             if is_reduce:
@@ -100,6 +147,23 @@ class Uplink:
         finally:
             if has_lock:
                 self._lock.release()
+
+    def _note_full(self, now_s: float, waited_s: float) -> None:
+        """Note that the line has been full for `waited_s`; in the process that waited."""
+        is_new = now_s - waited_s > self._full_until_s + FULL_GAP_S
+        self._full_until_s = now_s
+        if is_new:
+            self._full_since = (now_s, self._sent_bytes.value)
+            self._rate_number = None
+            return
+        since_s, sent_bytes = self._full_since
+        if now_s - since_s < LEAST_FULL_S:
+            return
+        number = self._rate_number
+        if number is None:
+            number = self._rate_number = int(self._measured.value)
+        self._rates[number % RATES] = (self._sent_bytes.value - sent_bytes) / (now_s - since_s)
+        self._measured.value = max(self._measured.value, number + 1)
 
     def _take_lock(self) -> bool:
         """Take the lock, unless a process was killed that had it: then figures may be a little
