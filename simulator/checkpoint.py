@@ -21,6 +21,7 @@ from dipaco.modules.state import ModuleState, read_state, write_state
 from dipaco.routing.run_folder import RunFolder
 
 from .live_folder import LiveFolder, read_luggage, read_notes, worker_file, write_worker
+from .path_worker import DistantWorker
 from .reference import ReferenceSwarm
 from .storage import Luggage
 
@@ -48,13 +49,22 @@ class CheckpointFolder:
         return max(found, key=lambda path: found[path]) if found else None
 
     def save(self, swarm: ReferenceSwarm) -> Path:
-        """Write a checkpoint and remove the older ones. Raises StorageError on a full disk."""
+        """Write a checkpoint and remove the older ones. Raises StorageError on a full disk.
+
+        Every process of the swarm's crew writes its workers, the lead the rest.
+        """
         final = self.folder / f"round-{swarm.next_round:08d}"
         partial = final.with_suffix(_PARTIAL)
+        crew = swarm.crew
         with storage_errors(self.folder):
-            for old in (partial, final):
-                shutil.rmtree(old, ignore_errors=True)
+            if crew.leads:
+                for old in (partial, final):
+                    shutil.rmtree(old, ignore_errors=True)
+            crew.wait()
             self._write(swarm, LiveFolder(partial))
+            crew.wait()
+            if not crew.leads:
+                return final
             os.replace(partial, final)
             sync_folder(self.folder)
         for old in (*self.folder.glob("round-*"), self.live):
@@ -63,15 +73,18 @@ class CheckpointFolder:
         return final
 
     def _write(self, swarm: ReferenceSwarm, target: LiveFolder) -> None:
-        for module, state in swarm.states.items():
-            write_state(state, target.anchors / module)
         for worker in swarm.workers:
+            if isinstance(worker, DistantWorker):
+                continue
             notes, luggage = worker.checkpoint()
             optimizer = luggage.optimizer
             assert optimizer is None or isinstance(optimizer, dict)
             file = worker_file(target.workers, worker.number)
             write_worker(file, notes, luggage.local, optimizer)
-        target.save(swarm.identity, swarm.next_round)
+        if swarm.crew.leads:
+            for module, state in swarm.states.items():
+                write_state(state, target.anchors / module)
+            target.save(swarm.identity, swarm.next_round)
 
     def anchors(self, checkpoint: Path, grid: Grid) -> dict[str, ModuleState]:
         """Return the module states of a checkpoint; a module without one has its genesis state.
@@ -97,7 +110,11 @@ class CheckpointFolder:
             raise IntegrityError(f"{checkpoint} is not a checkpoint of this version; remove it")
         for worker in swarm.workers:
             file = worker_file(folder.workers, worker.number)
-            if file.exists():
+            if not file.exists():
+                continue
+            if isinstance(worker, DistantWorker):
+                worker.take_up(read_notes(file))
+            else:
                 worker.restore(read_notes(file), Luggage(*read_luggage(file)))
         swarm.go_on_in(next_round)
 

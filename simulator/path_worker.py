@@ -8,6 +8,8 @@ exactly what a bench for each worker computes (`tests/test_simulator.py`).
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 
+from .crew import Crew
 from .settings import SimulatedPeer, SimulatorSettings
 from .storage import KeptStates, Luggage, Storage, WorkerShelf
 
@@ -44,8 +47,8 @@ class Workbench:
         self.occupant: PathWorker | None = None
 
 
-class PathWorker:
-    """Trains one path as `dipaco.peer.trainer` does. Called by `ReferenceSwarm` alone.
+class WorkerCounters(ABC):
+    """What is known of a worker without its parameters: every process of a `Crew` counts alike.
 
     `number` is its place on the shelf, `states` the anchors, which the swarm keeps. A worker of
     which the shelf has notes goes on from them.
@@ -56,8 +59,7 @@ class PathWorker:
         number: int,
         peer: SimulatedPeer,
         grid: Grid,
-        bench: Workbench,
-        stream: BatchStream,
+        tokens_per_batch: int,
         states: KeptStates,
         shelf: WorkerShelf,
     ) -> None:
@@ -69,8 +71,7 @@ class PathWorker:
         self.round_losses: list[float] = []
         """Of the inner steps of round `round_index` so far, nats a token."""
         self._grid = grid
-        self._bench = bench
-        self._stream = stream
+        self._tokens_per_batch = tokens_per_batch
         self._states = states
         self._shelf = shelf
         summaries = {module: states.summary(module) for module in self.modules}
@@ -78,7 +79,15 @@ class PathWorker:
         self.path_step = max(map(self._counted_steps, summaries.values()))
         notes = shelf.notes(number)
         if notes is not None:
-            self._take_up(notes)
+            self.take_up(notes)
+
+    @abstractmethod
+    def train(self, steps: int) -> None:
+        """Do `steps` inner steps and note their losses."""
+
+    @abstractmethod
+    def outer_gradient(self, module: str) -> torch.Tensor:
+        """Return anchor minus local of a module, flat fp32 on the CPU."""
 
     def begin_round(self, round_index: int) -> None:
         """Forget the losses of the last round; a round already begun continues."""
@@ -86,26 +95,80 @@ class PathWorker:
             self.round_index = round_index
             self.round_losses = []
 
+    def contribution(self, module: str) -> Contribution:
+        """Return this worker's row in the table of an outer step."""
+        return Contribution(self.peer.path, self.peer.peer, self.unmerged_tokens[module])
+
+    def commit(self, module: str) -> None:
+        """Go on from the newest state of a module, which contains all of this worker's steps."""
+        summary = self._states.summary(module)
+        self._versions[module] = summary.version
+        self.unmerged_tokens[module] = 0
+        # Replicas advance the schedule of their path together.
+        self.path_step = max(self.path_step, self._counted_steps(summary))
+
+    def take_up(self, notes: Mapping[str, Any]) -> None:
+        """Go on from notes: what was not merged then is now, if the module has a newer state."""
+        self.round_index = int(notes["round"])
+        self.round_losses = [float(loss) for loss in notes["losses"]]
+        summaries = {module: self._states.summary(module) for module in self.modules}
+        for module, summary in summaries.items():
+            same = int(notes["versions"][module]) == summary.version
+            self.unmerged_tokens[module] = int(notes["unmerged_tokens"][module]) if same else 0
+        self._versions = {module: summary.version for module, summary in summaries.items()}
+        counted = max(map(self._counted_steps, summaries.values()))
+        self.path_step = max(int(notes["path_step"]), counted)
+
+    def _count_step(self, loss: float) -> None:
+        self.round_losses.append(loss)
+        self.path_step += 1
+        for module in self.modules:
+            self.unmerged_tokens[module] += self._tokens_per_batch
+
+    def _counted_steps(self, state: StateSummary) -> int:
+        """Return how many inner steps of this worker's path a state has counted."""
+        progress = state.progress.get(self.peer.path)
+        return progress.tokens // self._tokens_per_batch if progress else 0
+
+
+class DistantWorker(WorkerCounters):
+    """A worker that another process of the crew trains."""
+
+    def __init__(self, crew: Crew, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._crew = crew
+
     def train(self, steps: int) -> None:
-        """Do `steps` inner steps and note their losses."""
+        """Count the steps. Their losses are noted at the end of the round."""
+        for _ in range(steps):
+            self._count_step(math.nan)
+
+    def outer_gradient(self, module: str) -> torch.Tensor:
+        """Return what its process answers."""
+        return self._crew.outer_gradient(self.number, self._grid.layout(module).size)
+
+
+class PathWorker(WorkerCounters):
+    """Trains one path as `dipaco.peer.trainer` does. Called by `ReferenceSwarm` alone."""
+
+    def __init__(self, bench: Workbench, stream: BatchStream, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._bench = bench
+        self._stream = stream
+
+    def train(self, steps: int) -> None:
+        """Do the steps, on the bench."""
         if steps <= 0:
             return
         self._take_bench()
         for _ in range(steps):
             batch = self._stream.batch(self.path_step, self.peer.replica)
-            self.round_losses.append(self._bench.inner.step(batch, self.path_step))
-            self.path_step += 1
-            for module in self.modules:
-                self.unmerged_tokens[module] += self._stream.tokens_per_batch
+            self._count_step(self._bench.inner.step(batch, self.path_step))
         if self._shelf.writes_through:
             self._put_on_shelf()
 
-    def contribution(self, module: str) -> Contribution:
-        """Return this worker's row in the table of an outer step."""
-        return Contribution(self.peer.path, self.peer.peer, self.unmerged_tokens[module])
-
     def outer_gradient(self, module: str) -> torch.Tensor:
-        """Return anchor minus local of a module, flat fp32 on the CPU."""
+        """Compute it, on the bench or from the shelf."""
         anchor = self._states[module].parameters
         if self._bench.occupant is self:
             local = gather_module(self._bench.model, self._grid, module)
@@ -119,17 +182,13 @@ class PathWorker:
         return outer_gradient(anchor, local)
 
     def commit(self, module: str) -> None:
-        """Go on from the newest state of a module, which contains all of this worker's steps."""
-        summary = self._states.summary(module)
-        self._versions[module] = summary.version
-        self.unmerged_tokens[module] = 0
+        """Take the parameters of the newest state up too."""
+        super().commit(module)
         if self._bench.occupant is self:
             parameters = self._states[module].parameters
             scatter_module(self._bench.model, self._grid, module, parameters)
         else:
             self._shelf.forget_local(self.number, module)
-        # Replicas advance the schedule of their path together.
-        self.path_step = max(self.path_step, self._counted_steps(summary))
 
     def checkpoint(self) -> tuple[dict[str, Any], Luggage]:
         """Return the counters, and local parameters and AdamW state on the CPU."""
@@ -148,7 +207,7 @@ class PathWorker:
     def restore(self, notes: Mapping[str, Any], luggage: Luggage) -> None:
         """Take up a `checkpoint`; the anchors are those of the states."""
         self.park()
-        self._take_up(notes)
+        self.take_up(notes)
         luggage.local = {
             module: flat.to(self._shelf.device)
             for module, flat in luggage.local.items()
@@ -208,28 +267,14 @@ class PathWorker:
             "unmerged_tokens": dict(self.unmerged_tokens),
         }
 
-    def _take_up(self, notes: Mapping[str, Any]) -> None:
-        """Go on from notes: what was not merged then is now, if the module has a newer state."""
-        self.round_index = int(notes["round"])
-        self.round_losses = [float(loss) for loss in notes["losses"]]
-        summaries = {module: self._states.summary(module) for module in self.modules}
-        for module, summary in summaries.items():
-            same = int(notes["versions"][module]) == summary.version
-            self.unmerged_tokens[module] = int(notes["unmerged_tokens"][module]) if same else 0
-        self._versions = {module: summary.version for module, summary in summaries.items()}
-        counted = max(map(self._counted_steps, summaries.values()))
-        self.path_step = max(int(notes["path_step"]), counted)
-
-    def _counted_steps(self, state: StateSummary) -> int:
-        """Return how many inner steps of this worker's path a state has counted."""
-        progress = state.progress.get(self.peer.path)
-        return progress.tokens // self._stream.tokens_per_batch if progress else 0
-
 
 def open_workers(
-    run: RunFolder, peers: Sequence[SimulatedPeer], bench: Workbench, storage: Storage
-) -> tuple[PathWorker, ...]:
-    """Return a worker for each peer; they take turns on `bench`. Called by `ReferenceSwarm`."""
+    run: RunFolder, peers: Sequence[SimulatedPeer], bench: Workbench, storage: Storage, crew: Crew
+) -> tuple[PathWorker | DistantWorker, ...]:
+    """Return a worker for each peer. Those of this process take turns on `bench`.
+
+    Called by `ReferenceSwarm`.
+    """
     plan = run.plan()
     grid = run.grid(plan)
     streams = {
@@ -241,7 +286,12 @@ def open_workers(
         )
         for path in {peer.path for peer in peers}
     }
-    return tuple(
-        PathWorker(number, peer, grid, bench, streams[peer.path], storage.states, storage.shelf)
-        for number, peer in enumerate(peers)
-    )
+    workers: list[PathWorker | DistantWorker] = []
+    for number, peer in enumerate(peers):
+        stream = streams[peer.path]
+        known = (number, peer, grid, stream.tokens_per_batch, storage.states, storage.shelf)
+        if crew.has(number):
+            workers.append(PathWorker(bench, stream, *known))
+        else:
+            workers.append(DistantWorker(crew, *known))
+    return tuple(workers)

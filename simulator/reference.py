@@ -46,8 +46,9 @@ from dipaco.modules.outer import (
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
+from .crew import Crew
 from .early_stopping import EarlyStopping
-from .path_worker import PathWorker, Workbench, open_workers
+from .path_worker import Workbench, WorkerCounters, open_workers
 from .report import Reporter, RoundReport
 from .settings import SimulatedPeer, SimulatorSettings, checked_peers
 from .storage import KeptStates, open_storage
@@ -63,6 +64,8 @@ class ReferenceSwarm:
     :param first_round: number of the first round. It is part of the states, so a swarm that began
         to train in round r has the digests of a simulation with `first_round=r`
     :param states: start from these module states in place of the genesis, with fresh AdamW states
+    :param crew: the processes that share the work, each with a `ReferenceSwarm` of the same
+        arguments (`dipaco-simulate --devices`); this one alone by default
 
     The caller sets PyTorch's number of threads, which can change bits. Raises ConfigurationError
     for impossible peers and unknown settings.
@@ -77,8 +80,10 @@ class ReferenceSwarm:
         first_round: int = 0,
         states: Mapping[str, ModuleState] | None = None,
         settings: SimulatorSettings | None = None,
+        crew: Crew | None = None,
     ) -> None:
         settings = settings or SimulatorSettings()
+        self.crew = crew or Crew()
         self.plan = run.plan()
         self.grid = run.grid(self.plan)
         self.steps_per_round = _steps_per_round(steps_per_round, self.plan.rounds.inner_steps)
@@ -95,9 +100,9 @@ class ReferenceSwarm:
         self.states: KeptStates = self._storage.states
         """The anchors: the last committed state of every module."""
         bench = Workbench(self.plan, settings)
-        self.workers = open_workers(run, self.peers, bench, self._storage)
+        self.workers = open_workers(run, self.peers, bench, self._storage, self.crew)
         """One for each of `peers`, in their order."""
-        self._reporter = Reporter(run, settings)
+        self._reporter = Reporter(run, settings, self.crew)
         self._stepped: set[str] = set()
         """The modules that have taken their outer step in this round."""
         self.next_round = first_round
@@ -134,6 +139,7 @@ class ReferenceSwarm:
                     self._step_module(module)
                     self._stepped.add(module)
         self._train_until(self.steps_per_round)
+        self.crew.share_losses(self.workers)
         report = self._reporter.report(
             self.next_round, self.workers, self.states, trained=True, started_s=started_s
         )
@@ -158,14 +164,17 @@ class ReferenceSwarm:
         }
         if not contributors:
             return
-        usual = self._rule.usual(self.states[module])
-        rows = canonical_table(worker.contribution(module) for worker in contributors.values())
-        table = bounded_table(rows, usual)
-        # One at a time: of hundreds of paths they would not fit in memory together.
-        gradients = _Gradients(module, [contributors[row.peer] for row in table])
-        average = self._rule.average(gradients, table, usual)
-        state = outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
-        self.states.put(state)
+
+        def new_state() -> ModuleState:
+            usual = self._rule.usual(self.states[module])
+            rows = canonical_table(worker.contribution(module) for worker in contributors.values())
+            table = bounded_table(rows, usual)
+            # One at a time: of hundreds of paths they would not fit in memory together.
+            gradients = _Gradients(module, [contributors[row.peer] for row in table])
+            average = self._rule.average(gradients, table, usual)
+            return outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
+
+        self.crew.step_module(module, self.grid, self.states, self.workers, new_state)
         for worker in self.workers:
             if module in worker.modules:
                 worker.commit(module)
@@ -173,7 +182,7 @@ class ReferenceSwarm:
     def _end_round(self) -> None:
         self.next_round += 1
         self._stepped.clear()
-        if self.is_on_disk:
+        if self.is_on_disk and self.crew.leads:
             self.best.commit()
             self._storage.note_next_round(self.next_round)
 
@@ -225,7 +234,7 @@ def _steps_per_round(given: int | None, planned: int) -> int:
 class _Gradients(Sequence[torch.Tensor]):
     """The outer gradients of a module, each made when it is looked at."""
 
-    def __init__(self, module: str, workers: Sequence[PathWorker]) -> None:
+    def __init__(self, module: str, workers: Sequence[WorkerCounters]) -> None:
         self._module, self._workers = module, workers
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import reported_rows
 
+from .crew import Crew
 from .early_stopping import BestReport, EarlyStopping
-from .path_worker import PathWorker
+from .path_worker import WorkerCounters
 from .settings import SimulatorSettings
 from .storage import KeptStates
 
@@ -42,7 +44,10 @@ class PathReport:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """The swarm after a round. Round -1 is the state before any."""
+    """The swarm after a round. Round -1 is the state before any.
+
+    Of several processes only the lead has digests.
+    """
 
     round_index: int
     digests: Mapping[str, str]
@@ -92,10 +97,11 @@ class RoundReport:
 
 
 class Reporter:
-    """Scores the committed states of paths and makes the report of a round."""
+    """Scores committed states, a path in one process each, and makes the report of a round."""
 
-    def __init__(self, run: RunFolder, settings: SimulatorSettings) -> None:
+    def __init__(self, run: RunFolder, settings: SimulatorSettings, crew: Crew) -> None:
         self._run = run
+        self._crew = crew
         self._plan = run.plan()
         self._grid = run.grid(self._plan)
         self._device = torch.device(settings.device)
@@ -112,7 +118,7 @@ class Reporter:
     def report(
         self,
         round_index: int,
-        workers: Sequence[PathWorker],
+        workers: Sequence[WorkerCounters],
         states: KeptStates,
         *,
         trained: bool,
@@ -123,32 +129,21 @@ class Reporter:
         Without `trained` there was no round: the states are only scored.
         """
         paths = sorted({worker.peer.path for worker in workers})
+        own = [
+            _plain_score(path, *self._score(path, round_index, states, trained=trained))
+            for place, path in enumerate(paths)
+            if self._crew.has(place)
+        ]
+        scores = dict(map(_score_of, chain.from_iterable(self._crew.gathered(own))))
         return RoundReport(
             round_index=round_index,
             paths=tuple(
-                self._path_report(
-                    round_index, [w for w in workers if w.peer.path == path], states, trained
-                )
+                _path_report([w for w in workers if w.peer.path == path], scores[path], trained)
                 for path in paths
             ),
-            digests={module: states.digest(module) for module in states},
+            digests={m: states.digest(m) for m in states} if self._crew.leads else {},
             versions={module: states.summary(module).version for module in states},
             seconds=time.monotonic() - started_s,
-        )
-
-    def _path_report(
-        self, round_index: int, workers: Sequence[PathWorker], states: KeptStates, trained: bool
-    ) -> PathReport:
-        """Report a path; `workers` are its replicas."""
-        path = workers[0].peer.path
-        losses = [loss for worker in workers for loss in worker.round_losses] if trained else []
-        validation, best = self._score(path, round_index, states, trained=trained)
-        return PathReport(
-            path=path,
-            step=max(worker.path_step for worker in workers),
-            train_loss=sum(losses) / len(losses) if losses else None,
-            validation=validation,
-            best=best,
         )
 
     def _score(
@@ -169,3 +164,32 @@ class Reporter:
     def _model(self) -> PathModel:
         """A model of its own, so that scoring never disturbs the workers."""
         return PathModel(self._plan.model).to(self._device)
+
+
+_Score = tuple[LossSum, BestReport | None]
+
+
+def _path_report(workers: Sequence[WorkerCounters], score: _Score, trained: bool) -> PathReport:
+    """Report a path; `workers` are its replicas."""
+    losses = [loss for worker in workers for loss in worker.round_losses] if trained else []
+    validation, best = score
+    return PathReport(
+        path=workers[0].peer.path,
+        step=max(worker.path_step for worker in workers),
+        train_loss=sum(losses) / len(losses) if losses else None,
+        validation=validation,
+        best=best,
+    )
+
+
+def _plain_score(path: int, validation: LossSum, best: BestReport | None) -> list[Any]:
+    """Return a score as plain JSON, for the other processes."""
+    sums = [validation, best.chosen, best.validation] if best else [validation]
+    return [path, best.round_index if best else None, [[s.nll, s.tokens] for s in sums]]
+
+
+def _score_of(plain: list[Any]) -> tuple[int, _Score]:
+    """Return the path and the score that `_plain_score` made plain."""
+    path, round_index, sums = plain
+    validation, *of_best = (LossSum(nll, tokens) for nll, tokens in sums)
+    return path, (validation, BestReport(round_index, *of_best) if of_best else None)

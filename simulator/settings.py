@@ -23,6 +23,14 @@ class CommandSettings(ComputeSettings):
         int | None,
         Option("CPU threads; must equal those of the peers (default: all)", "N", least=1),
     ] = None
+    devices: Annotated[
+        str | None,
+        Option(
+            "spread the paths over these devices, a process for each: 0,1 is cuda:0 and cuda:1, "
+            "cpu,cpu two processes with --threads each",
+            "0,1,...",
+        ),
+    ] = None
     run_folder: Annotated[Path, Option("made by prepare", "RUN_DIR", positional=True)]
     rounds: Annotated[int, Option("rounds to train now", "N", least=0)] = 1
     steps_per_round: Annotated[
@@ -80,6 +88,10 @@ class CommandSettings(ComputeSettings):
             raise ConfigurationError("--keep disk needs an --out DIR to keep the paths in")
         if self.resume and self.out is None:
             raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
+        if self.devices is not None and self.device != "cpu":
+            raise ConfigurationError(
+                f"--device {self.device} and --devices {self.devices}: give one of them"
+            )
 
 
 @dataclass(frozen=True)

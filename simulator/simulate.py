@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .checkpoint import CheckpointFolder, link_run
+from .crew import Crew
 from .dense import DenseResult, train_dense
+from .processes import devices_of, run_on_devices
 from .reference import ReferenceSwarm
 from .report import RoundReport
 from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
@@ -32,30 +35,46 @@ _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 def run(settings: CommandSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     _check_output(settings)
+    RunFolder(settings.run_folder).plan()
+    if settings.devices is None:
+        return simulate(settings, Crew())
+    devices = devices_of(settings.devices)
+    for device in devices:
+        choose_device(device)
+    if len(devices) == 1:
+        return simulate(replace(settings, device=devices[0], devices=None), Crew())
+    return run_on_devices(settings, devices, simulate)
+
+
+def simulate(settings: CommandSettings, crew: Crew) -> int:
+    """Run the command in one of the processes of a crew; the lead prints."""
     prepare_process(settings.threads)
     source = RunFolder(settings.run_folder)
-    source.plan()
-    output = link_run(source, settings.out) if settings.out else None
-    swarm = open_swarm(settings, source, output)
-    printer = None if settings.json else RoundPrinter(swarm)
+    with crew.lead_first():
+        output = link_run(source, settings.out) if settings.out else None
+        swarm = open_swarm(settings, source, output, crew)
+    printer = None if settings.json or not crew.leads else RoundPrinter(swarm)
     emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
-    if printer and settings.validation_sequences != 0:
-        printer.round(swarm.report())
+    if not settings.json and settings.validation_sequences != 0:
+        before = swarm.report()
+        if printer:
+            printer.round(before)
     last: RoundReport | None = None
     for done in range(1, settings.rounds + 1):
         last = swarm.run_round()
         if output is not None and _is_due(swarm, done, settings.rounds):
             save(swarm, output)
-        emit(last)
+        if crew.leads:
+            emit(last)
     if printer and last:
         printer.summary(last)
-    if settings.dense_steps:
+    if settings.dense_steps and crew.leads:
         _run_dense(settings, source, output, printer)
     return 0
 
 
 def open_swarm(
-    settings: CommandSettings, source: RunFolder, output: RunFolder | None
+    settings: CommandSettings, source: RunFolder, output: RunFolder | None, crew: Crew
 ) -> ReferenceSwarm:
     """Make the swarm, from the genesis or, with --resume, from where an earlier call stopped."""
     states: dict[str, ModuleState] = {}
@@ -67,9 +86,10 @@ def open_swarm(
         grid = source.grid(plan)
         found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
         states = {module: state for module, state in found.items() if state is not None}
-        logger.warning(
-            "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
-        )
+        if crew.leads:
+            logger.warning(
+                "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
+            )
     elif checkpoints and checkpoint and not on_disk:
         states = checkpoints.anchors(checkpoint, source.grid(plan))
     swarm = ReferenceSwarm(
@@ -86,6 +106,7 @@ def open_swarm(
             keep=settings.keep,
             folder=checkpoints.open_live() if checkpoints and on_disk else None,
         ),
+        crew=crew,
     )
     if checkpoints and checkpoint and not on_disk:
         checkpoints.restore(checkpoint, swarm)
@@ -94,9 +115,12 @@ def open_swarm(
 
 def save(swarm: ReferenceSwarm, output: RunFolder) -> None:
     """Write a checkpoint, and the module states where the inference tools look for them."""
-    swarm.best.commit()
+    if swarm.crew.leads:
+        swarm.best.commit()
     if not swarm.is_on_disk:
         CheckpointFolder(output.path / "checkpoint").save(swarm)
+    if not swarm.crew.leads:
+        return
     for state in swarm.states.values():
         output.states.save(state)
 
@@ -189,6 +213,7 @@ class RoundPrinter:
             f"run {plan.run_id} ({plan.name}): {len({p.path for p in swarm.peers})} of "
             f"{swarm.grid.path_count} paths, {len(swarm.peers)} peers, "
             f"{swarm.steps_per_round} inner steps a round, codec {plan.averaging.codec}"
+            + (f", {swarm.crew.count} processes" if swarm.crew.count > 1 else "")
         )
 
     def round(self, report: RoundReport) -> None:

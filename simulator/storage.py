@@ -155,6 +155,9 @@ Genesis = Callable[[str], ModuleState]
 class KeptStates(Mapping[str, ModuleState], ABC):
     """The newest state of every module. What its header says can be read without the tensors."""
 
+    are_files = False
+    """Whether another process can put a state: `read_again` then takes its file."""
+
     def __init__(self, grid: Grid) -> None:
         self._modules = grid.modules()
 
@@ -169,6 +172,10 @@ class KeptStates(Mapping[str, ModuleState], ABC):
     @abstractmethod
     def digest(self, module: str) -> str:
         """Return the digest of a module's newest state."""
+
+    def read_again(self, module: str) -> None:
+        """Forget what is known of a module, of which another process has put a state."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
@@ -207,6 +214,8 @@ class DiskStates(KeptStates):
     The states used last stay in memory, up to a bound. `given` states are written at once, unless
     a file is there already.
     """
+
+    are_files = True
 
     def __init__(
         self, folder: Path, grid: Grid, given: Mapping[str, ModuleState], genesis: Genesis
@@ -258,10 +267,18 @@ class DiskStates(KeptStates):
             self._digests[module] = self[module].digest
         return self._digests[module]
 
+    def read_again(self, module: str) -> None:
+        """Read the header of the file that another process has put there."""
+        self._forget(module)
+        self._digests.pop(module, None)
+        self._summaries[module] = read_state_summary(self._file(module))
+
+    def _forget(self, module: str) -> None:
+        if module in self._cached:
+            self._cached_bytes -= 8 * self._cached.pop(module).layout.size
+
     def _cache(self, state: ModuleState) -> None:
-        if state.module in self._cached:
-            del self._cached[state.module]
-            self._cached_bytes -= 8 * state.layout.size
+        self._forget(state.module)
         self._cached[state.module] = state
         self._cached_bytes += 8 * state.layout.size
         while self._cached_bytes > _CACHED_STATE_BYTES and len(self._cached) > 1:
