@@ -49,7 +49,13 @@ def corpus_fingerprint(config: CorpusConfig) -> str:
     # The last concerns the shards, not which documents there are.
     apart = {"train", "validation", "early_stopping_fraction"}
     # What only some corpora have is left out of the others, whose hashes stay as they were.
-    apart |= {name for name in ("tokens_field", "tokenizer_sha256") if not getattr(config, name)}
+    apart |= {
+        name
+        for name in ("tokens_field", "tokenizer_sha256", "separator_token")
+        if getattr(config, name) is None
+    }
+    if config.separator_token is None:
+        apart.add("bin_token_bytes")
     settings = config.model_dump(mode="json", exclude=apart)
     return inputs_hash(settings, files)
 

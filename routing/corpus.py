@@ -18,6 +18,8 @@ from dipaco.modules.errors import CorpusError, nearest_name
 from dipaco.modules.files import atomic_write, canonical_json
 from pydantic import Field, field_validator, model_validator
 
+from .token_arrays import ARRAY_SUFFIXES, ROW_FIELD, TokenArray
+
 logger = logging.getLogger(__name__)
 
 Part = Literal["train", "validation"]
@@ -74,6 +76,12 @@ class CorpusConfig(Config):
     tokenizer_sha256: str | None = Field(
         None, description="SHA-256 of the tokenizer that made them, which the run must have."
     )
+    separator_token: int | None = Field(
+        None,
+        ge=0,
+        description="The token between documents, of a corpus of .npy or .bin token arrays.",
+    )
+    bin_token_bytes: Literal[2, 4] = Field(2, description="Bytes of a token in a .bin file.")
     txt_documents: Literal["file", "paragraph", "line"] = Field(
         "file", description="What a document is in a .txt file."
     )
@@ -102,14 +110,25 @@ class CorpusConfig(Config):
                 "give either train = ['data/*.jsonl.gz'] (files) or hub = 'allenai/c4' (a data "
                 "set of the Hub)"
             )
-        if (self.tokens_field is None) != (self.tokenizer_sha256 is None):
+        if self.is_tokenised != (self.tokenizer_sha256 is not None):
             raise ValueError(
-                "tokens_field and tokenizer_sha256 belong together: the field of the tokens, and "
-                "the SHA-256 of the tokenizer that made them"
+                "tokens_field and tokenizer_sha256 belong together: the field of the tokens (for "
+                ".npy and .bin files separator_token), and the SHA-256 of the tokenizer that made "
+                "them"
+            )
+        if self.separator_token is not None and (self.hub or self.tokens_field or self.label_field):
+            raise ValueError(
+                "separator_token is for files of nothing but tokens (.npy, .bin): without hub, "
+                "tokens_field and label_field"
             )
         if self.validation and self.hub:
             raise ValueError("validation names files; with hub write validation_split = '...'")
         return self
+
+    @property
+    def is_tokenised(self) -> bool:
+        """Whether there are tokens in place of texts."""
+        return self.tokens_field is not None or self.separator_token is not None
 
     @property
     def has_validation(self) -> bool:
@@ -231,6 +250,11 @@ class DocumentReader:
 def check_has_text(config: CorpusConfig, part: Part, documents: int) -> None:
     """Raise CorpusError if a part has no documents at all."""
     if not documents:
+        if config.separator_token is not None:
+            raise CorpusError(
+                f"the {part} data hold no tokens between separators; look at separator_token "
+                "under [data]"
+            )
         raise CorpusError(
             f"the {part} data hold no text: every '{config.tokens_field or config.text_field}' is "
             f"empty; name another field with text_field = '...' under [data]"
@@ -281,16 +305,23 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
     builder = _BUILDERS.get(suffixes[-1] if suffixes else "")
 
     def open_rows() -> Iterable[dict[str, Any]]:
+        if path.stat().st_size == 0:
+            raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
+        if config.separator_token is not None:
+            return _token_array(path, config.separator_token, config.bin_token_bytes)
         import datasets  # slow to import, and only preparation and evaluation read text
 
         if builder is None:
             known = ", ".join(sorted(_BUILDERS))
+            if path.suffix in ARRAY_SUFFIXES:
+                raise CorpusError(
+                    f"{path}: tokens without a word about where a document ends; name the token "
+                    "between documents with separator_token = ID under [data]"
+                )
             raise CorpusError(
                 f"{path} has an ending this version cannot read; it reads {known}, all but parquet "
                 f"also compressed ({', '.join(sorted(_COMPRESSIONS))})"
             )
-        if path.stat().st_size == 0:
-            raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
         options: dict[str, Any] = {}
         if builder == "text":
             unit = {"file": "document"}.get(config.txt_documents, config.txt_documents)
@@ -302,7 +333,17 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
         )
         return rows
 
-    return _Source(str(path), open_rows, f"{path} cannot be read as {builder}")
+    kind = builder or "an array of tokens"
+    return _Source(str(path), open_rows, f"{path} cannot be read as {kind}")
+
+
+def _token_array(path: Path, separator: int, bin_token_bytes: int) -> TokenArray:
+    if path.suffix not in ARRAY_SUFFIXES:
+        raise CorpusError(
+            f"{path} is not a file of nothing but tokens ({', '.join(ARRAY_SUFFIXES)}); leave "
+            "separator_token out, and name the field that holds the tokens with tokens_field"
+        )
+    return TokenArray(path, separator, bin_token_bytes)
 
 
 def _hub_source(config: CorpusConfig, part: Part) -> _Source:
@@ -329,8 +370,9 @@ def _document(
     row: Mapping[str, Any], number: int, source: str, config: CorpusConfig
 ) -> Document | None:
     """Turn a row into a document, or None if it has no text."""
-    if config.tokens_field is not None:
-        return _tokenised_document(row, number, source, config, config.tokens_field)
+    if config.is_tokenised:
+        name = config.tokens_field or ROW_FIELD
+        return _tokenised_document(row, number, source, config, name)
     text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
@@ -348,7 +390,7 @@ def _tokenised_document(
     values = _field(row, name, source, "tokens_field")
     if values is None or not len(values):
         return None
-    tokens = np.asarray(values) if isinstance(values, list) else np.empty(0)
+    tokens = np.asarray(values) if isinstance(values, list | np.ndarray) else np.empty(0)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or int(tokens.min()) < 0:
         raise CorpusError(
             f"{source}, row {number}: '{name}' is not a list of tokens (whole numbers from 0); "

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.run_config import load_run_config
 from dipaco.bootstrap.stages import corpus_fingerprint, inputs_hash
+from dipaco.modules.config import END_TOKEN
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
+from dipaco.routing.corpus import (
+    CorpusConfig,
+    Document,
+    DocumentReader,
+    is_held_out,
+    iterate_documents,
+)
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
 
@@ -64,6 +74,61 @@ def test_tokens_give_the_blobs_of_their_texts(corpus: Path, tmp_path: Path) -> N
     from_texts = made(toml_of(corpus, "texts"), tmp_path / "texts")
     assert from_tokens.blobs == from_texts.blobs
     assert from_tokens.run_id != ""
+
+
+def arrays_of(corpus: Path) -> Path:
+    """Write the documents as arrays, with the end token between them, and return the RUN.toml."""
+    for name, kind in (("train", "bin"), ("validation", "npy")):
+        lines = (corpus / f"tokens-{name}.jsonl").read_text().splitlines()
+        flat: list[int] = []
+        for ids in (json.loads(line)["ids"] for line in lines):
+            flat += [token for token in ids if token != END_TOKEN] + [END_TOKEN]
+        if kind == "bin":
+            np.array(flat, "<u2").tofile(corpus / f"arrays-{name}.bin")
+        else:
+            np.save(corpus / f"arrays-{name}.npy", np.array(flat, np.int32))
+    fields = f'separator_token = {END_TOKEN}\ntokenizer_sha256 = "{sha256_of(corpus)}"\n'
+    toml = toml_of(corpus, "arrays", fields)
+    text = toml.read_text().replace("arrays-train.jsonl", "arrays-train.bin")
+    text = text.replace("arrays-validation.jsonl", "arrays-validation.npy")
+    toml.write_text(text.replace('label_field = "domain"\n', ""))
+    return toml
+
+
+def test_arrays_of_tokens_are_the_documents_that_are_in_them(corpus: Path) -> None:
+    config = load_run_config(arrays_of(corpus)).data
+    for part in ("train", "validation"):
+        lines = (corpus / f"tokens-{part}.jsonl").read_text().splitlines()
+        expected = [[t for t in json.loads(line)["ids"] if t != END_TOKEN] for line in lines]
+        reader = DocumentReader(config, part)  # type: ignore[arg-type]
+        found = [document.tokens for document in itertools.islice(reader, 5)]
+        # A second reader goes on after what the first one gave.
+        rest = DocumentReader(config, part, json.loads(json.dumps(reader.position())))  # type: ignore[arg-type]
+        found += [document.tokens for document in rest]
+        assert [list(tokens) for tokens in found if tokens is not None] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "given", "said"),
+    [
+        ("a.bin", b"123", {}, "3 bytes, which is no multiple of 2; .* bin_token_bytes = 4"),
+        ("a.bin", b"1234", {"separator_token": None}, "separator_token = ID under"),
+        ("a.npy", b"1234", {}, "a.npy is not an .npy file"),
+        ("a.jsonl", b"{}", {}, "not a file of nothing but tokens"),
+        ("a.bin", b"\3\0\3\0", {}, "no tokens between separators"),
+        ("a.bin", b"", {}, "no tokens between separators|is empty"),
+    ],
+)
+def test_what_is_no_array_of_tokens_is_named(
+    tmp_path: Path, name: str, content: bytes, given: dict[str, Any], said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    values: dict[str, Any] = {"separator_token": 3, "tokenizer_sha256": "0" * 64, **given}
+    if values["separator_token"] is None:
+        del values["tokenizer_sha256"]
+    config = CorpusConfig(train=(str(tmp_path / name),), **values)
+    with pytest.raises(CorpusError, match=said):
+        list(iterate_documents(config, "train"))
 
 
 def test_tokens_of_another_tokenizer_are_refused(corpus: Path, tmp_path: Path) -> None:
@@ -127,8 +192,6 @@ def test_an_empty_list_is_no_document(tmp_path: Path) -> None:
 
 
 def test_equal_tokens_are_on_one_side(tmp_path: Path) -> None:
-    import numpy as np
-
     sides = {
         is_held_out(Document("", label, np.array([3, 4], dtype)), 0.5)
         for label, dtype in (("a", "int64"), ("b", "uint16"))
