@@ -207,6 +207,24 @@ def test_parts_between_which_a_known_chain_parts_are_not_joined() -> None:
     assert peer.counted() == peer.trained
 
 
+def test_work_that_others_may_have_committed_without_what_came_next_stays_apart() -> None:
+    """The network splits in the middle of a reduce: the others have the result, this peer not."""
+    family, elsewhere = Family(), Family()
+    peer = began(family)
+    peer.train(1)
+    fork = peer.commit(1, "A")
+    peer.train(2)
+    peer.cut(2)
+    theirs = elsewhere.commit(fork, 2, {"A", "B", "C", ME})
+    peer.contributions[theirs.digest] = peer.local
+    for round_index, group in ((3, "A"), (4, ""), (5, "")):
+        peer.train(round_index)
+        peer.commit(round_index, group, stood_on={0, 1})
+    family.book.add_all(elsewhere.chain(theirs))
+    peer.adopt(theirs)
+    assert peer.counted() == peer.trained
+
+
 @pytest.mark.parametrize("fork", range(1, 8))
 @pytest.mark.parametrize("noise", [(), (3,), (2, 6)])
 def test_parts_between_which_others_were_seen_last_are_not_joined(

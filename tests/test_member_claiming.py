@@ -16,7 +16,8 @@ from dipaco.peer.member.chains import Chains
 from dipaco.peer.member.claiming import LONGEST_WAIT_S, MAX_LOOKS, SHORTEST_WAIT_S, Claiming
 from dipaco.peer.member.horizon import Horizon
 from dipaco.peer.member.knowledge import Knowledge, MemberSettings
-from dipaco.peer.member.member import Member
+from dipaco.peer.member.member import LEAVE_BUDGET_S, Member
+from support.family import Family, genesis
 from support.lone_member import ME, claim, grid_of, knowledge, of, taken, view_of
 from support.make_plan import make_plan
 
@@ -219,10 +220,26 @@ def test_what_never_comes_ends_the_wait_with_its_reason() -> None:
     assert peer.turn() == []
 
 
+def test_who_cannot_begin_hands_over_its_copies_before_it_ends() -> None:
+    family = Family()
+    copy = family.commits(genesis("L0.E0"), range(2), "AB")
+    peer = Newcomer(pinned=0)
+    peer.member.known.recall(family.chain(copy))
+    peer.member.known.serve(copy)
+    peer.claim()
+    peer.happen(e.PathFailed(0, "nobody serves the shard of path 0"))
+    peer.happen(e.Viewed(view_of(peer.now_s, serving=["Pz"])))
+    actions = peer.turn(LIMIT_S + 1.0)
+    assert [(offer.reference, offer.peer) for offer in of(a.Offer, actions)] == [(copy, "Pz")]
+    assert of(a.Left, actions) == []
+    peer.happen(e.OfferAnswered("L0.E0", copy.digest, "Pz", True))
+    (left,) = of(a.Left, peer.turn(LEAVE_BUDGET_S))
+    assert left.handed_over == ("L0.E0",)
+    assert left.error == "nobody serves the shard of path 0"
+
+
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_genesis_state_is_taken_only_where_nobody_holds_a_certified_one(version: int) -> None:
-    from support.family import Family, genesis
-
     family = Family()
     module = "L0.E0"
     state = family.commits(genesis(module), range(version), "AB")

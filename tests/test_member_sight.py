@@ -83,6 +83,22 @@ def test_others_may_go_on_from_what_they_held_last_or_were_offered_since() -> No
         assert rounds_stood_on(known, MODULE) == rounds
 
 
+def test_who_trains_and_was_never_seen_to_hold_a_state_may_go_on_from_genesis() -> None:
+    peer = group("Pa")
+    peer.claims.append(claim("Pn"))
+    peer.silent.add("Pn")
+    peer.look()
+    known = peer.member.known
+    assert rounds_stood_on(known, MODULE) == set()  # It never answered.
+    known.meet(["Pn"])
+    assert rounds_stood_on(known, MODULE) == {-1}
+    peer.claims.pop()
+    peer.look()
+    assert rounds_stood_on(known, MODULE) == {-1}  # Out of sight, without a goodbye.
+    known.note_holder("Pn", MODULE, known.anchors[MODULE].digest, is_sure=True)
+    assert rounds_stood_on(known, MODULE) == set()
+
+
 def test_who_was_in_a_group_may_stand_on_its_commit_whether_it_has_signed_or_not() -> None:
     peer = group("Pa")
     known, family = peer.member.known, peer.family

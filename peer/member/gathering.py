@@ -202,7 +202,8 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
     """Return the rounds of the own chain after which others may go another way.
 
     Somebody was seen last to hold the state of such a round, or one that parted from it, and is
-    not known to have gone on with this peer. When a split shows, it is too late to ask.
+    not known to have gone on with this peer. When a split shows, it is too late to ask. Round -1
+    stands for the genesis state: of who trains and neither held nor signed another one.
     """
     book, anchor = known.book, known.anchors[module]
     rounds: dict[str, list[int]] = {}
@@ -225,4 +226,8 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
             seen = max(seen, signed.get(peer, -1))
             maybe += rounds.get(peer, [])
         found.update((seen, *(later for later in maybe if later > seen)))
-    return frozenset(found - {-1, anchor.last_round})
+    found.discard(-1)
+    unseen = known.trainers_seen(module) - known.stands(module).keys() - signed.keys()
+    if any(map(known.doubts.has_shown_itself, unseen)):
+        found.add(-1)
+    return frozenset(found - {anchor.last_round})

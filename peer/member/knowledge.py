@@ -290,6 +290,12 @@ class Knowledge:
         seen_s, _ = self._known.get(peer, (float("-inf"), None))
         return seen_s
 
+    def trainers_seen(self, module: str) -> set[str]:
+        """Return the others that trained a module when they were in a view last, and have not said
+        goodbye since."""
+        paths = set(self.grid.paths_of_module(module))
+        return {peer for peer, (_, path) in self._known.items() if path in paths}
+
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, each once, genesis states left out."""
         announced = {state.digest: state for state in self.view.states(module) if state.version}

@@ -187,13 +187,28 @@ class Ledger:
             return self.parts[0], self.parts[1]
         # Without the oldest, work is lost where somebody goes another way from before it.
         is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on)
-        for near in (self._joinable, self._followed, set(merged) if is_needed else set()):
-            for older, newer in itertools.pairwise(merged):
-                if newer not in near or self._is_stood_between(older, newer, stood_on):
-                    continue
-                if not self._parts_between(older, newer, own, descent):
+        pairs = [
+            (older, newer)
+            for older, newer in itertools.pairwise(merged)
+            if not self._is_stood_between(older, newer, stood_on)
+            and not self._parts_between(older, newer, own, descent)
+        ]
+        sure = [pair for pair in pairs if not self._is_open_between(*pair, own, descent)]
+        for near in (self._joinable, self._followed):
+            for older, newer in sure:
+                if newer in near:
                     return older, newer
-        return None
+        return next(iter((*sure, *pairs)), None) if is_needed else None
+
+    def _is_open_between(
+        self, older: int, newer: int, own: StateReference, descent: Descent
+    ) -> bool:
+        """Tell whether a contribution with one of two parts and without the other came to nothing
+        here: others of its group may have committed it."""
+        return any(
+            older in row and newer not in row and not descent.contains(own, self._me, round_index)
+            for round_index, row in self._rows.items()
+        )
 
     def _is_stood_between(self, older: int, newer: int, stood_on: Collection[int]) -> bool:
         """Tell whether others may go on from a state that has one of two parts and not the other.

@@ -87,6 +87,7 @@ class Member:
         self._thinks = False
         self._successor = False
         self._to_successor = False
+        self._error = ""
 
     @property
     def path(self) -> int | None:
@@ -470,9 +471,8 @@ class Member:
             self._turn_leaving()
 
     def _give_up(self, reason: str) -> None:
-        self._claiming.leave()
-        self._phase = _Phase.GONE
-        self.known.do(Left((), to_successor=False, error=reason))
+        self._error = reason
+        self._leave(to_successor=False)
 
     def _leave(self, *, to_successor: bool) -> None:
         """Withdraw the claim, save, hand over."""
@@ -497,4 +497,4 @@ class Member:
             what = "nobody took over the newest state in time; it stays on this disk"
             known.do(Warn(f"{', '.join(keeping.left_behind)}: {what}"))
         self._phase = _Phase.GONE
-        known.do(Left(tuple(sorted(keeping.handed_over)), self._to_successor))
+        known.do(Left(tuple(sorted(keeping.handed_over)), self._to_successor, self._error))

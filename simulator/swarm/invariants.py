@@ -136,14 +136,16 @@ class Invariants:
 
     def lost(self, machine: Body, module: str, why: str) -> None:
         """The unmerged work of a module is gone."""
-        if why == "it left":
-            self.faulty_s = self._world.now_s
         stay = self._stays[machine.peer, module][-1]
         stay.end = machine.steps
         if why == "it went back to its anchor":
             self._stays[machine.peer, module].append(Stay(machine.steps))
         else:
             self._training[module].pop(machine.peer, None)
+
+    def left(self, machine: Body) -> None:
+        """A machine has left, with the copies that it held."""
+        self.faulty_s = self._world.now_s
 
     def wrong(self, machine: Body, what: str) -> None:
         """The contract is broken."""

@@ -146,6 +146,7 @@ class Machine(Body):
     def _stop(self) -> None:
         """The member has left."""
         self._lose_all("it left")
+        self.world.watch.left(self)
         self.has_left = True
         self.publishing.withdraw()
         self.link.is_up = False

@@ -58,6 +58,10 @@ class Watch(Protocol):
         """Work of a machine is gone: it crashed, left, moved or went back to its anchor."""
         ...
 
+    def left(self, machine: Body) -> None:
+        """A machine has left by itself."""
+        ...
+
     def wrong(self, machine: Body, what: str) -> None:
         """A member did what the contract of actions and events forbids, or raised."""
         ...
