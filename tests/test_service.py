@@ -270,17 +270,32 @@ def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
         ({}, 400, "prompt is missing"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
         ({"prompt": "a", "reroute": 8}, 400, "dipaco-reroute fit"),
-        ({"prompt": ["a"] * 30, "n": 2}, 503, "over the limit of 40"),
+        ({"prompt": ["a"] * 30, "n": 2}, 400, "60 answers at once, and this service takes 40"),
+        ({"prompt": ["a"] * 1025}, 400, "at most 1024"),
+        ({"prompt": "a\ud800"}, 400, "half of a surrogate pair"),
+        ({"prompt": "a", "model": "\udfff"}, 400, "half of a surrogate pair"),
+        ({"prompt": "a", "\ud800": 1}, 400, "half of a surrogate pair"),
         ([1], 400, "no JSON object"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_bad_requests_are_told_why(client: TestClient, body: Any, status: int, said: str) -> None:
-    answer = client.post("/v1/completions", json=body)
+    headers = {"content-type": "application/json"}
+    answer = client.post("/v1/completions", content=json.dumps(body), headers=headers)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert said in error["message"], error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_who_comes_when_all_places_are_taken_is_sent_away(
+    engine: Engine, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(lambda: engine.unfinished == 0)
+    monkeypatch.setattr(engine, "_unfinished", LIMITS.queue - 1)
+    answer = client.post("/v1/completions", json={"prompt": "a", "n": 2})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "39 answers are waiting or at work, 2 more would be over" in answer.text
 
 
 def test_what_is_no_request_is_told_why(client: TestClient) -> None:
@@ -322,6 +337,11 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         choice = said["choices"][0]
         assert choice["message"] == {"role": "assistant", "content": plain["choices"][0]["text"]}
         assert len(choice["logprobs"]["content"]) == 5
+        # What clients send along: an answer as it was taken apart, and fields that change nothing.
+        sent = {**messages[0], "refusal": None, "tool_calls": None}
+        extra = {"store": False, "metadata": {}, "parallel_tool_calls": True, "audio": None}
+        again = client.post("/v1/chat/completions", json={**body, **extra, "messages": [sent]})
+        assert again.json()["choices"][0]["message"] == choice["message"]
         messages[0]["role"] = "tool"
         answer = client.post("/v1/chat/completions", json=body)
         assert (answer.status_code, "no tools" in answer.text) == (400, True)

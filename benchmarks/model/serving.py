@@ -1,10 +1,11 @@
 """Requests a second and time to the first token: the service under load, beside `dipaco-generate`
 (which starts anew for each prompt) and transformers' `generate` on the same exported path.
 
-    python benchmarks/model/serving.py [--json] [--clients 1,4,8] [--tokens 48]
+    python benchmarks/model/serving.py [--json] [--clients 1,4,8] [--tokens 48] [--rounds 3]
 
 A run of random parameters is made for it; all three compute the same greedy tokens of one path, on
-the same threads, one after the other. Ratios are what to look at.
+the same threads, one after the other, and that several times in turn. Look at the ratios: of each
+round, the least, the median and the greatest.
 """
 
 from __future__ import annotations
@@ -122,26 +123,35 @@ def by_generate(run: Path, prompts: list[str], tokens: int, threads: int) -> dic
     return _figures(firsts, time.monotonic() - start)
 
 
-def by_transformers(exported: Path, prompts: list[str], tokens: int) -> dict[str, float]:
-    """Call `generate` for one prompt after the other, in this process."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+class Transformers:
+    """The exported path in transformers, in this process: one prompt after the other."""
 
-    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    def __init__(self, exported: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def generate(prompt: str, count: int) -> float:
+        self._model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(exported)
+
+    def measured(self, prompts: list[str], tokens: int) -> dict[str, float]:
+        """Continue all prompts; the first token is timed by answers of one token."""
+        self._generate(prompts[0], 2)
+        firsts = [self._generate(prompt, 1) for prompt in prompts]
         began = time.monotonic()
-        rows = tokenizer(prompt, return_tensors="pt")
+        for prompt in prompts:
+            self._generate(prompt, tokens)
+        return _figures(firsts, time.monotonic() - began)
+
+    def _generate(self, prompt: str, count: int) -> float:
+        began = time.monotonic()
+        rows = self._tokenizer(prompt, return_tensors="pt")
         options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
-        model.generate(**rows, **options, do_sample=False)
+        self._model.generate(**rows, **options, do_sample=False)
         return time.monotonic() - began
 
-    generate(prompts[0], 2)
-    firsts = [generate(prompt, 1) for prompt in prompts]
-    began = time.monotonic()
-    for prompt in prompts:
-        generate(prompt, tokens)
-    return _figures(firsts, time.monotonic() - began)
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the least, the median and the greatest of some values."""
+    return {"least": min(values), "median": statistics.median(values), "greatest": max(values)}
 
 
 def main() -> int:
@@ -152,6 +162,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--starts", type=int, default=3, help="starts of dipaco-generate")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     prompts = [text[:40] for text in tiny_documents(4, -(-options.requests // 4), 5)]
@@ -161,28 +172,34 @@ def main() -> int:
         make_tiny_run(run, sequence_length=128, **SHAPE)
         words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out", str(exported)]
         assert export_cli.main(words) == 0
-        found: dict[str, dict[str, float]] = {}
-        with serving(run, options.threads) as port:
-            request(port, prompts[0], 2)
-            for clients in map(int, options.clients.split(",")):
-                found[f"service, {clients} clients"] = load(port, prompts, options.tokens, clients)
-        found["transformers"] = by_transformers(exported, prompts, options.tokens)
-        found["dipaco-generate"] = by_generate(
-            run, prompts[: options.starts], options.tokens, options.threads
-        )
+        model = Transformers(exported)
+        rounds: list[dict[str, dict[str, float]]] = []
+        for _ in range(options.rounds):
+            found: dict[str, dict[str, float]] = {}
+            # A service of each round: while others are measured it must not be there.
+            with serving(run, options.threads) as port:
+                request(port, prompts[0], 2)
+                for clients in map(int, options.clients.split(",")):
+                    found[f"service, {clients} clients"] = load(
+                        port, prompts, options.tokens, clients
+                    )
+            found["transformers"] = model.measured(prompts, options.tokens)
+            found["dipaco-generate"] = by_generate(
+                run, prompts[: options.starts], options.tokens, options.threads
+            )
+            rounds.append(found)
     ratios = {
         name: {
             other: {
-                "requests_per_s": figures["requests_per_s"] / found[other]["requests_per_s"],
-                "first_token": figures["first_token_median_s"]
-                / found[other]["first_token_median_s"],
+                key: spread([one[name][key] / one[other][key] for one in rounds])
+                for key in ("requests_per_s", "first_token_median_s")
             }
             for other in ("transformers", "dipaco-generate")
         }
-        for name, figures in found.items()
+        for name in rounds[0]
         if name.startswith("service")
     }
-    report = {"figures": found, "ratios": ratios, "tokens": options.tokens}
+    report = {"rounds": rounds, "ratios": ratios, "tokens": options.tokens}
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
     return 0
 

@@ -127,6 +127,13 @@ class Engine:
     def submit(self, works: list[Work]) -> None:
         """Have prompts continued. Raises ApiError when there are too many, or the end has come."""
         answers = sum(work.answers for work in works)
+        if answers > self.limits.queue:
+            raise ApiError(
+                400,
+                f"the request is for {answers} answers at once, and this service takes "
+                f"{self.limits.queue} (--queue); ask for fewer",
+                code="too_many_answers",
+            )
         with self._lock:
             if not self.is_alive:
                 raise ApiError(503, "the service is shutting down")

@@ -16,7 +16,7 @@ from dipaco.inference.options import Sampling
 from dipaco.inference.rerouting import GREATEST_WINDOW
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.errors import nearest_name
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .engine import Engine
 from .errors import ApiError
@@ -61,6 +61,10 @@ class Body(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # Taken: nothing here depends on them.
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
 
     def neutral(self) -> dict[str, bool]:
         """Return, for what is taken and not done, whether its value changes nothing."""
@@ -112,6 +116,12 @@ class Message(BaseModel):
     content: str | list[TextPart]
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """An answer comes back as the client has it, with what it has no value for."""
+        return _without_nulls(values, cls) if isinstance(values, dict) else values
+
     def plain(self) -> dict[str, str]:
         """Return what a chat template sees."""
         text = (
@@ -131,6 +141,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
 
     def neutral(self) -> dict[str, bool]:
@@ -150,10 +161,16 @@ def parse_body(content: bytes, kind: type[BodyT]) -> BodyT:
     """Return a request's body. Raises ApiError, naming the field that is wrong."""
     try:
         values = json.loads(content)
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(
+            400, "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, 'the body is no JSON object; send {"prompt": ...}')
+    values = _without_nulls(values, kind)
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
@@ -164,6 +181,15 @@ def parse_body(content: bytes, kind: type[BodyT]) -> BodyT:
                 400, f"{name} is not supported; leave it out", parameter=name, code="unsupported"
             )
     return body
+
+
+def _without_nulls(values: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Leave out unknown fields that are null: clients send what their own types have."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None or name in kind.model_fields
+    }
 
 
 def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
@@ -183,7 +209,10 @@ def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
 
 
 _EXPECTED = {
-    "prompt": "give a text, a list of texts, a list of tokens, or a list of such lists",
+    "prompt": (
+        "give a text, a list of texts, a list of tokens, or a list of such lists, and of texts or "
+        f"lists at most {_MOST_PROMPTS}"
+    ),
     "stop": f"give a text, or at most {_MOST_STOPS} texts, none of them empty",
     "messages": 'give a list of {"role": ..., "content": ...} with text alone',
 }
