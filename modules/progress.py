@@ -56,7 +56,7 @@ class StageProgress:
         self._bar = bar
         self._shown = shown
         self._now = now
-        self._task = bar.add_task(name, total=None, note="") if bar else None
+        self._task = bar.add_task(name, total=None, amount="", note="") if bar else None
         self._began_at = self._said_at = now()
         self._first: float | None = None
 
@@ -67,13 +67,15 @@ class StageProgress:
         """
         if self._first is None:
             self._first, self._began_at = done, self._now()
+        amount = self._shown(done)
+        if total is not None:
+            amount += f" of {self._shown(total)}"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, note=note)
+            self._bar.update(self._task, completed=done, total=total, amount=amount, note=note)
         elif self._now() - self._said_at >= LINE_EVERY_S:
             self._said_at = self._now()
-            amount = self._shown(done)
             if total is not None:
-                amount += f" of {self._shown(total)}{self.estimate(done, total)}"
+                amount += self.estimate(done, total)
             self._say(f"{self._name}: {amount} {note}".rstrip())
 
     def estimate(self, done: float, total: float) -> str:
@@ -99,13 +101,13 @@ def bar_or_lines(
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}"),
+        TextColumn("{task.fields[amount]}", markup=False),
         TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        yield StageProgress(name, say, bar)
+        yield StageProgress(name, say, bar, shown=shown)
 
 
 def each(

@@ -184,9 +184,13 @@ def test_what_cannot_be_replayed_is_one_line(tmp_path: Path, clock: Clock) -> No
         EventLogs.open([tmp_path / "none"], None)
     with pytest.raises(StorageError, match="no event log in it"):
         EventLogs.open([tmp_path], None)
-    (tmp_path / "old.jsonl").write_text('{"event": "inner", "time_s": 5}\n')
+    (tmp_path / "other.json").write_text("{}")
     with pytest.raises(RunSelectionError, match="none of 1 files says which run it is of"):
         EventLogs.open([tmp_path], None)
+    (tmp_path / "old.jsonl").write_text('{"event": "inner", "time_s": 5}\n')
+    with pytest.raises(RunSelectionError, match="1 of 2 files hold events, but none says which"):
+        EventLogs.open([tmp_path], None)
+    (tmp_path / "other.json").unlink()
     write_logs(tmp_path, clock, rounds=1)
     other = make_plan(duration_s=50.0)
     log = EventLog(tmp_path / "other.jsonl")

@@ -201,10 +201,14 @@ def test_a_module_with_two_states_of_one_version_does_not_agree(
 ) -> None:
     held = healthy_parts(grid)["holdings"]
     forked = [h for h in held if (h.peer_id, h.module) != (PEERS[1], "L0.E0")]
-    forked.append(holding(PEERS[1], "L0.E0", digest="b" * 64))
+    # That of one peer has the smaller digest, and as many tokens.
+    forked.append(holding(PEERS[1], "L0.E0", digest="0" * 64))
     status = status_of(
         view_of(manifest, grid, **{**healthy_parts(grid), "holdings": forked}), manifest, grid
     )
+    shown = next(m for m in status["modules"] if m["module"] == "L0.E0")
+    assert PEERS[1] not in shown["holders"]
+    assert len(shown["holders"]) > 1
     [problem] = status["problems"]
     assert (problem["kind"], problem["subjects"]) == ("forked", ["L0.E0"])
     assert [m["module"] for m in status["modules"] if not m["agree"]] == ["L0.E0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -73,6 +74,12 @@ async def drawn(app: StatusApp, pilot: Any) -> list[str]:
     await pilot.pause()
     strips = app.screen._compositor.render_strips()
     return ["".join(segment.text for segment in strip) for strip in strips]
+
+
+async def has_looked(app: StatusApp) -> None:
+    """Wait until what was read is shown, or that nothing could be."""
+    assert app._reader is not None
+    await asyncio.to_thread(app._reader.join, 60)
 
 
 def watched(
@@ -146,7 +153,7 @@ def test_tables_scroll_and_stay_where_they_were_when_read_again(sign: Any) -> No
         row = table.cursor_row
         assert row > 30
         app.action_look()
-        await app.workers.wait_for_complete()
+        await has_looked(app)
         assert table.cursor_row == row
         assert "problem" in joined(await drawn(app, pilot))
         # What is in trouble comes first.
@@ -162,12 +169,39 @@ def test_a_swarm_that_cannot_be_read_is_said_and_what_was_stays(sign: Any) -> No
 
     async def check(app: StatusApp, pilot: Any) -> None:
         app.action_look()
-        await app.workers.wait_for_complete()
+        await has_looked(app)
         text = joined(await drawn(app, pilot))
         assert "cannot read the swarm, tries again: nobody answers" in text
         assert app.query_one("#paths", DataTable).row_count == 4
 
     watched(make_status(sign, healthy(6, 2, 2)), (100, 30), check, read)
+
+
+def test_it_ends_while_the_swarm_is_read(sign: Any) -> None:
+    reads, answer = threading.Event(), threading.Event()
+    status = make_status(sign, healthy(6, 2, 2))
+
+    def read() -> dict[str, Any]:
+        reads.set()
+        assert answer.wait(60)
+        return status
+
+    found: list[StatusApp] = []
+
+    async def check(app: StatusApp, pilot: Any) -> None:
+        found.append(app)
+        await pilot.press("r")
+        assert await asyncio.to_thread(reads.wait, 60)
+        await pilot.press("q")
+
+    watched(status, (80, 24), check, read)
+    # It has ended, and the swarm has not been read yet.
+    reader = found[0]._reader
+    assert reader is not None
+    assert reader.is_alive()
+    answer.set()
+    reader.join(60)
+    assert not reader.is_alive()
 
 
 # -- without --watch

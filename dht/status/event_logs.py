@@ -42,6 +42,8 @@ SUFFIXES = (".jsonl", ".json", ".log", ".ndjson")
 # What a line may make of itself when it is not what a peer writes.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ConfigurationError)
 
+_HOMELESS = "no event before it says which run it is of"
+
 Event = Mapping[str, Any]
 
 
@@ -328,8 +330,13 @@ class EventLogs:
             listed = ", ".join(f"{run_id} ({plan.name})" for run_id, (plan, _) in runs.items())
             what = f"the logs are of these runs: {listed}; choose one with --run"
             if not runs:
+                homeless = sum(lines.reason == _HOMELESS for lines in unread.values())
                 what = (
-                    f"none of {len(files)} files says which run it is of; event logs are what "
+                    f"{homeless} of {len(files)} files hold events, but none says which run they "
+                    "are of, as versions before the 'run' event wrote them; such logs cannot be "
+                    "replayed"
+                    if homeless
+                    else f"none of {len(files)} files says which run it is of; event logs are what "
                     "--log-json writes"
                 )
             raise RunSelectionError(f"--replay: {what}")
@@ -393,7 +400,7 @@ def _events_of_file(
         if run_id:
             yield run_id, number, event
         elif unread is not None:
-            unread.add(number, "no event before it says which run it is of")
+            unread.add(number, _HOMELESS)
 
 
 def _lines(file: Path) -> Iterable[bytes]:

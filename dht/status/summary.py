@@ -13,7 +13,7 @@ from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.scoring_policy import ScoringBoard
 from dipaco.dht.view import SwarmView, present_round
 from dipaco.modules.grid import Grid
-from dipaco.modules.state import heaviest
+from dipaco.modules.state import StateReference, heaviest
 
 from .problems import forked_modules, problems
 
@@ -96,7 +96,7 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
 
 
 def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) -> dict[str, Any]:
-    best = heaviest(view.states(module))
+    best = _shown_state(view, module)
     trainers = expected_group(view, grid, module)
     return {
         "module": module,
@@ -110,6 +110,19 @@ def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) ->
         # A peer may be a version behind for a moment.
         "agree": not is_forked,
     }
+
+
+def _shown_state(view: SwarmView, module: str) -> StateReference | None:
+    """Return the newest state of a module; of two with equal tokens the one that more hold.
+
+    Which side of such a fork is taken in the end the certificates say, which are not read here.
+    """
+    states = view.states(module)
+    best = heaviest(states)
+    if best is None:
+        return None
+    tied = [state for state in states if state.tokens == best.tokens]
+    return min(tied, key=lambda state: (-len(view.holders(state)), state.digest))
 
 
 def _announced_states(

@@ -7,12 +7,14 @@ does it scroll too, and how much there is is said.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from dipaco.modules.errors import DipacoError
 from rich.text import Text
-from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
@@ -50,6 +52,7 @@ class StatusApp(App[None]):
         self._status = status
         self._read = read
         self._period_s = period_s
+        self._reader: threading.Thread | None = None
 
     def compose(self) -> ComposeResult:
         """Lay out what is shown."""
@@ -108,15 +111,24 @@ class StatusApp(App[None]):
         self.query_one(TabbedContent).active = f"tab-{name}"
         self._table(name).focus()
 
-    @work(thread=True, exclusive=True, group="look")
     def action_look(self) -> None:
-        """Read the swarm on a thread of its own: that can take seconds."""
+        """Read the swarm on a thread of its own: that can take seconds.
+
+        Not on one of asyncio's, for which a program that ends would wait.
+        """
+        if self._reader is None or not self._reader.is_alive():
+            self._reader = threading.Thread(target=self._look, daemon=True)
+            self._reader.start()
+
+    def _look(self) -> None:
+        show: Callable[[], None]
         try:
-            status = self._read()
+            show = partial(self.show, self._read())
         except DipacoError as error:
-            self.call_from_thread(self._say, f"cannot read the swarm, tries again: {error}")
-            return
-        self.call_from_thread(self.show, status)
+            show = partial(self._say, f"cannot read the swarm, tries again: {error}")
+        # When it has ended meanwhile there is nobody to show it to.
+        with contextlib.suppress(RuntimeError):
+            self.call_later(show)
 
     def _say(self, line: str) -> None:
         head = head_of(self._status)
