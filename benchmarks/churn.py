@@ -41,7 +41,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +101,18 @@ def options() -> argparse.Namespace:
 class World:
     """A swarm of some slots, each with a peer that can be replaced by another."""
 
+    modules_per_level: tuple[int, ...] = (2, 2)
+    averaging: Mapping[str, Any] = {}
+    """What a benchmark sets of the run's section of that name."""
+
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.chosen = chosen
         self.folder = folder
         self.run = make_tiny_run(
             folder / "run",
-            modules_per_level=(2, 2),
+            modules_per_level=self.modules_per_level,
+            averaging=dict(self.averaging),
             inner_steps=0,
             duration_s=chosen.round_s,
             start_s=time.time(),

@@ -240,11 +240,21 @@ class AveragingRule:
             for row, tokens in zip(table, counted, strict=True)
         )
 
-    def clip(self, contributions: Sequence[torch.Tensor], usual_norm: float = 0.0) -> None:
-        """Scale down, in place, what is too great among a section's contributions to one part."""
+    def clip(
+        self,
+        contributions: Sequence[torch.Tensor],
+        usual_norm: float = 0.0,
+        norms: Sequence[float] | None = None,
+    ) -> None:
+        """Scale down, in place, what is too great among a section's contributions to one part.
+
+        `norms` are those of the contributions, if they are known.
+        """
         if not self.clip_multiple or len(contributions) < 2:
             return
-        self.scale(contributions, [exact_norm(part) for part in contributions], usual_norm)
+        if norms is None:
+            norms = [exact_norm(part) for part in contributions]
+        self.scale(contributions, norms, usual_norm)
 
     def scale(
         self, contributions: Sequence[torch.Tensor], norms: Sequence[float], usual_norm: float

@@ -203,6 +203,31 @@ def test_content_leaves_a_full_line_to_a_reduce_without_a_limit_too(clock: FakeT
     assert clock.now_s - began_s < LONGEST_WAIT_S
 
 
+def test_content_waits_for_what_reduces_have_yet_to_send(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    uplink.begin_reduce(1_000_000, 60.0)
+    assert not uplink.is_busy(), "nothing is known of the line"
+    uplink = Uplink(80.0, clock)
+    uplink.begin_reduce(1_000_000, 60.0)
+    asyncio.run(uplink.reduce(900_000))
+    clock.now_s += 10.0
+    assert uplink.is_busy(), "it waits for others, and has more to send"
+    asyncio.run(uplink.reduce(150_000))
+    clock.now_s += 10.0
+    assert not uplink.is_busy()
+    uplink.begin_reduce(1_000_000, 60.0)
+    uplink.begin_reduce(0, 0.0)
+    assert not uplink.is_busy(), "it was given up"
+    child = multiprocessing.get_context("fork").Process(
+        target=uplink.begin_reduce, args=(10**6, 60.0)
+    )
+    child.start()
+    child.join()
+    assert uplink.is_busy(), "a reduce of any process counts"
+    clock.now_s += 61.0
+    assert not uplink.is_busy(), "and one whose process has died, no longer than it had"
+
+
 def test_a_reduce_that_the_line_does_not_carry_is_told_while_it_runs(
     caplog: pytest.LogCaptureFixture, clock: FakeTime
 ) -> None:

@@ -100,8 +100,7 @@ class ExactAllReduceRunner:
         sizes = self._sizes = self._vector.sizes
         order = [self._place[row.peer] for row in group.table]
         section_rows = rule.rows_of_a_section(len(order))
-        topology = Topology.of(order, group.shares, sizes, section_rows)
-        self._topology = topology
+        self._topology = topology = Topology.of(order, group.shares, sizes, section_rows)
         self.owed_bytes = topology.bytes_sent_by(self._me, sizes, codec.codec)
         self._has_levels = len(topology.sections) > 1
         weights = dict(zip(order, rule.weights(group.table, group.usual), strict=True))
@@ -388,9 +387,10 @@ class ExactAllReduceRunner:
     ) -> None:
         """Decode a member's contribution to a part, which others may ask to see, and take it."""
         decoded = await in_executor(self._codec.decode, encoded, self._sizes[part])
-        if self.step_check is not None:
-            await in_executor(self.step_check.kept.keep, member, part, encoded.buffer, decoded)
-        await reducer.put(member, part, decoded)
+        norm, check = None, self.step_check
+        if check is not None:
+            norm = await in_executor(check.kept.keep, member, part, encoded.buffer, decoded)
+        await reducer.put(member, part, decoded, norm)
 
     async def _signature(self, reducer: SectionReducer) -> ReducedPart:
         """Return this reducer's signature of all its averages, in the place of a part."""

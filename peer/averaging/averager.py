@@ -466,5 +466,7 @@ class ExactAverager(multiprocessing.Process):
     def _note_together(self, members: int) -> None:
         self._together.value = members
 
-    def _note_owed(self, count: int) -> None:
+    def _note_owed(self, count: int, limit_s: float) -> None:
+        if self._uplink is not None:
+            self._uplink.begin_reduce(count, limit_s)
         self._owed_bytes.value = count

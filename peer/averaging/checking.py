@@ -54,13 +54,17 @@ class KeptContributions:
         """Take the hashes of a member's parts. Raises ValueError if it committed to others."""
         self._nodes[member] = split_nodes(nodes, len(self._sizes), self._commitments[member])
 
-    def keep(self, member: int, part: int, buffer: bytes, decoded: torch.Tensor) -> None:
-        """Keep an encoded part. Raises ValueError if it is not what its sender committed to."""
+    def keep(self, member: int, part: int, buffer: bytes, decoded: torch.Tensor) -> float:
+        """Keep an encoded part, and return the norm by which it is clipped.
+
+        Raises ValueError if it is not what its sender committed to.
+        """
         norm = norm_of(self._rule, decoded)
         leaves = leaves_of(self._codec, buffer, self._sizes[part])
         if node_of(norm, leaves) != self._nodes[member][part]:
             raise ValueError("it sent another part than it committed to")
         self._kept[member, part] = buffer, norm, leaves
+        return norm
 
     def show(self, member: int, part: int, piece: int) -> bytes:
         """Return a piece of a member's contribution with its proof. Raises ValueError."""

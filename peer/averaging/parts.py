@@ -184,7 +184,7 @@ class SectionReducer:
         self._usual_norms = tuple(usual_norms)
         self._rule, self._finish = rule, finish
         self._failure = failure
-        self._waiting: dict[int, dict[int, torch.Tensor]] = {}
+        self._waiting: dict[int, dict[int, tuple[torch.Tensor, float | None]]] = {}
         self._received = dict.fromkeys(self._members, 0)
         self._summed = {part: loop.create_future() for part in self._parts}
         self._results: dict[int, asyncio.Future[ReducedPart]] = {
@@ -198,17 +198,20 @@ class SectionReducer:
         """Tell whether a member has put all of its parts."""
         return self._received[member] == len(self._parts)
 
-    async def put(self, member: int, part: int, contribution: torch.Tensor) -> None:
+    async def put(
+        self, member: int, part: int, contribution: torch.Tensor, norm: float | None = None
+    ) -> None:
         """Accept a member's next part, and wait while that member is far ahead of the others.
 
-        Raises ValueError for a part out of turn, and AveragingFailed.
+        `norm` is that of the contribution, if it is known. Raises ValueError for a part out of
+        turn, and AveragingFailed.
         """
         number = self._received[member]
         if number == len(self._parts) or part != self._parts[number]:
             raise ValueError(f"part {part} out of turn")
         self._received[member] += 1
         waiting = self._waiting.setdefault(part, {})
-        waiting[member] = contribution
+        waiting[member] = contribution, norm
         if len(waiting) == len(self._members):
             task = asyncio.create_task(self._reduce(part, self._waiting.pop(part)))
             self._tasks.add(task)
@@ -228,12 +231,15 @@ class SectionReducer:
         """Wait for the last part. Raises AveragingFailed."""
         await self._failure.or_result(self._last)
 
-    async def _reduce(self, part: int, contributions: dict[int, torch.Tensor]) -> None:
+    async def _reduce(
+        self, part: int, contributions: dict[int, tuple[torch.Tensor, float | None]]
+    ) -> None:
         loop = asyncio.get_running_loop()
         try:
-            ordered = [contributions[member] for member in self._members]
+            ordered = [contributions[member][0] for member in self._members]
+            known = [contributions[member][1] for member in self._members]
             contributions.clear()
-            section_sum = await loop.run_in_executor(None, self._sum, part, ordered)
+            section_sum = await loop.run_in_executor(None, self._sum, part, ordered, known)
             self._summed[part].set_result(None)
             self._results[part].set_result(await self._finish(part, section_sum))
         except AveragingFailed as failure:
@@ -241,9 +247,12 @@ class SectionReducer:
         except Exception as error:
             self._failure.set(AveragingFailed(f"part {part} could not be summed: {error}"))
 
-    def _sum(self, part: int, ordered: list[torch.Tensor]) -> torch.Tensor:
+    def _sum(
+        self, part: int, ordered: list[torch.Tensor], known: list[float | None]
+    ) -> torch.Tensor:
         usual_norm = self._usual_norms[part] if self._usual_norms else 0.0
-        self._rule.clip(ordered, usual_norm)
+        norms = [norm for norm in known if norm is not None]
+        self._rule.clip(ordered, usual_norm, norms if len(norms) == len(ordered) else None)
         section_sum = self._rule.combine_section(ordered, self._weights, self._paths)
         if not is_finite(section_sum):
             raise ValueError("the sum is not finite")

@@ -35,7 +35,8 @@ class AveragingService(ServicerBase):
     :param flat: the scratch copy, shared with the host, which is averaged in place
     :param signing: signs what this peer averages; None checks nothing
     :param tell: hears how many members are together while a group forms
-    :param owe: hears how many bytes this peer sends in the reduce that begins
+    :param owe: hears how many bytes this peer sends in the reduce that begins, and in how many
+        seconds at most; 0 when it has ended
     """
 
     # Hivemind would otherwise serve the handlers of whichever servicer was used first. The name of
@@ -53,7 +54,7 @@ class AveragingService(ServicerBase):
         codec: PartCodec,
         silence_s: float,
         tell: Callable[[int], None],
-        owe: Callable[[int], None],
+        owe: Callable[[int, float], None],
         signing: Signing | None = None,
     ) -> None:
         self._signing = signing
@@ -191,14 +192,16 @@ class AveragingService(ServicerBase):
             signing=self._signing,
         )
         announced.set_result(runner)
-        self._owe(runner.owed_bytes)
+        limit_s = max(0.0, request.end_s - time.time())
+        self._owe(runner.owed_bytes, limit_s)
         try:
-            await asyncio.wait_for(runner.run(), max(0.0, request.end_s - time.time()))
+            await asyncio.wait_for(runner.run(), limit_s)
         except TimeoutError:
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
         else:
             return await runner.check(max(0.0, request.end_s - time.time()))
         finally:
+            self._owe(0, 0.0)
             runner.end_check()
 
     async def rpc_aggregate_part(

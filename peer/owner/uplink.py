@@ -2,7 +2,8 @@
 
 p2pd has no limiter, so those wait who hand bytes to it: averagers after each message of a reduce,
 the exchange before each piece of content. They share one clock of when the line is free. A reduce
-takes its turn at once; content is sent when the line is free and no reduce has sent for a moment.
+takes its turn at once. Content is sent when the line is free, no reduce has sent for a moment, and,
+on a line whose rate is known, none has anything left to send.
 What the DHT says is small and not counted. Made before the averagers are forked.
 
 *The line is measured by what reduces send anyway.* A write that has to wait found all buffers on
@@ -57,8 +58,12 @@ class Uplink:
         # Of the last times that the line was full, in bytes a second, and how often it was.
         self._rates = multiprocessing.RawArray("d", RATES)
         self._measured = multiprocessing.RawValue("L", 0)
-        # Of this process: when a full line was noticed and what had been sent by then; when it was
-        # full last; and which rate that is.
+        # What reduces under way still have to send, and until when that counts at most.
+        self._owed_bytes = multiprocessing.RawValue("d", 0.0)
+        self._owed_until_s = multiprocessing.RawValue("d", 0.0)
+        # Of this process: its part of these bytes; when a full line was noticed, and what had been
+        # sent by then; when it was full last; and which rate that is.
+        self._own_owed_bytes = 0.0
         self._full_since = (0.0, 0.0)
         self._full_until_s = float("-inf")
         self._rate_number: int | None = None
@@ -100,6 +105,18 @@ class Uplink:
             return None
         return max(LEAST_PIECE_BYTES, int(PIECE_S * known * BITS_IN_MBIT / 8))
 
+    def begin_reduce(self, count: int, limit_s: float) -> None:
+        """Note that a reduce of this process has `count` bytes to send, within so many seconds.
+
+        It ends the one before; 0 bytes begin none.
+        """
+        has_lock = self._take_lock()
+        self._owed_bytes.value += count - self._own_owed_bytes
+        self._owed_until_s.value = max(self._owed_until_s.value, self._monotonic() + limit_s)
+        self._own_owed_bytes = count
+        if has_lock:
+            self._lock.release()
+
     async def reduce(self, count: int, waited_s: float = 0.0) -> None:
         """Note that a reduce sends `count` bytes, and wait until they have gone.
 
@@ -123,6 +140,9 @@ class Uplink:
     def is_busy(self) -> bool:
         """Tell whether content has to wait."""
         now_s = self._monotonic()
+        is_owed = self._owed_bytes.value > 0 and now_s < self._owed_until_s.value
+        if is_owed and self.known_mbit_per_s is not None:
+            return True
         return now_s < self._free_s.value or now_s < self._reduced_s.value + REDUCE_PAUSE_S
 
     def reserve(self, count: int, *, is_reduce: bool) -> float:
@@ -131,6 +151,10 @@ class Uplink:
         has_lock = self._take_lock()
         try:
             self._sent_bytes.value += count
+            if is_reduce:
+                paid_bytes = min(count, self._own_owed_bytes)
+                self._own_owed_bytes -= paid_bytes
+                self._owed_bytes.value -= paid_bytes
             now_s = self._monotonic()
             if self._bytes_per_s is None:
                 # Content keeps a line that can be full free for what a reduce sends next.

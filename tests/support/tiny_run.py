@@ -60,13 +60,14 @@ def make_tiny_run(
     inner: dict[str, Any] | None = None,
     outer: dict[str, Any] | None = None,
     rounds: dict[str, Any] | None = None,
+    averaging: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunFolder:
     """Write a run folder and return it opened.
 
-    `inner_steps` 0 is the clock-driven mode. `inner`, `outer` and `rounds` set further fields of
-    those sections of the plan, other keywords those of `ModelConfig`. The operator's key is
-    `operator.pem` beside the manifest. Raises ConfigurationError as the configuration classes do.
+    `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `averaging` set further
+    fields of those sections of the plan, other keywords those of `ModelConfig`. The operator's key
+    is `operator.pem` beside the manifest. Raises ConfigurationError as these classes do.
     """
     run = RunFolder(folder)
     run.path.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def make_tiny_run(
                 **(rounds or {}),
             }
         ),
-        averaging=AveragingConfig(codec=codec),
+        averaging=AveragingConfig(codec=codec, **(averaging or {})),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=TINY_PREFIX_TOKENS),
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tokenizer_bytes),

@@ -1,0 +1,201 @@
+"""A quarter of the peers is hostile: the perplexity with a robust mean, and without.
+
+    python benchmarks/hostile.py [--json] [--kinds flipped,reducer] [--paths 2] [--out DIR]
+
+Real `dipaco-peer` processes on loopback train a tiny run by the clock: for each of --paths paths
+three honest peers, and one that does what its kind says. All train one module in common, and one
+for each path, so that every path has four trainers: a robust mean needs three at least.
+
+* thousand: its contributions are a thousand times as large;
+* flipped: eight times as large, and in the other direction, which clipping lets pass;
+* reducer: what it reduces comes back negated, the same to all;
+* tokens: it says that it has trained sixteen times as many tokens, with a negated contribution;
+* silent: it comes to every group and sends nothing;
+* states: every state that it commits to and serves is spoiled with noise, signed by itself.
+
+What bare identities and stored records can do is in the swarm simulator (`swarm_faults.py`) and in
+tests/test_quotas.py.
+
+Each kind lives through --rounds rounds with `combine = trimmed_mean` and with the default, and
+beside them stand swarms of the honest peers alone, for as long, so that honest peers train as many
+tokens. Told are the held-out perplexity of the final states of the honest peers, its ratio to that
+of the clean swarm with the same mean, commits, and how often a reduce of theirs failed. Exit code 1
+when, with the robust mean, a perplexity is more than 3% above the clean one, or the honest peers do
+not agree in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from churn import START_S, World, last_states
+from parts.churn_counts import Life
+from parts.common import Report, build_parser, ratio, scratch_folder, steady_peer
+from support.swarm import Member
+
+HONEST_OF_A_PATH = 3
+GREATEST_RATIO = 1.03
+ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
+MEANS: dict[str, dict[str, Any]] = {"robust": ROBUST, "default": {}}
+
+_CONTRIBUTION = """
+from dipaco.peer.trainer import Snapshot
+honest = Snapshot.outer_gradient
+Snapshot.outer_gradient = lambda snapshot: honest(snapshot) * {factor}
+"""
+# What a hostile peer does before it starts as any other.
+KINDS = {
+    "thousand": _CONTRIBUTION.format(factor=1000.0),
+    "flipped": _CONTRIBUTION.format(factor=-8.0),
+    "reducer": """
+from dipaco.peer.averaging.parts import PartRoot
+honest = PartRoot._add_and_encode
+def wrong(root, ordered):
+    return honest(root, [-one for one in ordered])
+PartRoot._add_and_encode = wrong
+""",
+    "tokens": _CONTRIBUTION.format(factor=-1.0)
+    + """
+from dipaco.peer import outer_steps
+real = outer_steps.Contribution
+outer_steps.Contribution = lambda path, peer, tokens: real(path, peer, 16 * tokens)
+""",
+    "silent": """
+import asyncio
+from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
+async def wait(runner):
+    await asyncio.sleep(600)
+ExactAllReduceRunner.run = wait
+""",
+    "states": """
+import dataclasses, torch
+from dipaco.peer import outer_steps
+honest = outer_steps.outer_step
+def spoiled(*arguments):
+    state = honest(*arguments)
+    noise = torch.randn(state.parameters.shape) * state.parameters.std()
+    return dataclasses.replace(state, parameters=state.parameters + noise)
+outer_steps.outer_step = spoiled
+""",
+}
+
+
+class MixedWorld(World):
+    """Honest peers, and behind them hostile ones; only the honest ones are looked at."""
+
+    def __init__(self, folder: Path, chosen: Namespace, kind: str, mean: str) -> None:
+        self.kind = kind
+        self.modules_per_level = (1, chosen.paths)
+        # Small parts, so that everybody reduces some.
+        self.averaging = {"part_bytes": 1024, **MEANS[mean]}
+        super().__init__(folder, chosen)
+        self.honest = HONEST_OF_A_PATH * chosen.paths
+        self.hostile: list[Member] = []
+
+    def begin(self) -> None:
+        """Start all, and wait until the honest ones train."""
+        self.entry = self.swarm.start_bootstrap().address(START_S)
+        honest = [self.start(slot) for slot in range(self.honest)]
+        hostile = range(self.honest, self.honest + self.chosen.paths) if self.kind else ()
+        self.hostile = [self._start_hostile(slot) for slot in hostile]
+        self.swarm.wait([*honest, *self.hostile], "training", timeout_s=START_S)
+        self.say("all train")
+
+    def start(self, slot: int, name: str | None = None) -> Member:
+        """Start an honest peer on its path."""
+        peer = self._start(slot, f"peer{slot}", steady_peer(self.chosen.step_s))
+        self.slots[slot] = peer
+        self.endings[peer] = "stayed"
+        return peer
+
+    def _start_hostile(self, slot: int) -> Member:
+        interpreter, flag, text = steady_peer(self.chosen.step_s)
+        return self._start(slot, f"hostile{slot}", (interpreter, flag, KINDS[self.kind] + text))
+
+    def _start(self, slot: int, name: str, program: tuple[str, ...]) -> Member:
+        path = str(slot % self.chosen.paths)
+        return self.swarm.start_peer(self.entry, "--path", path, name=name, program=program)
+
+    def found(self) -> dict[str, Any]:
+        """Return what became of the honest peers."""
+        lives: list[Life] = self.lives()
+        final, agreed = last_states(lives)
+        events = [event for life in lives for event in life.events]
+        commits = {(e["module"], e["digest"]) for e in events if e["event"] == "commit"}
+        carried_on = [e for e in events if e["event"] == "carry_on"]
+        return {
+            "perplexity": round(self.perplexity(final), 4),
+            "agreed": agreed,
+            "versions": sum(event["version"] for event in final.values()),
+            "commits": len(commits),
+            "carried_on": len(carried_on),
+            "ended_by_themselves": sum(life.ending == "by itself" for life in lives),
+            "refused_states": self.refusals(),
+        }
+
+    def stop_hostile(self) -> None:
+        """End the hostile peers, so that what the honest ones have can come to rest."""
+        for member in self.hostile:
+            if member.alive:
+                member.kill()
+
+
+def live(folder: Path, chosen: Namespace, kind: str, mean: str) -> dict[str, Any]:
+    """Let one swarm live; `kind` is empty for honest peers alone."""
+    world = MixedWorld(folder, chosen, kind, mean)
+    with world.swarm:
+        world.begin()
+        world.churn([])
+        world.stop_hostile()
+        world.settle()
+    return world.found()
+
+
+def main() -> int:
+    """Run all swarms and compare; returns the exit code."""
+    parser = build_parser(__doc__)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds, in this order")
+    parser.add_argument("--means", default=",".join(MEANS), help="robust, default, or both")
+    parser.add_argument("--paths", type=int, default=2, help="each has four trainers (2)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each swarm (10)")
+    parser.add_argument("--round-s", type=float, default=8.0, help="seconds of a round (8)")
+    parser.add_argument("--step-s", type=float, default=0.15, help="seconds of a step (0.15)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the logs here")
+    chosen = parser.parse_args()
+    kinds, means = chosen.kinds.split(","), chosen.means.split(",")
+    if not set(kinds) <= set(KINDS) or not set(means) <= set(MEANS):
+        parser.error(f"--kinds: of {', '.join(KINDS)}; --means: of {', '.join(MEANS)}")
+    chosen.peers, chosen.record = HONEST_OF_A_PATH * chosen.paths, False
+    report = Report("hostile peers", ("", "mean", "perplexity", "ratio", "commits", "carried on"))
+    report.figures = {"rounds": chosen.rounds, "round_s": chosen.round_s, "paths": chosen.paths}
+    broken: list[str] = []
+    clean: dict[str, float] = dict.fromkeys(means, math.nan)
+    with scratch_folder() as scratch:
+        for kind in ("", *kinds):
+            for mean in means:
+                name = kind or "clean"
+                found = live((chosen.out or scratch) / f"{name}-{mean}", chosen, kind, mean)
+                if not kind:
+                    clean[mean] = found["perplexity"]
+                found["ratio"] = ratio(found["perplexity"], clean[mean])
+                report.figures.setdefault(name, {})[mean] = found
+                keys = ("perplexity", "ratio", "commits", "carried_on")
+                report.row(name, mean, *(found[key] for key in keys))
+                print(f"{name} {mean}: {json.dumps(found)}", file=sys.stderr, flush=True)
+                if mean == "robust" and not (found["ratio"] <= GREATEST_RATIO and found["agreed"]):
+                    broken.append(f"{name}: {found['ratio']} of the clean perplexity")
+    report.figures["broken"] = broken
+    report.notes += broken
+    report.print(chosen.json)
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
