@@ -190,6 +190,20 @@ def test_missing_copies_are_noticed() -> None:
     assert "copies" in _violated_by(keep_all, "calm", seeds=1, members=4, paths=4, rounds=8)
 
 
+def test_who_averages_again_with_a_reducer_that_it_found_out_is_noticed() -> None:
+    def forgive(action: Action) -> Action:
+        return replace(action, excluded=()) if isinstance(action, Average) else action
+
+    def make(machine: Machine, book: CertificateBook, held: tuple[StateReference, ...]) -> Decider:
+        return _Spoiled(real_member(machine, book, held), forgive)
+
+    found = run_history(14, "falsified", members=4, paths=1, rounds=4, make_member=make)
+    assert [violation.invariant for violation in found.violations] == ["checks"]
+    honest = run_history(14, "falsified", members=4, paths=1, rounds=4)
+    assert honest.violations == []
+    assert honest.figures.found_out > 0
+
+
 def test_a_turn_without_an_answer_is_noticed() -> None:
     def say_nothing(action: Action) -> Action | None:
         return None if isinstance(action, Wait | TakeStep) else action

@@ -4,7 +4,9 @@ The meeting is the real one (`dipaco.peer.member.meeting`) over simulated calls.
 modelled: when all members have come, each sends its parts to those that can be called, which takes
 what the slowest link takes; then each gets the averaged parts from all of them. A member that is
 missing in the first half makes it fail for all, and a reducer that is missing in the second half
-for those that had not got its part: some may end with the average, and others without.
+for those that had not got its part: some may end with the average, and others without. A reducer
+that averages wrongly is found out by each other member by chance, as it draws pieces, and by all
+whom a member that found it can tell: they fail, and name it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from .world import Body
 
 # How long a reduce waits for a member that says nothing, as a share of the commit window.
 STALL_SHARE = 0.15
+# How many pieces a member checks of what others have averaged.
+CHECKED_PIECES = 8
+WRONG = "averaged wrongly"
 # The numbers of a machine's calls, for each meeting.
 NUMBERS = 10_000
 
@@ -248,6 +253,8 @@ class Averaging:
             if average.is_over:
                 return
             if shifts is None:
+                if reason.endswith(WRONG):
+                    self._world.watch.found_out(machine, average.action.anchor, table)
                 self._fail(average, reason, culprits)
                 return
             self._close(average)
@@ -299,6 +306,8 @@ class Reduce:
         self._lives: dict[str, int] = {}
         self._done: dict[str, Callable[..., None]] = {}
         self._shifts: dict[str, Content] = {}
+        self._found: dict[str, str] = {}
+        """Who has found out a reducer by itself, and which."""
         self._half_s = self._needs_s()
         stall_s = STALL_SHARE * self._world.plan.rounds.window_s
         self._patience_s = max(3.0, stall_s)
@@ -377,6 +386,8 @@ class Reduce:
         """Everybody has sent its parts, or not."""
         broken, engine = self._broken(), self._world.engine
         is_broken = any(broken.values())
+        if not is_broken:
+            self._check()
         for peer in self._peers:
             if is_broken:
                 # Who is not there itself learns of it, if ever, when it is back.
@@ -398,10 +409,45 @@ class Reduce:
                 for other in self._peers
                 if links[other].can_be_called and not self._reaches(peer, other)
             )
+        liars = self._found_out_by(peer)
         if missing:
             self._fail(peer, "did not send its averaged part", missing)
+        elif liars:
+            self._fail(peer, WRONG, liars)
         else:
             self._end(peer, self._shifts, "", ())
+
+    def _check(self) -> None:
+        """Let each member check some pieces of what others that can be called have averaged.
+
+        In two levels nobody can: a reducer averages sums there, which nobody has committed to.
+        """
+        machines, links = self._world.machines, self._world.network.links
+        for liar in self._peers if len(sections(len(self._peers))) == 1 else ():
+            share = machines[liar].falsified_share
+            if not share or not links[liar].can_be_called:
+                continue
+            reducers = sum(links[peer].can_be_called for peer in self._peers)
+            # Of the pieces that others have averaged, so many are this one's.
+            is_drawn = share / max(1, reducers - 1)
+            for peer in self._peers:
+                is_honest = machines[peer].is_honest
+                if is_honest and self._world.engine.chance(1 - (1 - is_drawn) ** CHECKED_PIECES):
+                    self._found.setdefault(peer, liar)
+
+    def _found_out_by(self, peer: str) -> tuple[str, ...]:
+        """Return the reducers that a member has found out, or was told of, and asked itself.
+
+        Two that cannot be called hear of each other from those that can.
+        """
+        links, machines = self._world.network.links, self._world.machines
+        relayed = any(links[p].can_be_called and machines[p].is_honest for p in self._peers)
+        found = set()
+        for finder, liar in self._found.items():
+            exchanges = relayed or links[peer].can_be_called or links[finder].can_be_called
+            if finder == peer or (exchanges and self._reaches(peer, finder)):
+                found.add(liar)
+        return tuple(sorted(found))
 
     def _fail(self, peer: str, why: str, missing: tuple[str, ...]) -> None:
         culprits = tuple(other for other in missing if other != peer)

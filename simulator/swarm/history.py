@@ -12,7 +12,7 @@ from dipaco.peer.member.knowledge import MemberSettings
 from dipaco.peer.member.member import Member
 
 from .engine import Engine
-from .hostile import BareIdentities, Braggart, Liar, Saboteur
+from .hostile import BareIdentities, Braggart, Falsifier, Liar, Saboteur
 from .invariants import Figures, Invariants, Violation
 from .machine import Machine
 from .network import Link
@@ -134,10 +134,13 @@ class _History:
             first.have_shard(path)
         is_hostile = "hostile" in drawn.faults or "invited" in drawn.faults
         insiders = (drawn.members - 1) // 3 if is_hostile else 0
+        falsifiers = max(1, drawn.members // 3) if "falsified" in drawn.faults else 0
         for number in range(drawn.members):
             kind: type[Machine] = Machine
             if number >= drawn.members - insiders:
                 kind = random.choice((Machine, Saboteur, Braggart))
+            elif number and number >= drawn.members - falsifiers:
+                kind = Falsifier
             machine = kind(
                 world,
                 f"p{number}",
@@ -324,6 +327,10 @@ class _History:
         self.watch.liars = engine.random.randint(0, 2)
         for number in range(self.watch.liars):
             Liar(world, f"liar{number}", self._link(), serves=engine.chance(0.5))
+
+    def _add_falsified(self) -> None:
+        """Reducers that lie come with `_place_machines`; now and then a finder falls silent."""
+        self._add_suspend()
 
     def _add_invited(self) -> None:
         """Let three times as many liars come as there are members, and a crowd of names.

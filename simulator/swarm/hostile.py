@@ -3,7 +3,8 @@
 Bare identities only write records: claims, and holdings with invented digests. A liar also answers
 calls: it holds states of 2^53 tokens, serves invented states and forged chains, signed by nobody
 but itself and its inventions, and offers them to everybody. An insider trains like anybody, and
-spoils every reduce that it is in, or says that it has trained far more than it has.
+spoils every reduce that it is in, says that it has trained far more than it has, or gives all the
+same wrong averages of some pieces.
 
 Nobody can sign for another, change another's record, or make bytes that have a given digest.
 """
@@ -168,6 +169,17 @@ class Saboteur(Machine):
 
     is_honest = False
     spoils_reduces = True
+
+
+class Falsifier(Machine):
+    """An insider that averages wrongly what it reduces, in a run that checks reducers."""
+
+    is_honest = False
+
+    def forget(self) -> None:
+        """Begin anew, with hardly anything wrong, or much."""
+        super().forget()
+        self.falsified_share = self.world.engine.random.choice((0.002, 0.05, 0.5))
 
 
 class Braggart(Machine):

@@ -20,6 +20,7 @@ each one since, than there are liars that answer calls: keepers have no document
 with, and cannot tell one liar from one trainer.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart.
+`checks`: who found out a reducer, or was shown what it did, does not commit what that group made.
 `contract`: a member answers every turn, wants only what the contract allows, and never raises.
 """
 
@@ -30,6 +31,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dipaco.modules.outer import Contribution
 from dipaco.peer.member.actions import Adopt, Commit
 from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
@@ -44,6 +46,7 @@ INVARIANTS = (
     "coverage",
     "copies",
     "cost",
+    "checks",
     "contract",
 )
 LIVENESS_ROUNDS = 4
@@ -86,6 +89,8 @@ class Figures:
     greatest_requests: int = 0
     greatest_states: float = 0.0
     rounds_to_rest: float = 0.0
+    found_out: int = 0
+    """How often a member heard that a reducer had averaged wrongly."""
 
 
 class Invariants:
@@ -115,6 +120,7 @@ class Invariants:
         self._trained: dict[int, tuple[float, int]] = {}
         self._seen_steps: Counter[str] = Counter()
         self._traffic: dict[str, tuple[int, float]] = {}
+        self._found_out: dict[str, set[tuple[str, tuple[Contribution, ...]]]] = {}
         self._unsettled: set[str] = set()
         world.engine.after(self._round_s / 2, self._sample)
         world.engine.after(self._round_s, self._count_traffic)
@@ -143,6 +149,11 @@ class Invariants:
         else:
             self._training[module].pop(machine.peer, None)
 
+    def found_out(self, machine: Body, digest: str, table: tuple[Contribution, ...]) -> None:
+        """An average is known to be wrong where it was found out and where that was told."""
+        self.figures.found_out += machine.is_honest
+        self._found_out.setdefault(machine.peer, set()).add((digest, table))
+
     def left(self, machine: Body) -> None:
         """A machine has left, with the copies that it held."""
         self.faulty_s = self._world.now_s
@@ -155,7 +166,10 @@ class Invariants:
         """A machine carries out a commit."""
         if not machine.is_honest:
             return
-        reference = state.reference
+        reference, said = state.reference, state.statement
+        known = self._found_out.get(machine.peer, ())
+        if said is not None and (said.parent, said.table) in known:
+            self._violated("checks", f"{machine.peer} commits {reference}, which it knows is wrong")
         place = (reference.module, reference.version)
         if self._versions.setdefault(place, reference.digest) != reference.digest:
             self._forked.add(place)

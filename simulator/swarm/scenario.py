@@ -18,7 +18,7 @@ from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan
 from .world import START_S
 
 FAULTY = ("latency", "dht", "churn", "split", "suspend", "clock", "pause", "hostile")
-PROFILES = ("calm", *FAULTY, "mixed", "closed", "invited")
+PROFILES = ("calm", *FAULTY, "mixed", "closed", "invited", "falsified")
 # What `mixed` draws from; hostile peers have a profile of their own and come with it at times.
 FAULTS = ("latency", "dht", "churn", "split", "suspend", "clock")
 GRIDS = ((1,), (2,), (3,), (4,), (1, 1), (2, 2), (1, 4), (2, 1))

@@ -12,6 +12,7 @@ from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
 from dipaco.dht.records import ProgressEntry
 from dipaco.modules.grid import Grid
+from dipaco.modules.outer import Contribution
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Commit, Say
@@ -56,6 +57,10 @@ class Watch(Protocol):
 
     def lost(self, machine: Body, module: str, why: str) -> None:
         """Work of a machine is gone: it crashed, left, moved or went back to its anchor."""
+        ...
+
+    def found_out(self, machine: Body, digest: str, table: tuple[Contribution, ...]) -> None:
+        """A machine has found, or was shown, that an average of a group from a state is wrong."""
         ...
 
     def left(self, machine: Body) -> None:
@@ -159,6 +164,8 @@ class Body(ABC):
 
     is_honest = True
     spoils_reduces = False
+    falsified_share = 0.0
+    """Of the pieces that it averages: how many it averages wrongly."""
 
     def __init__(self, world: World, peer: str, link: Link) -> None:
         self.world, self.peer, self.link = world, peer, link
