@@ -76,7 +76,7 @@ class SharedContent:
 
         Whoever has no turn looks again after a while: the file may be here then.
         """
-        with storage_errors(self.folder), (self.folder / "turns" / digest[:2]).open("wb") as file:
+        with storage_errors(self.folder), (self.folder / "turns" / digest).open("wb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

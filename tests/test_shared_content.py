@@ -99,8 +99,9 @@ def test_one_at_a_time_fetches(shared: SharedContent) -> None:
     with shared.turn("ab" * 32) as mine, shared.turn("ab" * 32) as too:
         assert mine
         assert not too
-    with shared.turn("ab" * 32) as mine:
+    with shared.turn("ab" * 32) as mine, shared.turn("ab" + "cd" * 31) as other:
         assert mine
+        assert other
 
 
 def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path: Path) -> None:
