@@ -102,6 +102,7 @@ class World:
     """A swarm of some slots, each with a peer that can be replaced by another."""
 
     modules_per_level: tuple[int, ...] = (2, 2)
+    inner_steps: int = 0
     averaging: Mapping[str, Any] = {}
     """What a benchmark sets of the run's section of that name."""
 
@@ -113,7 +114,7 @@ class World:
             folder / "run",
             modules_per_level=self.modules_per_level,
             averaging=dict(self.averaging),
-            inner_steps=0,
+            inner_steps=self.inner_steps,
             duration_s=chosen.round_s,
             start_s=time.time(),
             seed=chosen.seed,

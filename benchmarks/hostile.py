@@ -2,14 +2,15 @@
 
     python benchmarks/hostile.py [--json] [--kinds flipped,reducer] [--paths 2] [--out DIR]
 
-Real `dipaco-peer` processes on loopback train a tiny run by the clock: for each of --paths paths
-three honest peers, and one that does what its kind says. All train one module in common, and one
+Real `dipaco-peer` processes on loopback train a tiny run: for each of --paths paths three honest
+peers, and one that does what its kind says. All take as many steps in each round (fixed steps), so
+that a busy machine changes nothing. All train one module in common, and one
 for each path, so that every path has four trainers: a robust mean needs three at least.
 
 * thousand: its contributions are a thousand times as large;
 * flipped: eight times as large, and in the other direction, which clipping lets pass;
 * reducer: what it reduces comes back negated, the same to all;
-* tokens: it says that it has trained sixteen times as many tokens, with a negated contribution;
+* tokens: it says that it has trained four times as many tokens, with a negated contribution;
 * silent: it comes to every group and sends nothing;
 * states: every state that it commits to and serves is spoiled with noise, signed by itself.
 
@@ -17,11 +18,11 @@ What bare identities and stored records can do is in the swarm simulator (`swarm
 tests/test_quotas.py.
 
 Each kind lives through --rounds rounds with `combine = trimmed_mean` and with the default, and
-beside them stand swarms of the honest peers alone, for as long, so that honest peers train as many
-tokens. Told are the held-out perplexity of the final states of the honest peers, its ratio to that
-of the clean swarm with the same mean, commits, and how often a reduce of theirs failed. Exit code 1
-when, with the robust mean, a perplexity is more than 3% above the clean one, or the honest peers do
-not agree in the end.
+beside them stand swarms of the honest peers alone, whose tokens are as many as those of the honest
+ones there. Told are the held-out perplexity of what the honest peers hold after the last round, its
+ratio to that of the clean swarm with the same mean, the commits of one of them, and how often a
+reduce of theirs failed. Exit code 1 when, with the robust mean, a perplexity is more than 3% above
+the clean one, or the honest peers do not agree.
 """
 
 from __future__ import annotations
@@ -29,20 +30,34 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from churn import START_S, World, last_states
-from parts.churn_counts import Life
+from churn import START_S, World
 from parts.common import Report, build_parser, ratio, scratch_folder, steady_peer
-from support.swarm import Member
+from support.swarm import Event, Member
 
 HONEST_OF_A_PATH = 3
 GREATEST_RATIO = 1.03
+SAVED_S = 20.0
+SEEN_S = 17.0
+"""Claims are read by then: records are renewed every quarter of the limit of a round."""
 ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
 MEANS: dict[str, dict[str, Any]] = {"robust": ROBUST, "default": {}}
 
+# No peer takes a step before all are there, so that the first round is one of all.
+_TOGETHER = """
+import os, time
+from dipaco.peer.trainer import PathTrainer
+first = PathTrainer.inner_step
+def gated(trainer):
+    while not os.path.exists({go!r}):
+        time.sleep(0.05)
+    return first(trainer)
+PathTrainer.inner_step = gated
+"""
 _CONTRIBUTION = """
 from dipaco.peer.trainer import Snapshot
 honest = Snapshot.outer_gradient
@@ -63,7 +78,7 @@ PartRoot._add_and_encode = wrong
     + """
 from dipaco.peer import outer_steps
 real = outer_steps.Contribution
-outer_steps.Contribution = lambda path, peer, tokens: real(path, peer, 16 * tokens)
+outer_steps.Contribution = lambda path, peer, tokens: real(path, peer, 4 * tokens)
 """,
     "silent": """
 import asyncio
@@ -93,9 +108,11 @@ class MixedWorld(World):
         self.modules_per_level = (1, chosen.paths)
         # Small parts, so that everybody reduces some.
         self.averaging = {"part_bytes": 1024, **MEANS[mean]}
+        self.inner_steps = chosen.steps
         super().__init__(folder, chosen)
         self.honest = HONEST_OF_A_PATH * chosen.paths
         self.hostile: list[Member] = []
+        self.go = folder / "go"
 
     def begin(self) -> None:
         """Start all, and wait until the honest ones train."""
@@ -104,45 +121,53 @@ class MixedWorld(World):
         hostile = range(self.honest, self.honest + self.chosen.paths) if self.kind else ()
         self.hostile = [self._start_hostile(slot) for slot in hostile]
         self.swarm.wait([*honest, *self.hostile], "training", timeout_s=START_S)
+        time.sleep(SEEN_S)
+        self.go.touch()
         self.say("all train")
 
     def start(self, slot: int, name: str | None = None) -> Member:
         """Start an honest peer on its path."""
-        peer = self._start(slot, f"peer{slot}", steady_peer(self.chosen.step_s))
+        peer = self._start(slot, f"peer{slot}", "")
         self.slots[slot] = peer
         self.endings[peer] = "stayed"
         return peer
 
     def _start_hostile(self, slot: int) -> Member:
-        interpreter, flag, text = steady_peer(self.chosen.step_s)
-        return self._start(slot, f"hostile{slot}", (interpreter, flag, KINDS[self.kind] + text))
+        return self._start(slot, f"hostile{slot}", KINDS[self.kind])
 
-    def _start(self, slot: int, name: str, program: tuple[str, ...]) -> Member:
+    def _start(self, slot: int, name: str, before: str) -> Member:
+        """Start a peer that does something before it is as any other."""
+        interpreter, flag, text = steady_peer(self.chosen.step_s)
+        program = (interpreter, flag, _TOGETHER.format(go=str(self.go.resolve())) + before + text)
         path = str(slot % self.chosen.paths)
         return self.swarm.start_peer(self.entry, "--path", path, name=name, program=program)
 
-    def found(self) -> dict[str, Any]:
-        """Return what became of the honest peers."""
-        lives: list[Life] = self.lives()
-        final, agreed = last_states(lives)
-        events = [event for life in lives for event in life.events]
-        commits = {(e["module"], e["digest"]) for e in events if e["event"] == "commit"}
-        carried_on = [e for e in events if e["event"] == "carry_on"]
+    def train(self) -> dict[str, Any]:
+        """Wait for the end of the last round, and return what the honest peers hold by then."""
+        last, limit_s = self.chosen.rounds - 1, self.chosen.rounds * self.chosen.round_s
+        honest = list(self.slots.values())
+        ends = self.swarm.wait(honest, "round", lambda e: e["round"] >= last, START_S + limit_s)
+        held: dict[str, set[str]] = {}
+        for end in ends:
+            for module, digest in end["digests"].items():
+                held.setdefault(module, set()).add(digest)
+        # A peer keeps its last two states, so these are still there, or come in a moment.
+        final = {module: {"digest": min(digests)} for module, digests in held.items()}
+        deadline = time.monotonic() + SAVED_S
+        while time.monotonic() < deadline and not all(map(self._is_saved, final.values())):
+            time.sleep(0.05)
+        perplexity = self.perplexity(final)
         return {
-            "perplexity": round(self.perplexity(final), 4),
-            "agreed": agreed,
-            "versions": sum(event["version"] for event in final.values()),
-            "commits": len(commits),
-            "carried_on": len(carried_on),
-            "ended_by_themselves": sum(life.ending == "by itself" for life in lives),
+            "perplexity": round(perplexity, 4),
+            "agreed": all(len(digests) == 1 for digests in held.values()),
+            "commits": len(honest[0].of("commit")),
+            "carried_on": sum(len(peer.of("carry_on")) for peer in honest),
             "refused_states": self.refusals(),
+            "seconds": round(ends[0]["time_s"] - self.plan.start_s, 1),
         }
 
-    def stop_hostile(self) -> None:
-        """End the hostile peers, so that what the honest ones have can come to rest."""
-        for member in self.hostile:
-            if member.alive:
-                member.kill()
+    def _is_saved(self, event: Event) -> bool:
+        return any(self.folder.glob(f"peer*-cache/**/*-{event['digest']}.safetensors"))
 
 
 def live(folder: Path, chosen: Namespace, kind: str, mean: str) -> dict[str, Any]:
@@ -150,10 +175,7 @@ def live(folder: Path, chosen: Namespace, kind: str, mean: str) -> dict[str, Any
     world = MixedWorld(folder, chosen, kind, mean)
     with world.swarm:
         world.begin()
-        world.churn([])
-        world.stop_hostile()
-        world.settle()
-    return world.found()
+        return world.train()
 
 
 def main() -> int:
@@ -162,9 +184,10 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds, in this order")
     parser.add_argument("--means", default=",".join(MEANS), help="robust, default, or both")
     parser.add_argument("--paths", type=int, default=2, help="each has four trainers (2)")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each swarm (10)")
-    parser.add_argument("--round-s", type=float, default=8.0, help="seconds of a round (8)")
-    parser.add_argument("--step-s", type=float, default=0.15, help="seconds of a step (0.15)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of each swarm (20)")
+    parser.add_argument("--steps", type=int, default=40, help="inner steps of a round (40)")
+    parser.add_argument("--round-s", type=float, default=60.0, help="limit of a round (60)")
+    parser.add_argument("--step-s", type=float, default=0.02, help="seconds of a step (0.02)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the logs here")
@@ -174,7 +197,7 @@ def main() -> int:
         parser.error(f"--kinds: of {', '.join(KINDS)}; --means: of {', '.join(MEANS)}")
     chosen.peers, chosen.record = HONEST_OF_A_PATH * chosen.paths, False
     report = Report("hostile peers", ("", "mean", "perplexity", "ratio", "commits", "carried on"))
-    report.figures = {"rounds": chosen.rounds, "round_s": chosen.round_s, "paths": chosen.paths}
+    report.figures = {"rounds": chosen.rounds, "steps": chosen.steps, "paths": chosen.paths}
     broken: list[str] = []
     clean: dict[str, float] = dict.fromkeys(means, math.nan)
     with scratch_folder() as scratch:

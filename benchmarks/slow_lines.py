@@ -94,13 +94,14 @@ class Lines:
             duration_s=chosen.round_s,
             start_s=time.time() + 30,
             rounds={
-                "matchmaking_s": 0.1 * chosen.round_s,
+                "matchmaking_s": 0.05 * chosen.round_s,
                 "commit_window_s": WINDOW * chosen.round_s,
                 "validation_sequences": 2,
                 "early_stopping": False,
                 "copies": 2,
             },
-            averaging={"part_bytes": 2**16},
+            # What a check sends does not grow with the model; usually it is next to nothing.
+            averaging={"part_bytes": 2**16, "check_pieces": 2},
             hidden_size=192,
             head_count=4,
             feed_forward_size=512,
