@@ -32,7 +32,7 @@ and number of threads. The outer step is equal everywhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -103,6 +103,8 @@ class ReferenceSwarm:
         self.workers = open_workers(run, self.peers, bench, self._storage, self.crew)
         """One for each of `peers`, in their order."""
         self._reporter = Reporter(run, settings, self.crew)
+        self.on_steps: Callable[[int], None] = lambda steps: None
+        """Called with a number of inner steps that this process has done, for whoever watches."""
         self._stepped: set[str] = set()
         """The modules that have taken their outer step in this round."""
         self.next_round = first_round
@@ -149,7 +151,10 @@ class ReferenceSwarm:
     def _train_until(self, steps: int) -> None:
         """Let every worker train until it has done this many of the round's inner steps."""
         for worker in self.workers:
-            worker.train(steps - len(worker.round_losses))
+            missing = steps - len(worker.round_losses)
+            worker.train(missing)
+            if missing > 0 and self.crew.has(worker.number):
+                self.on_steps(missing)
 
     def _step_module(self, module: str) -> None:
         """Average the outer gradients of a module and take one Nesterov step.

@@ -13,6 +13,7 @@ import safetensors.torch
 from dipaco.modules.device import choose_device, prepare_process
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
+from dipaco.modules.progress import StageProgress
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 from rich.console import Console
@@ -59,6 +60,8 @@ def simulate(settings: CommandSettings, crew: Crew) -> int:
         before = swarm.report()
         if printer:
             printer.round(before)
+    if printer:
+        swarm.on_steps = printer.steps(swarm, settings.rounds)
     last: RoundReport | None = None
     for done in range(1, settings.rounds + 1):
         last = swarm.run_round()
@@ -216,6 +219,20 @@ class RoundPrinter:
             + (f", {swarm.crew.count} processes" if swarm.crew.count > 1 else "")
         )
 
+    def steps(self, swarm: ReferenceSwarm, rounds: int) -> Callable[[int], None]:
+        """Return a callback for steps that were done; it prints a line now and then."""
+        stage = StageProgress("training", self._console.print)
+        own = sum(swarm.crew.has(worker.number) for worker in swarm.workers)
+        total, done = rounds * own * swarm.steps_per_round, 0
+        stage.update(0, total)
+
+        def show(steps: int) -> None:
+            nonlocal done
+            done += steps
+            stage.update(done, total, "(inner steps)")
+
+        return show
+
     def round(self, report: RoundReport) -> None:
         """Print one line."""
         losses = [path.train_loss for path in report.paths if path.train_loss is not None]
@@ -251,10 +268,15 @@ class RoundPrinter:
     def dense_step(self, steps: int) -> Callable[[int, float], None]:
         """Return a callback that prints a line now and then while the dense baseline trains."""
         every = max(_DENSE_LINE_STEPS, steps // _DENSE_LINES)
+        stage = StageProgress("dense", self._console.print)
+        stage.update(0, steps)
 
         def show(step: int, loss: float) -> None:
             if (step + 1) % every == 0:
-                self._console.print(f"dense step {step + 1} of {steps}   train loss {loss:.4f}")
+                left = stage.estimate(step + 1, steps)
+                self._console.print(
+                    f"dense step {step + 1} of {steps}   train loss {loss:.4f}{left}"
+                )
 
         return show
 

@@ -418,6 +418,17 @@ def test_the_human_output_names_rounds_paths_and_modules(
         assert word in text
 
 
+def test_a_long_simulation_says_how_long_it_goes_on(
+    shared_run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dipaco.modules.progress.LINE_EVERY_S", 0.0)
+    assert cli.main([str(shared_run.path), "--validation-sequences", "0"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("training")]
+    # Two levels: four workers go to the first boundary, then to the second.
+    assert len(lines) == 1 + 2 * 4
+    assert lines[-1] == "training: 16 of 16 (inner steps)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
