@@ -153,7 +153,8 @@ class Exporter:
         parameters = dict(self._model.named_parameters())
         write_gguf(parameters, plan.model, self._tokenizer, file, stored=self._gguf, name=file.stem)
         template = Tokenizer(self._tokenizer).chat_template
-        (folder / "Modelfile").write_text(modelfile(file.name, template is not None))
+        content = modelfile(file.name, plan.model.sequence_length, template is not None)
+        (folder / "Modelfile").write_text(content)
 
     def _link_modules(self, path: int, folder: Path) -> None:
         """Write the path's modules as shards of a checkpoint, each stored once for all paths."""

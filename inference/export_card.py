@@ -28,6 +28,8 @@ _COMPARED = {
     "baseline_perplexity": "the dense model that it was compared with",
 }
 _COMPARED_OF_PATH = {"perplexity": "this path, on the documents that are routed to it"}
+# Widths of heads that vLLM's attention has kernels for by its sources, on GPUs and CPUs alike.
+_HEADS_OF_VLLM = (32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def model_card(
         path=path,
         folder="paths/00000" if path is None else "",
         repository=notes.repository,
+        vllm=plan.model.width_of_head in _HEADS_OF_VLLM,
         gguf_file=file,
         ollama_name=ollama_name(file) if file else None,
         counts=grid.parameter_counts(),

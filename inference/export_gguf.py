@@ -112,9 +112,21 @@ def ollama_name(gguf_name: str) -> str:
     return Path(gguf_name).stem.lower()
 
 
-def modelfile(gguf_name: str, chat_template: bool) -> str:
-    """Return a Modelfile for `ollama create`, with which it completes texts as dipaco does."""
-    lines = [f"FROM ./{gguf_name}", "PARAMETER temperature 0.8", "PARAMETER top_k 50"]
+def modelfile(gguf_name: str, context: int, chat_template: bool) -> str:
+    """Return a Modelfile for `ollama create`, with which it completes texts as dipaco does.
+
+    What Ollama would do by itself, and dipaco does not, is named: the 0.9 of `top_p`, a penalty
+    for repetitions, and another length of the `context`.
+    """
+    parameters = {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 1.0,
+        "repeat_penalty": 1.0,
+        "num_ctx": context,
+    }
+    lines = [f"FROM ./{gguf_name}"]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
     # Without a template of its own the prompt is the beginning of a text.
     return "\n".join(lines if chat_template else [*lines, 'TEMPLATE "{{ .Prompt }}"']) + "\n"
 

@@ -359,3 +359,18 @@ def test_a_card_without_figures_shows_what_training_found(trained: Path, tmp_pat
     assert "was not told where the texts come from" in card
     score = DiskSource(trained).progress(0).held_out_loss
     assert f"| {score.perplexity:.2f} |" in card
+
+
+def test_the_card_says_whether_vllm_has_kernels_for_it(trained: Path, tmp_path: Path) -> None:
+    with DiskSource(trained) as source:
+        card = model_card(source, CardNotes(), "float32", path=0)
+    assert "vLLM has no kernels for heads of 8 numbers" in card
+    make_tiny_run(tmp_path / "run", hidden_size=64, head_count=2)
+    options = ["--state-dir", tmp_path / "run", "--allow-genesis"]
+    assert run(*options, "--path", 1, "--out", tmp_path / "out") == 0
+    assert "`vllm serve .`" in (tmp_path / "out" / "README.md").read_text()
+    # What vLLM reads of a checkpoint's configuration.
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["head_dim"], config["hidden_act"]) == (32, "silu")
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0

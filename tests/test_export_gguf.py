@@ -99,6 +99,26 @@ def test_a_unigram_spells_ascii_in_bytes(tmp_path: Path) -> None:
     assert tokens.count("a") == 1
 
 
+def read_modelfile(text: str) -> list[tuple[str, str]]:
+    """Return commands and arguments, by the rules of Ollama's parser: a command that it knows, a
+    space, and an argument to the end of the line, in quotes if it has spaces in it. Whole numbers
+    where it wants these."""
+    found = []
+    for line in text.splitlines():
+        kind, _, value = line.partition(" ")
+        assert kind.lower() in ("from", "parameter", "template"), line
+        if kind == "PARAMETER":
+            name, number = value.split(" ")
+            assert name in ("temperature", "top_k", "top_p", "repeat_penalty", "num_ctx")
+            int(number) if name in ("top_k", "num_ctx") else float(number)
+        elif " " in value:
+            assert value[0] == value[-1] == '"'
+            assert '"' not in value[1:-1]
+            value = value[1:-1]
+        found.append((kind.lower(), value))
+    return found
+
+
 def test_a_path_is_exported(tmp_path: Path) -> None:
     make_tiny_run(tmp_path / "run")
     out = tmp_path / "out"
@@ -107,7 +127,13 @@ def test_a_path_is_exported(tmp_path: Path) -> None:
     assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 0
     name = gguf_name("tiny", 1, "q8_0")
     assert {file.name for file in out.iterdir()} == {name, "Modelfile", "README.md", "dipaco.json"}
-    assert (out / "Modelfile").read_text().startswith(f"FROM ./{name}\n")
+    commands = read_modelfile((out / "Modelfile").read_text())
+    parameters = dict(value.split(" ") for kind, value in commands if kind == "parameter")
+    assert commands[0] == ("from", f"./{name}")
+    assert commands[-1] == ("template", "{{ .Prompt }}")
+    assert {key: float(value) for key, value in parameters.items()} == {
+        "temperature": 0.8, "top_k": 50, "top_p": 1, "repeat_penalty": 1, "num_ctx": 32
+    }  # fmt: skip
     assert "library_name: gguf" in (out / "README.md").read_text()
     assert json.loads((out / "dipaco.json").read_text())["gguf"] == "q8_0"
     assert export_cli.main([*arguments, "--all", "--out", str(tmp_path / "all")]) == 0

@@ -1,14 +1,25 @@
-"""One command, two trainers: they average with each other, and have one copy of everything."""
+"""One command, two trainers: they average with each other, and have one copy of everything.
+
+Their run begins with a checkpoint of another family, and what they made of it goes back to that.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference import export_cli
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
+from dipaco.routing.tokenizer_json import JsonPieces
+from support.foreign_base import make_foreign_base
 from support.swarm import LIMIT_S, Swarm
 from support.tiny_run import make_tiny_run
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 pytestmark = pytest.mark.swarm
 
@@ -17,8 +28,10 @@ ROUNDS = 3
 
 @pytest.mark.timeout(900)
 def test_two_devices_of_one_machine(tmp_path: Path) -> None:
+    theirs = make_foreign_base(tmp_path / "base", "qwen3")
     run = make_tiny_run(
         tmp_path / "run",
+        imported=ImportedBase(tmp_path / "base"),
         modules_per_level=(1, 2),
         inner_steps=2,
         duration_s=LIMIT_S,
@@ -57,3 +70,30 @@ def test_two_devices_of_one_machine(tmp_path: Path) -> None:
         for folder in (first, second)
     )
     assert one.samefile(other)
+    check_exported(first, theirs.state_dict(), tmp_path)
+
+
+@torch.no_grad()
+def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Path) -> None:
+    """What a trainer has is exported as the family that the run began with, trained."""
+    # A peer fetches what it keeps for others one after the other, and this one left early.
+    shutil.copytree(folder / "run" / "blobs", cache / "blobs", dirs_exist_ok=True)
+    source = DiskSource(cache, SourceSettings(current=True))
+    path = next(path for path in range(2) if not source.missing_modules(path))
+    out = folder / "exported"
+    arguments = ["--state-dir", str(cache), "--current", "--path", str(path), "--out", str(out)]
+    assert export_cli.main(arguments) == 0
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert isinstance(model, Qwen3ForCausalLM)
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    assert not torch.equal(model.state_dict()[norm], began_with[norm])
+    # Without the begin of a document: a token that the checkpoint does not have.
+    text = "pehe vape, 日本 \U0001f642"
+    ids = AutoTokenizer.from_pretrained(out)(text, add_special_tokens=False).input_ids
+    assert ids == AutoTokenizer.from_pretrained(folder / "base")(text).input_ids
+    pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
+    order = pieces.file_order(source.plan.model.vocabulary_size)
+    tokens = torch.tensor([ids[: source.plan.model.sequence_length]])
+    found = model(tokens).logits
+    expected = assemble_path(source, path)(torch.tensor([pieces.run_tokens(tokens[0].tolist())]))
+    assert float((found[..., order] - expected).abs().max()) < 1e-4

@@ -101,7 +101,7 @@ def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         address, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         return dict(json.load(answer))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import (
     AveragingConfig,
@@ -61,25 +62,35 @@ def make_tiny_run(
     outer: dict[str, Any] | None = None,
     rounds: dict[str, Any] | None = None,
     averaging: dict[str, Any] | None = None,
+    imported: ImportedBase | None = None,
     **model: Any,
 ) -> RunFolder:
     """Write a run folder and return it opened.
 
     `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `averaging` set further
-    fields of those sections of the plan, other keywords those of `ModelConfig`. The operator's key
-    is `operator.pem` beside the manifest. Raises ConfigurationError as these classes do.
+    fields of those sections of the plan, other keywords those of `ModelConfig`. With `imported`,
+    the run begins with that checkpoint. The operator's key is `operator.pem` beside the manifest.
+    Raises ConfigurationError as these classes do.
     """
     run = RunFolder(folder)
     run.path.mkdir(parents=True, exist_ok=True)
     path_count = int(np.prod(modules_per_level))
-    model_config = ModelConfig(**{**_TINY_MODEL, **model})
+    shape = _TINY_MODEL
+    if imported is not None:
+        length = {"sequence_length": _TINY_MODEL["sequence_length"]}
+        shape = imported.agreed_model(length, "make_tiny_run")
+    model_config = ModelConfig(**{**shape, **model})
     train = tiny_documents(path_count, documents_per_path, seed)
     held_out = tiny_documents(path_count, validation_documents_per_path, seed + 1_000_003)
 
-    tokenizer_bytes = tiny_tokenizer_bytes(model_config.vocabulary_size)
-    tokenizer = Tokenizer(tokenizer_bytes)
     base = PathModel(model_config)
-    initialise(base, seed)
+    if imported is not None and imported.tokenizer is not None:
+        tokenizer_bytes = imported.tokenizer
+        base.load_state_dict(imported.parameters())
+    else:
+        tokenizer_bytes = tiny_tokenizer_bytes(model_config.vocabulary_size)
+        initialise(base, seed)
+    tokenizer = Tokenizer(tokenizer_bytes)
     base.eval()
     train_tokens = [tokenizer.document_tokens(text) for text in train]
     held_out_tokens = [tokenizer.document_tokens(text) for text in held_out]
