@@ -165,6 +165,16 @@ def test_prompts_are_scored_as_evaluation_does(client: TestClient, out: Path) ->
     assert ids["text"] == text
 
 
+def test_offsets_of_characters_of_several_tokens(client: TestClient) -> None:
+    prompt = "\u65e5\u672c a\u00e9"
+    scored = complete(client, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
+    tokens, offsets = (scored["choices"][0]["logprobs"][key] for key in ("tokens", "text_offset"))
+    # The begin, three bytes for each of the first two characters, and two for the last.
+    assert [token.startswith("token_id:") for token in tokens[1:7]] == [True] * 6
+    assert offsets[:7] == [0, 0, 0, 0, 1, 1, 1]
+    assert offsets[-2:] == [4, 4]
+
+
 def test_several_prompts_and_answers(client: TestClient) -> None:
     said = complete(client, prompt=[PROMPT, "ba ba"], n=2, seed=5, max_tokens=6)
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]

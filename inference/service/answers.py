@@ -195,15 +195,13 @@ class Reply:
         listed: list[tuple[str, float | None, dict[str, float] | None, int]] = []
         start = len(self._prompt_text(prompt))
         if with_prompt and self._echoes:
-            offset = 0
             scores = self._scores.get(prompt, PromptScores([])).scores
             listed.append((names.name(work.tokens[0]), None, None, 0))
-            offset += len(names.text(work.tokens[0]))
-            for score in scores:
+            offsets = names.offsets([work.tokens[0], *(score.token for score in scores)])
+            for score, offset in zip(scores, offsets[1:], strict=True):
                 shown = {names.name(token): value for token, value in score.top}
                 shown[names.name(score.token)] = score.logprob
                 listed.append((names.name(score.token), score.logprob, shown, min(offset, start)))
-                offset += len(names.text(score.token))
         for token in tokens:
             score = token.score
             shown = {names.name(other): value for other, value in score.top}

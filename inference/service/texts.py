@@ -84,6 +84,15 @@ class TokenNames:
         name = self.name(token)
         return "" if token in _SPECIAL or name == f"token_id:{token}" else name
 
+    def offsets(self, tokens: Sequence[int]) -> list[int]:
+        """Return where the text of each token begins in the text of all; of what is a part of a
+        character, where the character does."""
+        text, found = AnswerText(self._tokenizer, ()), []
+        for token in tokens:
+            found.append(text.decoded)
+            text.add(token)
+        return found
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return self._tokenizer.decode(tokens)
