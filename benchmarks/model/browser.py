@@ -143,11 +143,18 @@ def drive(browser: Browser, address: str, size: str, out: Path) -> list[str]:
     page.click("#go")
     expect(page.locator(".note.bad")).to_contain_text("temperature", timeout=WAIT_MS)
     checked.append("a mistake is said")
+    page.click("#chat")
+    page.fill("#prompt", prompt)
+    page.press("#prompt", "Enter")
+    expect(page.locator(".note.bad")).to_have_count(2, timeout=WAIT_MS)
+    expect(page.locator("#prompt")).to_have_value(prompt)
+    checked.append("what was refused can be sent again")
+    end = "(n => n.scrollHeight - n.scrollTop - n.clientHeight)(document.getElementById('talk'))"
+    assert page.evaluate(end) < 80, "the newest answer is out of sight"
+    checked.append("the newest answer is in sight")
     page.fill("#temperature", "0.8")
     page.click("summary")
     page.click("#clear")
-    page.click("#chat")
-    page.fill("#prompt", prompt)
     page.press("#prompt", "Enter")
     finish(page, 1)
     assert page.locator(".turn.you").all_text_contents() == [prompt]
