@@ -17,7 +17,13 @@ from dipaco.peer.averaging.averager import ExactAverager
 from dipaco.peer.averaging.bounded_p2p import _PacedWriter
 from dipaco.peer.check.needs import too_slow
 from dipaco.peer.owner.pauses import BY_COMMAND, Pauses, UploadBudget, ask_to_pause
-from dipaco.peer.owner.uplink import LONGEST_WAIT_S, PIECE_S, REDUCE_PAUSE_S, Uplink
+from dipaco.peer.owner.uplink import (
+    LONGEST_WAIT_S,
+    PIECE_S,
+    RATE_LIFE_S,
+    REDUCE_PAUSE_S,
+    Uplink,
+)
 from support.tiny_run import make_tiny_run
 
 
@@ -157,11 +163,14 @@ def test_a_line_is_measured_by_what_reduces_send_while_it_is_full(clock: FakeTim
         send_on_a_line(uplink, clock, 1_000_000, 21)
     # The median of the last five times, and the limit if that is less.
     assert uplink.measured_mbit_per_s == pytest.approx(8.0)
-    limited = Uplink(5.0, clock)
-    limited._rates, limited._measured = uplink._rates, uplink._measured
-    assert limited.known_mbit_per_s == 5.0
-    limited.max_mbit_per_s = 20.0
-    assert limited.stated_mbit_per_s == 8
+    uplink.max_mbit_per_s = 5.0
+    assert uplink.known_mbit_per_s == 5.0
+    uplink.max_mbit_per_s = 20.0
+    assert uplink.stated_mbit_per_s == 8
+    clock.now_s += RATE_LIFE_S - 60.0
+    assert uplink.measured_mbit_per_s == pytest.approx(8.0)
+    clock.now_s += 120.0
+    assert uplink.measured_mbit_per_s is None, "it may have been something else"
 
 
 def test_writes_that_wait_now_and_then_measure_nothing(clock: FakeTime) -> None:

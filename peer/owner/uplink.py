@@ -38,8 +38,10 @@ FULL_AFTER_S = 0.05
 FULL_GAP_S = 0.1
 # A line that was full for less says little of it.
 LEAST_FULL_S = 1.0
-# The line's rate is the median of so many times that it was full.
+# The line's rate is the median of so many times that it was full, and none of these is older: what
+# looked like a full line once, and never again, is forgotten.
 RATES = 5
+RATE_LIFE_S = 6 * 3600.0
 
 
 class Uplink:
@@ -57,6 +59,7 @@ class Uplink:
         self._sent_bytes = multiprocessing.RawValue("d", 0.0)
         # Of the last times that the line was full, in bytes a second, and how often it was.
         self._rates = multiprocessing.RawArray("d", RATES)
+        self._rates_seen_s = multiprocessing.RawArray("d", RATES)
         self._measured = multiprocessing.RawValue("L", 0)
         # What reduces under way still have to send, and until when that counts at most.
         self._owed_bytes = multiprocessing.RawValue("d", 0.0)
@@ -81,10 +84,10 @@ class Uplink:
     @property
     def measured_mbit_per_s(self) -> float | None:
         """What the line carried when it was full; None when that has not been seen yet."""
-        count = min(int(self._measured.value), RATES)
-        if count == 0:
-            return None
-        return statistics.median(self._rates[:count]) * 8 / BITS_IN_MBIT
+        count, since_s = min(int(self._measured.value), RATES), self._monotonic() - RATE_LIFE_S
+        seen = zip(self._rates[:count], self._rates_seen_s[:count], strict=True)
+        rates = [rate for rate, seen_s in seen if seen_s >= since_s]
+        return statistics.median(rates) * 8 / BITS_IN_MBIT if rates else None
 
     @property
     def known_mbit_per_s(self) -> float | None:
@@ -187,6 +190,7 @@ class Uplink:
         if number is None:
             number = self._rate_number = int(self._measured.value)
         self._rates[number % RATES] = (self._sent_bytes.value - sent_bytes) / (now_s - since_s)
+        self._rates_seen_s[number % RATES] = now_s
         self._measured.value = max(self._measured.value, number + 1)
 
     def _take_lock(self) -> bool:
