@@ -262,6 +262,7 @@ def test_a_reduce_that_the_line_does_not_carry_is_told_while_it_runs(
     averager._foretell("L0.E0", 20.0)
     [line] = caplog.messages
     assert line.startswith("L0.E0: this outer step sends 10 MB in 20 s, and this line carries 5 MB")
+    assert "give --max-upload-mbps 1.8 to keep room" in line
     assert line.endswith("longer rounds or codec = blockwise8bit")
     assert averager._upload_mbit() == 2
 

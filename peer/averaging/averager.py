@@ -384,15 +384,22 @@ class ExactAverager(multiprocessing.Process):
         self._is_foretold = True
         logger.warning(
             "%s: this outer step sends %s in %.0f s, and this line carries %s (%.2g Mbit/s): it "
-            "will hardly end in time, and its work waits. Stop other uploads, raise "
-            "--max-upload-mbps if that is set, or ask the operator for longer rounds%s",
+            "will hardly end in time, and its work waits. Stop other uploads, %s, or ask the "
+            "operator for longer rounds%s",
             module,
             shown_bytes(owed_bytes),
             time_s,
             shown_bytes(int(known * time_s / 8e-6)),
             known,
+            self._remedy(known),
             "" if self._codec.codec.value_bytes == 1 else " or codec = blockwise8bit",
         )
+
+    def _remedy(self, known_mbit_per_s: float) -> str:
+        if self._uplink is not None and self._uplink.max_mbit_per_s is not None:
+            return "raise --max-upload-mbps"
+        # States that are sent without a limit fill the line, and what is said in a meeting waits.
+        return f"give --max-upload-mbps {0.9 * known_mbit_per_s:.2g} to keep room for steps"
 
     def _death(self) -> Exception:
         if self._stopped:
