@@ -383,9 +383,9 @@ class ExactAverager(multiprocessing.Process):
             return
         self._is_foretold = True
         logger.warning(
-            "%s: this outer step sends %s in %.0f s, and this line carries %s (%.2g Mbit/s): it "
-            "will hardly end in time, and its work waits. Stop other uploads, %s, or ask the "
-            "operator for longer rounds%s",
+            "%s: this outer step sends %s in %.0f s, and this line carries %s (%.2g Mbit/s, "
+            "if no slower member holds it up): it will hardly end in time, and its work waits. "
+            "Stop other uploads, %s, or ask the operator for longer rounds%s",
             module,
             shown_bytes(owed_bytes),
             time_s,

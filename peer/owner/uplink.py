@@ -9,7 +9,7 @@ What the DHT says is small and not counted. Made before the averagers are forked
 *The line is measured by what reduces send anyway.* A write that has to wait found all buffers on
 the way full, up to the line. As long as one such write follows another they stay full, so what they
 take is what the line carries. Nothing is sent to find out, and a line that is never full is not
-measured.
+measured. Too little is measured where a reducer reads slowly because it waits for slower members.
 """
 
 from __future__ import annotations
