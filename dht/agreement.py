@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dipaco.modules.grid import Grid
 
+from .records import Holding
 from .view import SwarmView
 
 
@@ -64,12 +67,15 @@ def trained_in_sight(view: SwarmView, grid: Grid, path: int) -> tuple[int, int]:
     return len(in_sight & trained), len(in_sight)
 
 
-def is_overtaken(view: SwarmView, grid: Grid, module: str, tokens: int, me: str) -> bool:
-    """Tell whether at least half of the other trainers hold a state with more than `tokens`.
+def is_overtaken(
+    view: SwarmView, grid: Grid, module: str, me: str, is_ahead: Callable[[Holding], bool]
+) -> bool:
+    """Tell whether at least half of the other trainers hold a state that `is_ahead`.
 
     With fixed steps a peer then stops to wait for them: they went on without it. Any group that
     may commit is so large, and a few who only say so keep nobody from waiting.
     """
     others = expected_group(view, grid, module) - {me}
-    ahead = {h.peer_id for h in view.holdings.get(module, ()) if h.tokens > tokens} & others
+    held = view.holdings.get(module, ())
+    ahead = {holding.peer_id for holding in held if is_ahead(holding)} & others
     return bool(ahead) and 2 * len(ahead) >= len(others)

@@ -19,11 +19,11 @@ from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
 
 # Versions of one module whose certificates are kept, forks included.
-KEPT_PER_MODULE = 128
+KEPT_PER_MODULE = 512
 # Rows in all their tables: what bounds the memory when groups are large.
 KEPT_ROWS_PER_MODULE = 2**14
 # The longest chain that is followed and sent.
-LONGEST_CHAIN = 64
+LONGEST_CHAIN = 256
 # Digests and pairs of them of one module for which chains are kept worked out.
 FOLLOWED = 4096
 # Steps of one module: that at the boundary, and one that whoever leaves takes alone before it.

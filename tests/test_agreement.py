@@ -99,7 +99,7 @@ def test_a_few_who_say_that_they_are_ahead_overtake_nobody(
         for n in range(ahead)
     )
     view = view_of(*(claim(n, 0) for n in range(5)), holdings={"L0.E0": held})
-    assert is_overtaken(view, grid, "L0.E0", 10, PEERS[4]) is overtaken
+    assert is_overtaken(view, grid, "L0.E0", PEERS[4], lambda held: held.tokens > 10) is overtaken
 
 
 def test_a_view_at_another_moment_has_the_same_groups(grid: Grid) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,8 @@ from dipaco.dht.certificate_check import encode_certificate, sign_statement
 from dipaco.dht.certificates import KEPT_PER_MODULE, LONGEST_CHAIN, Certificate
 from dipaco.modules.state import StateReference
 from dipaco.peer.background import Background
-from dipaco.peer.exchange.certifier import PAUSES_S, Certifier
+from dipaco.peer.exchange.certifier import FIRST_COUNT, PAUSES_S, Certifier
+from dipaco.peer.exchange.messages import MAX_CERTIFICATES
 from support.certificates import (
     MODULE,
     Line,
@@ -150,9 +152,13 @@ def test_the_chain_of_a_foreign_state_comes_in_few_answers(tmp_path: Path, lengt
     asking = line.certifier(5, tmp_path)
     newest = list(reversed(chain))[:LONGEST_CHAIN]
     assert list(asking.fetch_chain(reference(chain[-1]), (peer(5), peer(1)))) == newest
-    assert len(line.asked) == (1 if length <= 4 else 2)
+    rest = max(0, min(length, LONGEST_CHAIN) - FIRST_COUNT)
+    assert len(line.asked) == 1 + math.ceil(rest / MAX_CERTIFICATES)
     assert list(asking.fetch_chain(reference(chain[-1]), (peer(1),))) == newest
-    assert len(line.asked) == (1 if length <= 4 else 2), "what is known is not asked for"
+    rest = max(0, min(length, LONGEST_CHAIN) - FIRST_COUNT)
+    assert len(line.asked) == 1 + math.ceil(rest / MAX_CERTIFICATES), (
+        "what is known is not asked for"
+    )
 
 
 def test_a_round_can_have_a_step_of_who_left_before_its_end_and_another_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from dipaco.dht.certificates import LONGEST_CHAIN
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
@@ -315,6 +316,21 @@ def test_what_most_of_those_it_trained_with_stand_on_is_settled() -> None:
     peer.announce(state, "Pa")
     peer.tell(state)
     actions = peer.bring(state, after=99.0)
+    assert of(a.CheckState, actions) == []
+    assert [adopted.reference for adopted in of(a.Adopt, actions)] == [state]
+
+
+@pytest.mark.parametrize("rounds", [60, LONGEST_CHAIN - 8])
+def test_what_most_of_those_stand_on_who_made_the_last_common_state_is_settled(rounds: int) -> None:
+    """After a long split the other side fits badly to what was trained on this one, and is far."""
+    peer = Peer("Pa", "Pc", "Pd")
+    common, apart = peer.anchor, range(3, 3 + rounds)
+    peer.begin(peer.family.commits(common, apart, ["Pd", ME]))
+    peer.now_s += rounds * ROUND_S
+    state = peer.family.commits(common, apart, ["Pa", "Pc"], tokens=20)
+    peer.announce(state, "Pa", "Pc")
+    peer.tell(state)
+    actions = peer.bring(state, after=99.0, steps_apart=40.0)
     assert of(a.CheckState, actions) == []
     assert [adopted.reference for adopted in of(a.Adopt, actions)] == [state]
 

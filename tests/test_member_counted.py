@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dipaco.dht.records import refresh_period_s
+from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.outer import AGAIN_AFTER_S
+from support.family import genesis
 from support.lone_member import ME, LoneMember, claim, of, small_plan
 from support.outer_rounds import MODULE, answers, fail
 
@@ -96,6 +99,42 @@ def test_who_is_overtaken_takes_the_others_state() -> None:
     assert peer.member.anchors[MODULE] == state
     # Its step has been taken by others: the next steps may be taken.
     assert of(a.TakeStep, peer.turn()) != []
+
+
+def after_a_fork() -> tuple[LoneMember, StateReference]:
+    """Return a member with one other on its side, and the state of a third with more tokens."""
+    made = LoneMember(small_plan(inner_steps=4, duration_s=60.0))
+    common = made.family.commits(genesis(MODULE), range(2), ["Pa", ME, "Pc"])
+    own = made.family.commit(common, 2, ["Pa", ME])
+    alone = made.family.commit(common, 2, ["Pc"], tokens=50)
+    made.claims = [claim(peer, round=3) for peer in ("Pa", "Pc")]
+    made.begin(own)
+    made.held = {"Pa": [own], "Pc": [alone]}
+    made.look()
+    for _ in range(2):
+        made.happen(e.Stepped(10))
+    made.done.clear()
+    return made, alone
+
+
+def test_whose_chain_wins_waits_for_those_who_have_more_tokens() -> None:
+    peer, alone = after_a_fork()
+    peer.happen(e.ChainFetched(alone, peer.family.chain(alone)))
+    (meeting,) = of(a.Average, peer.turn())
+    assert meeting.awaited == {"Pa", ME, "Pc"}
+
+
+def test_a_chain_that_shows_itself_as_weaker_ends_no_round_in_vain() -> None:
+    """Rounds without a commit would follow each other in no time, and then a commit alone."""
+    peer, alone = after_a_fork()
+    assert of(a.Average, actions := peer.turn()) == []
+    assert of(a.Ask, actions) == [a.Ask(MODULE, ("Pa", "Pc"))]
+    answers(peer, "Pa", Pc=alone)
+    peer.happen(e.ChainFetched(alone, peer.family.chain(alone)))
+    assert peer.of(a.CarryOn) == []
+    peer.now_s += refresh_period_s(peer.plan.rounds)
+    (meeting,) = of(a.Average, peer.turn())
+    assert (meeting.attempt, meeting.awaited) == (0, {"Pa", ME, "Pc"})
 
 
 def test_of_a_newer_anchor_of_an_earlier_round_the_boundary_comes_again() -> None:

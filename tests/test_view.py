@@ -223,10 +223,10 @@ def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
     # Half of the others have to say that they went on.
     heavier = [holding(peer_id=PEERS[1], tokens=10)]
     known = replace(later, holdings={"L0.E0": tuple(heavier)})
-    assert is_overtaken(known, grid, "L0.E0", 9, PEERS[0])
-    assert not is_overtaken(known, grid, "L0.E0", 10, PEERS[0])
+    assert is_overtaken(known, grid, "L0.E0", PEERS[0], lambda held: held.tokens > 9)
+    assert not is_overtaken(known, grid, "L0.E0", PEERS[0], lambda held: held.tokens > 10)
     alone = replace(known, holdings={"L0.E0": tuple(holding(peer_id=p) for p in PEERS[:1])})
-    assert not is_overtaken(alone, grid, "L0.E0", 0, PEERS[0])
+    assert not is_overtaken(alone, grid, "L0.E0", PEERS[0], lambda held: held.tokens > 0)
 
 
 def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:

@@ -39,6 +39,7 @@ from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
 
 from .certificate_files import CertificateFiles
+from .messages import MAX_CERTIFICATES
 
 logger = logging.getLogger("dipaco.peer.exchange.certifier")
 
@@ -320,7 +321,8 @@ class Certifier:
             if self._monotonic() > deadline:
                 raise NetworkError(f"peer {holder} takes too long")
             digest = last.parent if last is not None else wanted.digest
-            count = LONGEST_CHAIN - len(found) if page_number else FIRST_COUNT
+            wanting = LONGEST_CHAIN - len(found)
+            count = min(wanting, MAX_CERTIFICATES) if page_number else FIRST_COUNT
             page = self._asker.certificates(holder, wanted.module, digest, count)
             for data in page[:count]:
                 certificate = decode_certificate(data, self._run_id)

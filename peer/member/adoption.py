@@ -341,24 +341,29 @@ class Adoption:
         return False
 
     def _is_settled(self, state: StateReference) -> bool:
-        """Tell whether most of those who train a module have signed a state's chain lately.
+        """Tell whether most of those who train a module have signed a state's chain lately, or
+        most of those who made the last state that it and the anchor have in common.
 
         After a fork the modules of a path fit each other, and the other side's fit badly, so that
         an honest state can look wrong: what the majority stands on is taken all the same, but not
-        what others have put on top of it.
+        what others have put on top of it. After a long one the other side is far away, too.
         """
-        known = self._known
-        anchor = known.anchors[state.module]
-        book = known.book
-        own = book.recent_contributors(
-            anchor.module, anchor.digest, anchor.last_round + 1 - RECENT_ROUNDS
-        ) - {known.me}
+        known, book, anchor = self._known, self._known.book, self._known.anchors[state.module]
         newest = book.get(state.module, state.digest)
-        if newest is None or not newest.signers & own:
-            return False
         since = known.descent.parted(state, anchor) - {known.me}
-        shared = since & own
-        return known.descent.weigh(since) >= 2 and 2 * len(shared) >= len(own)
+        if newest is None or known.descent.weigh(since) < 2:
+            return False
+        last_rounds = {anchor.digest: anchor.last_round}
+        fork = book.common_ancestor(state.module, state.digest, anchor.digest)
+        common = book.get(state.module, fork) if fork is not None else None
+        if common is not None:
+            last_rounds[common.statement.digest] = common.statement.round_index
+        for digest, last_round in last_rounds.items():
+            since_round = last_round + 1 - RECENT_ROUNDS
+            makers = book.recent_contributors(state.module, digest, since_round) - {known.me}
+            if newest.signers & makers and 2 * len(since & makers) >= len(makers):
+                return True
+        return False
 
     def _adopt(self, state: StateReference) -> None:
         """Make a state the anchor, with the work that it lacks on top."""

@@ -124,16 +124,25 @@ class Descent:
         beside its own descendants, with as many contributors. A side that weighs something is
         left behind by one that does too, whatever invented identities have signed.
         """
-        begins = {}
+        ends, begins = {}, {}
         for side in sides:
             chains = [self.book.chain(state.module, state.digest) for state in side]
-            begins[side[-1].digest] = min(chain[-1].statement.version - 1 for chain in chains)
+            oldest = min((chain[-1].statement for chain in chains), key=lambda said: said.version)
+            newest = [chain[0].statement for chain in chains]
+            best = side[-1].digest
+            begins[best] = oldest.version - 1, oldest.round_index
+            ends[best] = (
+                max(said.version for said in newest),
+                max(said.round_index for said in newest),
+            )
         left = set()
-        for side in sides:
-            newest, best = max(state.version for state in side), side[-1].digest
+        for best, (version, round_index) in ends.items():
+            # Who went on more slowly after a fork is not behind: its rounds are as late.
             if any(
-                begin > newest and (merits[other][0] > 0 or merits[best][0] == 0)
-                for other, begin in begins.items()
+                begin > version
+                and begin_round > round_index
+                and (merits[other][0] > 0 or merits[best][0] == 0)
+                for other, (begin, begin_round) in begins.items()
             ):
                 left.add(best)
         return left

@@ -11,11 +11,12 @@ from dipaco.dht.agreement import (
     possible_group,
 )
 from dipaco.dht.policy import rendezvous, seniority
-from dipaco.dht.records import refresh_period_s
+from dipaco.dht.records import Holding, refresh_period_s
 from dipaco.modules.config import RoundsConfig
 
 from .knowledge import ISOLATED_ROUNDS, Knowledge
 from .quorum import RECENT_ROUNDS, counting_peers, is_majority
+from .round_under_way import RoundUnderWay
 
 ATTEMPTS = 2
 # A group that closes sooner than this from now cannot form any more.
@@ -73,10 +74,40 @@ def awaited(
     others = others - {known.me} - frozenset(excluded)
     if alive is not None:
         others &= alive
-    tokens = known.anchors[module].tokens
-    if not others or is_overtaken(known.view, known.grid, module, tokens, known.me):
+    if not others or is_behind(known, module):
         return None
     return others | {known.me}
+
+
+def is_behind(known: Knowledge, module: str) -> bool:
+    """With fixed steps: tell whether the others went on without this peer, as far as is known.
+
+    After a fork both sides have gone on. Those whose chain wins wait there for the others to take
+    it over; where a chain is not known, more tokens have to do.
+    """
+    anchor, descent = known.anchors[module], known.descent
+
+    def is_ahead(held: Holding) -> bool:
+        state = held.reference
+        if descent.is_certified(state) and descent.is_certified(anchor):
+            return descent.wins(state, anchor)
+        return held.tokens > anchor.tokens
+
+    return is_overtaken(known.view, known.grid, module, known.me, is_ahead)
+
+
+def may_find_out(
+    known: Knowledge, running: RoundUnderWay, awaited_peers: frozenset[str] | None
+) -> bool:
+    """With fixed steps: tell whether it may still show, before the round's limit, who has to take
+    over whose state.
+
+    Rounds in vain would pass in no time where nobody is waited for, and whoever then commits alone
+    runs away from the others. Liars can have it waited for once an anchor.
+    """
+    if running.boundary.meet_until_s - known.now_s < SHORTEST_MEETING_S:
+        return False
+    return awaited_peers is not None or is_behind(known, running.module)
 
 
 def gathering_text(known: Knowledge, module: str, round_index: int, count: int) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from dipaco.dht.agreement import expected_group
 from dipaco.dht.policy import seniority
+from dipaco.dht.records import refresh_period_s
 
 from .actions import (
     Ask,
@@ -44,6 +45,7 @@ from .gathering import (
     latest_s,
     leading_order,
     longest_wait_s,
+    may_find_out,
     out_of_sight,
     possible_peers,
     rounds_stood_on,
@@ -295,8 +297,7 @@ class OuterRounds:
             return
         known = self.known
         if self._is_counted and not event.members and self._may_meet_again(running):
-            running.phase = Phase.PAUSING
-            running.until_s = known.now_s + AGAIN_AFTER_S
+            self._pause(running, AGAIN_AFTER_S)
             return
         running.failure = event.reason
         running.had_members |= bool(event.members)
@@ -360,9 +361,20 @@ class OuterRounds:
         claimed = expected_group(known.view, known.grid, module)
         expected = (claimed | out_of_sight(known, module)) - {known.me}
         alive = running.alive or frozenset()
+        if self._is_counted and alive & expected and self._may_find_out(running):
+            self._pause(running, max(AGAIN_AFTER_S, refresh_period_s(known.plan.rounds) / 4))
+            return
         if not alive & expected or (self._is_counted and not running.had_members):
             running.attempt = ATTEMPTS
         self._next_attempt(running)
+
+    def _may_find_out(self, running: RoundUnderWay) -> bool:
+        if running.had_members or self._in_vain[running.module]:
+            return False
+        return may_find_out(self.known, running, self._awaited(running))
+
+    def _pause(self, running: RoundUnderWay, pause_s: float) -> None:
+        running.phase, running.until_s = Phase.PAUSING, self.known.now_s + pause_s
 
     def _next_attempt(self, running: RoundUnderWay) -> None:
         running.attempt += 1
