@@ -268,7 +268,18 @@ class DiskSource(StateSource):
         self.__dict__.pop("_module_progress", None)
 
     def _require_blob(self, sha256: str) -> None:
-        self._run.blobs.require(sha256)
+        blobs = self._run.blobs
+        if not blobs.has(sha256):
+            raise IntegrityError(
+                f"{self._run.path} has no {self._name_of(sha256)} of the run (blob {sha256[:16]}): "
+                f"a peer that left soon has not fetched all of them. Copy what is missing from "
+                f"blobs/ of the operator's run folder, or give --initial-peers for a live swarm"
+            )
+
+    def _name_of(self, sha256: str) -> str:
+        blobs = self.plan.blobs
+        named = (("tokenizer", blobs.tokenizer), ("router", blobs.router), ("base", blobs.base))
+        return next((name for name, blob in named if blob == sha256), "file")
 
     def progress(self, path: int) -> SourceProgress:
         """Return what the headers of the states say; only best states note their held-out loss."""

@@ -34,7 +34,12 @@ from dipaco.inference.sources import (
     assemble_path,
     open_source,
 )
-from dipaco.modules.errors import AddressError, ConfigurationError, RunSelectionError
+from dipaco.modules.errors import (
+    AddressError,
+    ConfigurationError,
+    IntegrityError,
+    RunSelectionError,
+)
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 from starlette.testclient import TestClient
@@ -238,6 +243,13 @@ def test_the_cache_of_a_peer_is_served(cache: Path) -> None:
         assert "there is no state of its module" in answer.text
         assert "unavailable" in client.get(f"/v1/models/path-{path}").json()["dipaco"]
     assert files() == before
+
+
+def test_what_a_peer_that_left_soon_never_fetched_is_named(cache: Path) -> None:
+    source = open_source(cache_folder=cache)
+    RunFolder(next(cache.iterdir())).blobs.path(source.plan.blobs.tokenizer).unlink()
+    with pytest.raises(IntegrityError, match="has no tokenizer of the run .* --initial-peers"):
+        source.tokenizer()
 
 
 def test_which_run_of_a_cache_is_meant(cache: Path) -> None:
