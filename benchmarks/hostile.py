@@ -214,10 +214,7 @@ def main() -> int:
                 print(f"{name} {mean}: {json.dumps(found)}", file=sys.stderr, flush=True)
                 if mean == "robust" and not (found["ratio"] <= GREATEST_RATIO and found["agreed"]):
                     broken.append(f"{name}: {found['ratio']} of the clean perplexity")
-    report.figures["broken"] = broken
-    report.notes += broken
-    report.print(chosen.json)
-    return int(bool(broken))
+    return report.conclude(broken, chosen.json)
 
 
 if __name__ == "__main__":

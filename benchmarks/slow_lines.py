@@ -303,10 +303,7 @@ def main() -> int:
                     seen["seconds_after_boundary"] or "-", found["share_in_steps"],
                 )  # fmt: skip
             print(f"{kind}: {json.dumps(found)}", file=sys.stderr, flush=True)
-    report.figures["broken"] = broken
-    report.notes += broken
-    report.print(chosen.json)
-    return int(bool(broken))
+    return report.conclude(broken, chosen.json)
 
 
 if __name__ == "__main__":

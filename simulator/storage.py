@@ -174,7 +174,10 @@ class KeptStates(Mapping[str, ModuleState], ABC):
         """Return the digest of a module's newest state."""
 
     def read_again(self, module: str) -> None:
-        """Forget what is known of a module, of which another process has put a state."""
+        """Forget what is known of a module, of which another process has put a state.
+
+        Called only where states `are_files`.
+        """
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[str]:

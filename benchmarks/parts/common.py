@@ -82,6 +82,13 @@ class Report:
         }
         return {"benchmark": self.name, **self.figures, "machine": machine}
 
+    def conclude(self, broken: list[str], as_json: bool) -> int:
+        """Print it all, with the targets that were missed; returns the exit code."""
+        self.figures["broken"] = broken
+        self.notes += broken
+        self.print(as_json)
+        return int(bool(broken))
+
     def print(self, as_json: bool) -> None:
         """Print the one or the other."""
         found = self.as_json()
