@@ -131,6 +131,18 @@ def test_a_fork_behind_any_round_puts_back_what_came_after_it() -> None:
     assert peer.counted() == peer.trained
 
 
+def test_a_fork_at_a_step_that_others_took_in_the_same_round_puts_back_the_own_one() -> None:
+    family = Family()
+    # Whoever leaves takes a step before its time, and the others one at the boundary.
+    fork = family.commit(genesis(), 1, "A")
+    peer = Trainer(family, fork)
+    peer.train(1)
+    peer.commit(1, "")
+    peer.adopt(family.commit(fork, 1, "BC"))
+    assert peer.local == Counter({1: 1})
+    assert peer.counted() == peer.trained
+
+
 def test_a_missed_commit_takes_what_was_in_it_and_leaves_what_came_after() -> None:
     family = Family()
     peer = began(family)

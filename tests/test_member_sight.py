@@ -6,6 +6,7 @@ import pytest
 from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member import actions as a
 from dipaco.peer.member.gathering import SIGHT_PERIODS, rounds_stood_on
+from support.family import genesis
 from support.lone_member import ME, LoneMember, claim, of, record
 from support.outer_rounds import MODULE, answers, boundary_s, fail, group
 
@@ -97,6 +98,16 @@ def test_who_trains_and_was_never_seen_to_hold_a_state_may_go_on_from_genesis() 
     assert rounds_stood_on(known, MODULE) == {-1}  # Out of sight, without a goodbye.
     known.note_holder("Pn", MODULE, known.anchors[MODULE].digest, is_sure=True)
     assert rounds_stood_on(known, MODULE) == set()
+
+
+def test_who_parted_at_genesis_goes_on_from_there() -> None:
+    peer = group("Pa")
+    known, family = peer.member.known, peer.family
+    apart = family.commits(genesis(MODULE), (0, 1), ["Pk"])
+    known.book.add_all(family.chain(apart))
+    known.meet(["Pk"])
+    known.note_holder("Pk", MODULE, apart.digest, is_sure=True)
+    assert rounds_stood_on(known, MODULE) == {-1}
 
 
 def test_who_was_in_a_group_may_stand_on_its_commit_whether_it_has_signed_or_not() -> None:

@@ -76,6 +76,9 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("churn", 231, 5, 8),  # Who gave up on a path took its copies with it.
     ("split", 3010, None, None),  # A split in a reduce: the others had merged what came to nothing.
     ("mixed", 3013, None, None),  # Whoever had nothing yet went on from the genesis state.
+    ("hostile", 5006, 5, 8),  # Two had parted at genesis, and what one did first was dropped.
+    ("mixed", 5036, 5, 8),  # Counted rounds pass sooner than their limit, and each has its cost.
+    ("mixed", 6249, 5, 8),  # All were slow, one more than the others.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -245,19 +245,22 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
         for row in said.table:
             rounds.setdefault(row.peer, []).append(said.round_index)
 
-    def last_shared(digest: str) -> int:
-        fork = book.get(module, book.common_ancestor(module, digest, anchor.digest) or "")
-        return fork.statement.round_index if fork is not None else -1
+    def last_shared(digest: str) -> int | None:
+        common = book.common_ancestor(module, digest, anchor.digest)
+        fork = book.get(module, common) if common is not None else None
+        # What is in both chains and has no certificate lies before all that is known.
+        return fork.statement.round_index if fork is not None else -1 if common else None
 
     found: set[int] = set()
     for peer, stand in known.stands(module).items():
         seen, maybe = last_shared(stand.seen), [last_shared(digest) for digest in stand.offered]
         if book.common_ancestor(module, stand.seen, anchor.digest) == stand.seen:
             # A view is late: who has signed a later state has that, and who was in the group may.
-            seen = max(seen, signed.get(peer, -1))
+            seen = max(seen if seen is not None else -1, signed.get(peer, -1))
             maybe += rounds.get(peer, [])
-        found.update((seen, *(later for later in maybe if later > seen)))
-    found.discard(-1)
+        least = seen if seen is not None else -2
+        found.update((least, *(later for later in maybe if later is not None and later > least)))
+    found.discard(-2)
     unseen = known.trainers_seen(module) - known.stands(module).keys() - signed.keys()
     if any(map(known.doubts.has_shown_itself, unseen)):
         found.add(-1)

@@ -142,7 +142,15 @@ class Ledger:
         if certificate is None:
             return set()
         fork = certificate.statement.round_index
-        return {part for part in merged if self._merged_in.get(part, part) <= fork}
+
+        def is_shared(part: int) -> bool:
+            taken = self._merged_in.get(part, part)
+            if taken == fork:
+                # Whoever leaves takes a step before its time: a round can have two.
+                return descent.book.contains(state.module, ancestor, self._me, taken)
+            return taken < fork
+
+        return set(filter(is_shared, merged))
 
     def _make_room(
         self, own: StateReference, descent: Descent, stood_on: Collection[int]
