@@ -58,13 +58,13 @@ SWARMS = ("half", "limit", "tenth", "blind")
 # Says in a file what it knows of its line; or does not look.
 _WATCHED = """
 from dipaco.peer.owner.uplink import Uplink
-note = Uplink._note_full
-def watched(uplink, *arguments):
+note = Uplink.note_left
+def watched(uplink, *arguments, **named):
     if {measures}:
-        note(uplink, *arguments)
+        note(uplink, *arguments, **named)
         with open({file!r}, "w") as file:
             file.write(str(uplink.measured_mbit_per_s or ""))
-Uplink._note_full = watched
+Uplink.note_left = watched
 """
 
 

@@ -18,10 +18,15 @@ from dipaco.peer.averaging.bounded_p2p import _PacedWriter
 from dipaco.peer.check.needs import too_slow
 from dipaco.peer.owner.pauses import BY_COMMAND, Pauses, UploadBudget, ask_to_pause
 from dipaco.peer.owner.uplink import (
+    CONTENT_SHARE,
     LONGEST_WAIT_S,
     PIECE_S,
-    RATE_LIFE_S,
+    PROBE_EVERY_S,
+    PROBE_S,
     REDUCE_PAUSE_S,
+    SPAN_S,
+    SPANS,
+    StreamMeter,
     Uplink,
 )
 from support.tiny_run import make_tiny_run
@@ -141,62 +146,150 @@ def test_a_message_is_paced_when_it_is_drained(clock: FakeTime) -> None:
     assert writer.transport == "its own"
 
 
-def send_on_a_line(uplink: Uplink, clock: FakeTime, rate: float, messages: int) -> None:
-    """Send messages of 100,000 bytes, each of which waits for the line."""
+def send_on_a_line(
+    uplink: Uplink, clock: FakeTime, rate: float, messages: int, *, is_reduce: bool = True
+) -> None:
+    """Send messages of 100,000 bytes on a new stream, each of which waits for the line."""
+    meter = StreamMeter(uplink, is_reduce=is_reduce)
     for _ in range(messages):
+        began_s = clock.now_s
         clock.now_s += 1e5 / rate
-        asyncio.run(uplink.reduce(100_000, 1e5 / rate))
+        uplink.reserve(100_000, is_reduce=is_reduce)
+        meter.wrote(100_000, began_s, clock.now_s)
 
 
-def test_a_line_is_measured_by_what_reduces_send_while_it_is_full(clock: FakeTime) -> None:
+def test_a_line_is_measured_by_what_was_sent_while_it_was_full(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
     # What buffers take at once says nothing, however much it is.
-    asyncio.run(uplink.reduce(50_000_000, 0.06))
+    StreamMeter(uplink, is_reduce=True).wrote(50_000_000, clock.now_s, clock.now_s + 0.06)
     assert uplink.measured_mbit_per_s is None
-    send_on_a_line(uplink, clock, 250_000, 3)
+    clock.now_s += 60.0
+    send_on_a_line(uplink, clock, 250_000, 5)
     assert uplink.measured_mbit_per_s == pytest.approx(2.0)
     assert uplink.stated_mbit_per_s == 2
-    send_on_a_line(uplink, clock, 125_000, 3)
-    assert 1.0 < (uplink.measured_mbit_per_s or 0.0) < 2.0, "the same time that it was full"
-    for _ in range(3):
+    for rate in (125_000, 1_000_000, 30_000):
         clock.now_s += 60.0
-        send_on_a_line(uplink, clock, 1_000_000, 21)
-    # The median of the last five times, and the limit if that is less.
-    assert uplink.measured_mbit_per_s == pytest.approx(8.0)
+        send_on_a_line(uplink, clock, rate, 21)
+    assert uplink.measured_mbit_per_s == pytest.approx(8.0), "a slow reader does not lower it"
+    # The limit if that is less.
     uplink.max_mbit_per_s = 5.0
     assert uplink.known_mbit_per_s == 5.0
     uplink.max_mbit_per_s = 20.0
     assert uplink.stated_mbit_per_s == 8
-    clock.now_s += RATE_LIFE_S - 60.0
+    clock.now_s += SPAN_S * (SPANS - 2)
     assert uplink.measured_mbit_per_s == pytest.approx(8.0)
-    clock.now_s += 120.0
-    assert uplink.measured_mbit_per_s is None, "it may have been something else"
+    clock.now_s += 2 * SPAN_S
+    assert uplink.measured_mbit_per_s is None, "lines change"
+
+
+def test_a_busy_machine_and_pauses_do_not_lower_a_measure(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    send_on_a_line(uplink, clock, 500_000, 10)
+    meter = StreamMeter(uplink, is_reduce=True)
+    for seconds in (0.2, 0.2, 1.7, 0.2, 3.0, 0.2, 0.2):
+        clock.now_s += 0.1 + seconds
+        meter.wrote(100_000, clock.now_s - seconds, clock.now_s)
+    assert uplink.measured_mbit_per_s == pytest.approx(4.0)
+
+
+def test_small_messages_of_which_few_wait_are_all_counted(clock: FakeTime) -> None:
+    uplink, seen = Uplink(None, clock), []
+    meter = StreamMeter(uplink, is_reduce=True)
+    for number in range(60):
+        # The transport takes two at once, and the third waits until all three have left.
+        seconds = 0.15 if number % 3 == 2 else 0.0
+        clock.now_s += seconds
+        meter.wrote(30_000, clock.now_s - seconds, clock.now_s)
+        seen.append(uplink.measured_mbit_per_s)
+    assert seen[5] is None
+    assert seen[-1] == pytest.approx(8 * 90_000 / 0.15 / 1e6)
+
+
+def test_streams_that_share_a_line_are_added_up(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    meters = [StreamMeter(uplink, is_reduce=number > 0) for number in range(4)]
+    began = [clock.now_s] * 4
+    for number in range(80):
+        # In turn, each message waits for those of the three others.
+        clock.now_s += 0.1
+        at = number % 4
+        meters[at].wrote(50_000, began[at], clock.now_s)
+        began[at] = clock.now_s
+    assert uplink.measured_mbit_per_s == pytest.approx(4.0, rel=0.02)
 
 
 def test_writes_that_wait_now_and_then_measure_nothing(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
+    meter = StreamMeter(uplink, is_reduce=True)
     for _ in range(100):
         clock.now_s += 1.0
-        asyncio.run(uplink.reduce(100_000, 0.5))
-        asyncio.run(uplink.reduce(100_000, 0.001))
+        meter.wrote(100_000, clock.now_s - 0.5, clock.now_s)
+        meter.wrote(100_000, clock.now_s - 0.001, clock.now_s)
     assert uplink.measured_mbit_per_s is None
     assert uplink.stated_mbit_per_s is None
 
 
-def test_a_measure_is_of_all_that_was_sent_and_for_all_processes(clock: FakeTime) -> None:
+def test_a_measure_is_for_all_processes(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
 
     def send() -> None:
-        for _ in range(5):
-            clock.now_s += 0.5
-            uplink.reserve(100_000, is_reduce=False)
-            asyncio.run(uplink.reduce(400_000, 0.5))
+        send_on_a_line(uplink, clock, 1_000_000, 21)
 
     child = multiprocessing.get_context("fork").Process(target=send)
     child.start()
     child.join()
+    clock.now_s += 2.1
     assert uplink.measured_mbit_per_s == pytest.approx(8.0)
     assert uplink.piece_bytes == 250_000
+
+
+def test_content_takes_a_share_of_a_measured_line(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    # One reader was slow: that paces content, and no reduce.
+    send_on_a_line(uplink, clock, 500_000, 10, is_reduce=False)
+    assert uplink.stated_mbit_per_s is None
+    clock.now_s += 10.0
+    began_s = clock.now_s
+
+    async def send() -> None:
+        for _ in range(100):
+            await uplink.content(50_000)
+
+    asyncio.run(send())
+    assert clock.now_s - began_s == pytest.approx(5_000_000 / (CONTENT_SHARE * 500_000))
+    # Now and then it goes as fast as the line, and may find that this carries more.
+    clock.now_s = began_s + PROBE_EVERY_S + 1.0
+    probed_s = clock.now_s
+    asyncio.run(uplink.content(10**6))
+    assert clock.now_s == probed_s
+    assert uplink.piece_bytes is None
+    send_on_a_line(uplink, clock, 2_000_000, 40, is_reduce=False)
+    assert uplink.measured_mbit_per_s == pytest.approx(16.0)
+    clock.now_s += PROBE_S
+    asyncio.run(uplink.content(1_500_000))
+    assert clock.now_s - probed_s == pytest.approx(2.0 + PROBE_S + 1.0)
+    # Its limit holds as well.
+    limited = Uplink(2.0, clock)
+    send_on_a_line(limited, clock, 500_000, 10, is_reduce=False)
+    clock.now_s += 10.0
+    began_s = clock.now_s
+    asyncio.run(limited.content(500_000))
+    assert clock.now_s - began_s == pytest.approx(2.0)
+
+
+def test_content_keeps_away_while_a_group_closes(clock: FakeTime) -> None:
+    uplink = Uplink(None, clock)
+    uplink.expect_reduce(0.5)
+    assert not uplink.is_busy(), "nothing is known of the line"
+    send_on_a_line(uplink, clock, 500_000, 10, is_reduce=False)
+    uplink.expect_reduce(10.0)
+    assert not uplink.is_busy()
+    clock.now_s += 9.5
+    assert uplink.is_busy()
+    clock.now_s += 1.0
+    assert uplink.is_busy()
+    clock.now_s += 1.0
+    assert not uplink.is_busy()
 
 
 def test_content_leaves_a_full_line_to_a_reduce_without_a_limit_too(clock: FakeTime) -> None:

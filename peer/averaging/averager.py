@@ -211,6 +211,8 @@ class ExactAverager(multiprocessing.Process):
         )
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("an averager serves one call at a time")
+        if self._uplink is not None and awaited is None:
+            self._uplink.expect_reduce(close_s - time.time())
         try:
             future = self._send(request, flat)
             answer = self._wait(future, end_s, awaited, module)
@@ -398,7 +400,7 @@ class ExactAverager(multiprocessing.Process):
     def _remedy(self, known_mbit_per_s: float) -> str:
         if self._uplink is not None and self._uplink.max_mbit_per_s is not None:
             return "raise --max-upload-mbps"
-        # States that are sent without a limit fill the line, and what is said in a meeting waits.
+        # A line that is full makes what is said in a meeting wait.
         return f"give --max-upload-mbps {0.9 * known_mbit_per_s:.2g} to keep room for steps"
 
     def _death(self) -> Exception:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dipaco.dht.repetition import Complaints
-from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.owner.uplink import StreamMeter, Uplink
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import StreamHandler
@@ -159,6 +159,7 @@ class _PacedWriter:
 
     def __init__(self, writer: asyncio.StreamWriter, uplink: Uplink) -> None:
         self._writer, self._uplink = writer, uplink
+        self._meter = StreamMeter(uplink, is_reduce=True)
         self._written_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -169,7 +170,8 @@ class _PacedWriter:
         count, self._written_bytes = self._written_bytes, 0
         began_s = time.monotonic()
         await self._writer.drain()
-        await self._uplink.reduce(count, time.monotonic() - began_s)
+        self._meter.wrote(count, began_s, time.monotonic())
+        await self._uplink.reduce(count)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)

@@ -24,7 +24,7 @@ from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.repetition import Complaints
 from dipaco.modules.state import StateReference
-from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.owner.uplink import StreamMeter, Uplink
 from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import runtime_pb2
@@ -282,17 +282,23 @@ class ExchangeService(ServicerBase):
     async def _send(
         self, content: OpenContent, offset: int, writer: asyncio.StreamWriter, upload: Upload
     ) -> None:
+        meter = StreamMeter(self._uplink, is_reduce=False)
         while offset < content.size_bytes:
             data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
             if not data:
                 raise EOFError("the file was cut off while it was served")
             view = memoryview(data)
-            step = min(CHUNK_BYTES, self._uplink.piece_bytes or CHUNK_BYTES)
-            for start in range(0, len(view), step):
+            start = 0
+            while start < len(view):
+                # What is known of the line changes while it is used.
+                step = min(CHUNK_BYTES, self._uplink.piece_bytes or CHUNK_BYTES)
                 chunk = view[start : start + step]
+                start += step
                 await self._uplink.content(len(chunk))
+                began_s = time.monotonic()
                 writer.write(chunk)
                 await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
+                meter.wrote(len(chunk), began_s, time.monotonic())
                 self.bytes_up += len(chunk)
                 self._slots.sent(upload, len(chunk))
             offset += len(view)

@@ -3,20 +3,24 @@
 p2pd has no limiter, so those wait who hand bytes to it: averagers after each message of a reduce,
 the exchange before each piece of content. They share one clock of when the line is free. A reduce
 takes its turn at once. Content is sent when the line is free, no reduce has sent for a moment, and,
-on a line whose rate is known, none has anything left to send.
+on a line whose rate is known, none has anything left to send or is about to begin. It never takes
+more than a share of what is known, so that meetings and checks get through beside it.
 What the DHT says is small and not counted. Made before the averagers are forked.
 
-*The line is measured by what reduces send anyway.* A write that has to wait found all buffers on
-the way full, up to the line. As long as one such write follows another they stay full, so what they
-take is what the line carries. Nothing is sent to find out, and a line that is never full is not
-measured. Too little is measured where a reducer reads slowly because it waits for slower members.
+*The line is measured by what is sent anyway.* A write that has to wait found all buffers on the way
+full, up to the line. What a stream takes from the end of one such write to the end of the next has
+left this machine in that time. The sum over all streams of all processes, in the second in which it
+was greatest, is what the line carries at least; whatever else held a stream up, a slow reader or a
+busy machine, makes another second smaller and not this one. A line that is never full is not
+measured. Too little is measured while nobody reads fast: so content is now and then sent as fast as
+it goes for a moment, and rows of groups say nothing of a line that reduces have not seen full.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable
 
@@ -35,13 +39,22 @@ LOOK_S = 0.05
 LOCK_LIMIT_S = 2.0
 # A write that takes so long found the line full, and the next one does if it begins so soon.
 FULL_AFTER_S = 0.05
-FULL_GAP_S = 0.1
-# A line that was full for less says little of it.
-LEAST_FULL_S = 1.0
-# The line's rate is the median of so many times that it was full, and none of these is older: what
-# looked like a full line once, and never again, is forgotten.
-RATES = 5
-RATE_LIFE_S = 6 * 3600.0
+FULL_GAP_S = 0.2
+# What left is added up in slots of this length, of which so many are remembered.
+SLOT_S = 0.25
+SLOTS = 64
+# The greatest sum of so many slots in a row is what the line carries: a second.
+WINDOW_SLOTS = 4
+# That is kept by spans of time, and forgotten after all of them: lines change.
+SPAN_S = 600.0
+SPANS = 6
+# Of a line that is known content takes so much, also when nothing else is sent.
+CONTENT_SHARE = 0.75
+# So often, and for so long, content goes as fast as it can, to find out what the line carries.
+PROBE_EVERY_S = 120.0
+PROBE_S = 3.0
+# Content waits from so long before a group closes until so long after it.
+NEAR_S = 1.0
 
 
 class Uplink:
@@ -57,19 +70,25 @@ class Uplink:
         self._free_s = multiprocessing.RawValue("d", 0.0)
         self._reduced_s = multiprocessing.RawValue("d", float("-inf"))
         self._sent_bytes = multiprocessing.RawValue("d", 0.0)
-        # Of the last times that the line was full, in bytes a second, and how often it was.
-        self._rates = multiprocessing.RawArray("d", RATES)
-        self._rates_seen_s = multiprocessing.RawArray("d", RATES)
-        self._measured = multiprocessing.RawValue("L", 0)
+        # Bytes that left in each of the last slots of time, and which slots these are.
+        self._slot_bytes = multiprocessing.RawArray("d", SLOTS)
+        self._slot_numbers = multiprocessing.RawArray("q", SLOTS)
+        # The highest rate of each of the last spans of time, in bytes a second, and which they are.
+        self._span_rates = multiprocessing.RawArray("d", SPANS)
+        self._span_numbers = multiprocessing.RawArray("q", SPANS)
+        # When a reduce found the line full for long enough.
+        self._reduce_full_s = multiprocessing.RawValue("d", float("-inf"))
+        # When the next group closes, as far as that is known.
+        self._closes_s = multiprocessing.RawValue("d", float("-inf"))
         # What reduces under way still have to send, and until when that counts at most.
         self._owed_bytes = multiprocessing.RawValue("d", 0.0)
         self._owed_until_s = multiprocessing.RawValue("d", 0.0)
-        # Of this process: its part of these bytes; when a full line was noticed, and what had been
-        # sent by then; when it was full last; and which rate that is.
+        # Of this process: its part of these bytes.
         self._own_owed_bytes = 0.0
-        self._full_since = (0.0, 0.0)
-        self._full_until_s = float("-inf")
-        self._rate_number: int | None = None
+        # Of the one that sends content: when its share is free, and when it looks for more.
+        self._content_free_s = 0.0
+        self._probe_s: float | None = None
+        self._probe_until_s = float("-inf")
         self._lock = multiprocessing.Lock()
         self._is_lock_lost = False
         self.serves = True
@@ -77,17 +96,21 @@ class Uplink:
 
     @property
     def stated_mbit_per_s(self) -> int | None:
-        """What rows of groups say of it, which gives shares of the reduce; None: as usual."""
-        known = self.known_mbit_per_s
+        """What rows of groups say of it, which gives shares of the reduce; None: as usual.
+
+        That one reader of content was slow says too little of a line for this.
+        """
+        is_seen = self._monotonic() < self._reduce_full_s.value + SPANS * SPAN_S
+        known = self.known_mbit_per_s if is_seen else self.max_mbit_per_s
         return None if known is None else max(1, round(known))
 
     @property
     def measured_mbit_per_s(self) -> float | None:
         """What the line carried when it was full; None when that has not been seen yet."""
-        count, since_s = min(int(self._measured.value), RATES), self._monotonic() - RATE_LIFE_S
-        seen = zip(self._rates[:count], self._rates_seen_s[:count], strict=True)
-        rates = [rate for rate, seen_s in seen if seen_s >= since_s]
-        return statistics.median(rates) * 8 / BITS_IN_MBIT if rates else None
+        since = int(self._monotonic() / SPAN_S) - SPANS + 1
+        seen = zip(self._span_rates, self._span_numbers, strict=True)
+        rate = max((rate for rate, number in seen if number >= since), default=0.0)
+        return rate * 8 / BITS_IN_MBIT if rate else None
 
     @property
     def known_mbit_per_s(self) -> float | None:
@@ -104,7 +127,7 @@ class Uplink:
     def piece_bytes(self) -> int | None:
         """How much content may be sent in one go; None for as much as there is."""
         known = self.known_mbit_per_s
-        if known is None:
+        if known is None or (self.max_mbit_per_s is None and self._is_probing()):
             return None
         return max(LEAST_PIECE_BYTES, int(PIECE_S * known * BITS_IN_MBIT / 8))
 
@@ -120,14 +143,13 @@ class Uplink:
         if has_lock:
             self._lock.release()
 
-    async def reduce(self, count: int, waited_s: float = 0.0) -> None:
-        """Note that a reduce sends `count` bytes, and wait until they have gone.
+    def expect_reduce(self, in_s: float) -> None:
+        """Note that a group closes so many seconds from now, and its reduce begins."""
+        self._closes_s.value = self._monotonic() + in_s
 
-        `waited_s` is how long they took to be handed over.
-        """
+    async def reduce(self, count: int) -> None:
+        """Note that a reduce sends `count` bytes, and wait until they have gone."""
         wait_s = self.reserve(count, is_reduce=True)
-        if waited_s >= FULL_AFTER_S:
-            self._note_full(self._monotonic(), waited_s)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
@@ -136,16 +158,34 @@ class Uplink:
         until_s = self._monotonic() + LONGEST_WAIT_S
         while self.is_busy() and self._monotonic() < until_s:
             await asyncio.sleep(LOOK_S)
-        wait_s = self.reserve(count, is_reduce=False)
+        wait_s = max(self.reserve(count, is_reduce=False), self._reserve_share(count))
         if wait_s > 0:
             await asyncio.sleep(wait_s)
+
+    def _reserve_share(self, count: int) -> float:
+        """Take content's share of a measured line for `count` bytes; return when it is free."""
+        measured, now_s = self.measured_mbit_per_s, self._monotonic()
+        if measured is None:
+            self._probe_s = None
+            return 0.0
+        if self._probe_s is None:
+            self._probe_s = now_s + PROBE_EVERY_S
+        elif now_s >= self._probe_s:
+            self._probe_s, self._probe_until_s = now_s + PROBE_EVERY_S, now_s + PROBE_S
+        if self._is_probing():
+            return 0.0
+        share_s = 8 * count / (CONTENT_SHARE * measured * BITS_IN_MBIT)
+        self._content_free_s = max(now_s, self._content_free_s) + share_s
+        return self._content_free_s - now_s
 
     def is_busy(self) -> bool:
         """Tell whether content has to wait."""
         now_s = self._monotonic()
-        is_owed = self._owed_bytes.value > 0 and now_s < self._owed_until_s.value
-        if is_owed and self.known_mbit_per_s is not None:
-            return True
+        if self.known_mbit_per_s is not None:
+            if self._owed_bytes.value > 0 and now_s < self._owed_until_s.value:
+                return True
+            if abs(now_s - self._closes_s.value) < NEAR_S:
+                return True
         return now_s < self._free_s.value or now_s < self._reduced_s.value + REDUCE_PAUSE_S
 
     def reserve(self, count: int, *, is_reduce: bool) -> float:
@@ -175,23 +215,49 @@ class Uplink:
             if has_lock:
                 self._lock.release()
 
-    def _note_full(self, now_s: float, waited_s: float) -> None:
-        """Note that the line has been full for `waited_s`; in the process that waited."""
-        is_new = now_s - waited_s > self._full_until_s + FULL_GAP_S
-        self._full_until_s = now_s
-        if is_new:
-            self._full_since = (now_s, self._sent_bytes.value)
-            self._rate_number = None
-            return
-        since_s, sent_bytes = self._full_since
-        if now_s - since_s < LEAST_FULL_S:
-            return
-        number = self._rate_number
-        if number is None:
-            number = self._rate_number = int(self._measured.value)
-        self._rates[number % RATES] = (self._sent_bytes.value - sent_bytes) / (now_s - since_s)
-        self._rates_seen_s[number % RATES] = now_s
-        self._measured.value = max(self._measured.value, number + 1)
+    def note_left(
+        self, since_s: float, full_since_s: float, count: int, *, is_reduce: bool
+    ) -> None:
+        """Note that `count` bytes of one stream have left between `since_s` and now; it has been
+        full without a pause since `full_since_s`."""
+        now_s = self._monotonic()
+        begin_s = max(since_s, now_s - (SLOTS - 1) * SLOT_S)
+        rate = count / max(now_s - since_s, 1e-6)
+        has_lock = self._take_lock()
+        try:
+            for number in range(int(begin_s / SLOT_S), int(now_s / SLOT_S) + 1):
+                at = number % SLOTS
+                if self._slot_numbers[at] != number:
+                    self._slot_numbers[at], self._slot_bytes[at] = number, 0.0
+                part_s = min(now_s, (number + 1) * SLOT_S) - max(begin_s, number * SLOT_S)
+                self._slot_bytes[at] += rate * max(0.0, part_s)
+            found = self._highest_rate(full_since_s, now_s)
+            if found > 0:
+                number = int(now_s / SPAN_S)
+                at = number % SPANS
+                if self._span_numbers[at] != number:
+                    self._span_numbers[at], self._span_rates[at] = number, 0.0
+                self._span_rates[at] = max(self._span_rates[at], found)
+                if is_reduce:
+                    self._reduce_full_s.value = now_s
+        finally:
+            if has_lock:
+                self._lock.release()
+
+    def _highest_rate(self, since_s: float, now_s: float) -> float:
+        """Return the most bytes a second that left in a window between two times; 0 if none fits
+        between them."""
+        last = int(now_s / SLOT_S) - 1
+        first = max(math.ceil(since_s / SLOT_S), last - SLOTS + 2)
+        left = [
+            self._slot_bytes[n % SLOTS] if self._slot_numbers[n % SLOTS] == n else 0.0
+            for n in range(first, last + 1)
+        ]
+        sums = (sum(left[at : at + WINDOW_SLOTS]) for at in range(len(left) - WINDOW_SLOTS + 1))
+        return max(sums, default=0.0) / (WINDOW_SLOTS * SLOT_S)
+
+    def _is_probing(self) -> bool:
+        return self._monotonic() < self._probe_until_s
 
     def _take_lock(self) -> bool:
         """Take the lock, unless a process was killed that had it: then figures may be a little
@@ -200,3 +266,27 @@ class Uplink:
             return False
         self._is_lock_lost = not self._lock.acquire(timeout=LOCK_LIMIT_S)
         return not self._is_lock_lost
+
+
+class StreamMeter:
+    """What one stream takes while all buffers on its way are full; for whoever writes to it."""
+
+    def __init__(self, uplink: Uplink, *, is_reduce: bool) -> None:
+        self._uplink, self._is_reduce = uplink, is_reduce
+        # Since when the stream is full without a pause, when it was last, and what came since then.
+        self._full_since_s = self._full_s = float("-inf")
+        self._bytes = 0
+
+    def wrote(self, count: int, began_s: float, ended_s: float) -> None:
+        """Note that `count` bytes were handed over; times are those of the uplink's clock."""
+        self._bytes += count
+        if ended_s - began_s < FULL_AFTER_S:
+            return
+        if began_s - self._full_s > FULL_GAP_S:
+            # What was taken so far has filled buffers.
+            self._full_since_s = ended_s
+        else:
+            self._uplink.note_left(
+                self._full_s, self._full_since_s, self._bytes, is_reduce=self._is_reduce
+            )
+        self._full_s, self._bytes = ended_s, 0
