@@ -35,10 +35,10 @@ types: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml $(foreach p,$(PACKAGES),-p dipaco.$(p))
 
-# The tests with whole swarms come one after the other: two swarms at once are too much for two cores.
+# Three workers on two cores, because many tests wait for processes; of whole swarms two at once.
 unit: setup
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile --ignore-glob='*/test_swarm_*'
-	$(BIN)/python -m pytest tests/test_swarm_*.py
+	$(BIN)/python -m pytest tests -n 3 --dist loadfile --ignore-glob='*/test_swarm_*'
+	$(BIN)/python -m pytest tests/test_swarm_*.py -n 2 --dist loadfile
 
 # The page of dipaco-serve in a real browser; needs Chromium, which CI does not have.
 browser: setup
