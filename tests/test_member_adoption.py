@@ -13,8 +13,10 @@ from dipaco.peer.member.adoption import (
     MAX_LOSS_INCREASE,
     MOST_STEPS,
     RETRY_PERIODS,
+    Adoption,
 )
 from dipaco.peer.member.chains import RETRY_PERIODS as CHAIN_RETRY_PERIODS
+from dipaco.peer.member.chains import Chains
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, of
 
@@ -369,6 +371,29 @@ def test_another_state_that_wins_is_tried_when_the_best_cannot_be_had() -> None:
     peer.happen(e.FetchFailed(MODULE, best.digest, "none of 1 holders answers", "adopt"))
     peer.look()
     assert [wanted.reference for wanted in peer.of(a.FetchState)] == [best, second]
+
+
+def test_what_its_holders_do_not_serve_is_looked_into_beside_the_rounds_and_less_and_less() -> None:
+    """Who has another such state each time would end every counted round without a commit."""
+    peer = Peer("Pa")
+    known, family = peer.member.known, peer.family
+    adoption = Adoption(known, Chains(known))
+    retry_s = RETRY_PERIODS * refresh_period_s(peer.plan.rounds)
+    for number, failed_s in enumerate((0.0, retry_s, 2 * retry_s)):
+        peer.now_s += failed_s - 1.0
+        state = family.commit(peer.anchor, 3, ["Pa", "Pc"], tokens=number + 1)
+        known.book.add_all(family.chain(state))
+        peer.announce(state, "Pa")
+        assert adoption.catch_up(MODULE, None) == (number == 0)
+        peer.now_s += 2.0
+        peer.look()
+        assert adoption.catch_up(MODULE, None)
+        adoption.on_state(e.FetchFailed(MODULE, state.digest, "it could not serve it", "adopt"))
+    state = family.commit(peer.anchor, 3, ["Pa", "Pc"], tokens=9)
+    known.book.add_all(family.chain(state))
+    peer.announce(state, "Pa")
+    assert not adoption.catch_up(MODULE, None)
+    assert adoption.start(MODULE)
 
 
 # -- own work

@@ -11,7 +11,7 @@ from dipaco.dht.records import Claim
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.beginning import LIMIT_S, MOVE_LIMIT_S, RETRY_S, Beginning
+from dipaco.peer.member.beginning import LIMIT_S, MOVE_LIMIT_S, MOVE_SHARE, RETRY_S, Beginning
 from dipaco.peer.member.chains import Chains
 from dipaco.peer.member.claiming import LONGEST_WAIT_S, MAX_LOOKS, SHORTEST_WAIT_S, Claiming
 from dipaco.peer.member.horizon import Horizon
@@ -208,6 +208,20 @@ def test_a_peer_that_has_a_path_does_not_stand_idle_for_another() -> None:
         assert beginning.left_s == limit_s
         known.now_s += limit_s + 0.1
         assert beginning.has_failed
+
+
+def test_a_peer_that_moves_waits_longer_for_what_is_on_its_way() -> None:
+    """Or one on a slow line would give up each time, and never move."""
+    known = knowledge(plan := make_plan(rounds=RoundsConfig(duration_s=120.0)))
+    known.path = 1
+    known.learn(view_of(START_S, duration_s=120.0))
+    beginning = Beginning(known, Chains(known))
+    beginning.begin(0)
+    assert beginning.left_s == MOVE_SHARE * plan.rounds.duration_s
+    known.now_s += MOVE_LIMIT_S + 0.1
+    assert not beginning.has_failed
+    beginning.on_path(e.PathFailed(0, "nobody serves the shard of path 0"))
+    assert beginning.has_failed
 
 
 def test_what_never_comes_ends_the_wait_with_its_reason() -> None:

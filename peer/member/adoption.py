@@ -10,8 +10,10 @@ chain that parted from it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
@@ -31,6 +33,8 @@ MAX_LOSS_INCREASE = 1.0
 GREATEST_STEP, MOST_STEPS = 4.0, 4
 # Refresh periods for which a state that could not be fetched is left alone.
 RETRY_PERIODS = 5
+# Who fails to serve again and again is asked last for twice as long each time, so often at most.
+MOST_DOUBLINGS = 4
 # Of so many states and peers it is remembered that they are to be left alone.
 MOST_LEFT_ALONE = 256
 # No other state that those who made the last step to a refused one made alone is taken for so many
@@ -65,6 +69,8 @@ class Adoption:
         # Who could not serve a state that it was said to hold, and whose states are not believed,
         # until when: an inventor has a new one each time.
         self._unserved: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
+        """How often they could not, since one of them last did so alone."""
         self._disbelieved: dict[str, int] = {}
         self._unchecked: dict[str, set[str]] = {}
         """Modules whose anchor was taken at the beginning, and the rivals that it was better than;
@@ -84,6 +90,7 @@ class Adoption:
         """Forget until when states are left alone."""
         self._unavailable.clear()
         self._unserved.clear()
+        self._failures.clear()
         self._disbelieved.clear()
 
     def is_fetching(self, module: str) -> bool:
@@ -99,9 +106,14 @@ class Adoption:
         """Return the state that should replace the anchor of a module, as far as is known."""
         known = self._known
         candidates, anchor = self._candidates(module), known.anchors[module]
-        failing = {peer for peer, until_s in self._unserved.items() if until_s > known.now_s}
-        served = [s for s in candidates if not failing.issuperset(known.holders(s))]
+        served = list(filter(self._is_served, candidates))
         return known.descent.best(served, anchor) or known.descent.best(candidates, anchor)
+
+    def _is_served(self, state: StateReference) -> bool:
+        """Tell whether a state has a holder that has not just failed to serve what it was said to
+        hold."""
+        failing = {p for p, until_s in self._unserved.items() if until_s > self._known.now_s}
+        return not failing.issuperset(self._known.holders(state))
 
     def word(self, state: StateReference) -> frozenset[str]:
         """Return whose word it is that a state should replace the anchor: those who have shown
@@ -147,25 +159,32 @@ class Adoption:
         if not self._chains.is_wanted(module):
             self.start(module)
 
-    def start(self, module: str, counting: Collection[str] | None = None) -> bool:
-        """Fetch the state that wins, if one does. Returns whether one is on its way.
-
-        With `counting`, those who count, only one that they can have committed without this peer:
-        what a few have made is looked into beside the rounds.
-        """
-        if module in self._fetching and counting is None:
+    def start(self, module: str) -> bool:
+        """Fetch the state that wins, if one does. Returns whether one is on its way."""
+        if module in self._fetching:
             return not self._fetching[module].is_rival
         best = self.winner(module)
-        if best is not None and counting is not None:
-            is_theirs = is_majority(self.word(best), counting)
-            if not is_theirs or module in self._fetching:
-                return is_theirs and self._fetching[module].reference.digest == best.digest
         if best is None:
             self._compare(module)
             return False
         self._fetching[module] = _Fetch(best)
         self._known.do(FetchState(best, self._known.holders(best), "adopt"))
         return True
+
+    def catch_up(self, module: str, counting: Collection[str] | None) -> bool:
+        """Fetch the state that others committed without this peer, as its round ends.
+
+        With `counting`, those who count, only one that they can have committed: what a few have
+        made is looked into beside the rounds. With fixed steps, without, only one that can be had,
+        as far as is known: who has a new one each time, and serves none, would end every round.
+        """
+        fetch, best = self._fetching.get(module), self.winner(module)
+        if counting is None:
+            wanted = fetch.reference if fetch is not None else best
+            return wanted is not None and self._is_served(wanted) and self.start(module)
+        if best is None or not is_majority(self.word(best), counting):
+            return False
+        return self.start(module) if fetch is None else fetch.reference.digest == best.digest
 
     def _compare(self, module: str) -> None:
         """Fetch the next state that an anchor from the beginning is to be compared with."""
@@ -199,20 +218,30 @@ class Adoption:
         if fetch is None or not is_answer_to(event, fetch.reference):
             return
         known = self._known
+        holders = known.holders(fetch.reference)
         if isinstance(event, StateFetched) and known.is_plausible(event.reference):
+            if len(holders) == 1:
+                self._failures.pop(holders[0], None)
             known.take_certificates(event.certificates)
             fetch.reference, fetch.is_here = event.reference, True
             return
         del self._fetching[module]
-        if fetch.is_rival:
-            return
-        period_s = refresh_period_s(known.plan.rounds)
-        until_s = known.now_s + RETRY_PERIODS * period_s
-        self._unavailable[digest] = until_s
-        self._unserved.update(dict.fromkeys(known.holders(fetch.reference), until_s))
-        for left_alone in (self._unavailable, self._unserved):
-            while len(left_alone) > MOST_LEFT_ALONE:
-                del left_alone[next(iter(left_alone))]
+        if not fetch.is_rival:
+            self._leave_alone(digest, holders)
+
+    def _leave_alone(self, digest: str, holders: Collection[str]) -> None:
+        """Note that a state could not be had of those who were said to hold it."""
+        known = self._known
+        retry_s = RETRY_PERIODS * refresh_period_s(known.plan.rounds)
+        self._unavailable[digest] = known.now_s + retry_s
+        for peer in holders:
+            doublings = min(self._failures[peer], MOST_DOUBLINGS)
+            self._failures[peer] += 1
+            self._unserved[peer] = known.now_s + retry_s * 2**doublings
+        remembered: dict[str, Any]
+        for remembered in (self._unavailable, self._unserved, self._failures):
+            while len(remembered) > MOST_LEFT_ALONE:
+                del remembered[next(iter(remembered))]
 
     def apply(self, running: Collection[str]) -> None:
         """Put what is here under the work of modules whose level has no round under way."""

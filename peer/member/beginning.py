@@ -15,8 +15,9 @@ from .knowledge import Knowledge, is_answer_to
 
 # How long content is waited for before a member gives up on a path.
 LIMIT_S = 300.0
-# A member that has a path to train waits no longer than this for another one.
-MOVE_LIMIT_S = 20.0
+# A member that has a path to train waits no longer than this for another one; while all that is
+# missing is on its way, up to this share of a round, or a slow line would never let it move.
+MOVE_LIMIT_S, MOVE_SHARE = 20.0, 0.5
 RETRY_S = 3.0
 # A state that could not be fetched is left alone for so long.
 UNAVAILABLE_S = 15.0
@@ -35,7 +36,7 @@ class Beginning:
         self._has_shard = False
         self._shard_wanted = False
         self._retry_s = 0.0
-        self._until_s = 0.0
+        self._until_s = self._latest_s = 0.0
         self._fetching: dict[str, StateReference] = {}
         self._ready: dict[str, StateReference] = {}
         self._unavailable: dict[str, float] = {}
@@ -46,8 +47,10 @@ class Beginning:
         self.reason = ""
         self._has_shard = self._shard_wanted = False
         self._retry_s = 0.0
-        limit_s = LIMIT_S if self._known.path is None else MOVE_LIMIT_S
-        self._until_s = self._known.now_s + limit_s
+        known, moves = self._known, self._known.path is not None
+        self._until_s = known.now_s + (MOVE_LIMIT_S if moves else LIMIT_S)
+        patience_s = MOVE_SHARE * known.plan.rounds.duration_s if moves else 0.0
+        self._latest_s = max(self._until_s, known.now_s + patience_s)
         self._fetching, self._ready, self._unavailable = {}, {}, {}
         self.on_turn()
 
@@ -63,12 +66,20 @@ class Beginning:
     @property
     def has_failed(self) -> bool:
         """Whether the limit has passed."""
-        return self.path is not None and self._known.now_s > self._until_s
+        return self.path is not None and self._known.now_s > self._limit_s
 
     @property
     def left_s(self) -> float:
         """How long it will be tried still."""
-        return max(0.0, self._until_s - self._known.now_s)
+        return max(0.0, self._limit_s - self._known.now_s)
+
+    @property
+    def _limit_s(self) -> float:
+        """When it is given up: later if all that is missing is on its way."""
+        modules = self._known.grid.modules_of_path(self.path or 0)
+        is_coming = self._has_shard or self._shard_wanted
+        is_coming &= all(m in self._ready or m in self._fetching for m in modules)
+        return self._latest_s if is_coming else self._until_s
 
     @property
     def waits_for(self) -> str:

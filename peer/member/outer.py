@@ -349,7 +349,7 @@ class OuterRounds:
         """Take what the others committed, or try again with those that are alive."""
         known, module = self.known, running.module
         running.until_s = math.inf
-        if self.adoption.start(module, None if self._is_counted else self._counting(running)):
+        if self.adoption.catch_up(module, None if self._is_counted else self._counting(running)):
             if self._is_counted:
                 self._catching_up[running.boundary.level] = running
                 del self._running[running.boundary.level]
