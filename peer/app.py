@@ -140,7 +140,12 @@ def _train(
         node.dht, node.plan, node.grid, rule, uplink, signing, node.gate, node.certifier.admission
     )
     hours = Hours.parse(settings.hours) if settings.hours is not None else None
-    budget = UploadBudget(settings.cache_folder, settings.max_upload_gb_month, uplink)
+    budget = UploadBudget(
+        settings.cache_folder,
+        uplink,
+        gb_month=settings.max_upload_gb_month,
+        gb_hour=settings.max_upload_gb_hour,
+    )
     pauses = Pauses(
         settings.cache_folder, hours, on_battery=settings.on_battery == "pause", budget=budget
     )

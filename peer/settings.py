@@ -167,6 +167,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             least=0.001,
         ),
     ] = None
+    max_upload_gb_hour: Annotated[
+        float | None,
+        Option("the same for an hour, until the next one begins", "GB", least=0.001),
+    ] = None
     name: Annotated[
         str, Option("what status calls this peer, 32 characters (default: its id alone)", "NAME")
     ] = ""

@@ -64,6 +64,7 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
             address_file=_numbered(settings.address_file, number),
             max_upload_mbps=_share(settings.max_upload_mbps, count),
             max_upload_gb_month=_share(settings.max_upload_gb_month, count),
+            max_upload_gb_hour=_share(settings.max_upload_gb_hour, count),
         )
         for number, device in enumerate(settings.devices)
     )

@@ -365,7 +365,7 @@ def test_a_month_s_upload(tmp_path: Path) -> None:
     uplink = Uplink()
 
     def budget(limit_gb: float | None = 1.0) -> UploadBudget:
-        return UploadBudget(tmp_path, limit_gb, uplink, lambda: month["now"])
+        return UploadBudget(tmp_path, uplink, gb_month=limit_gb, now=lambda: month["now"])
 
     first = budget()
     uplink.reserve(600_000_000, is_reduce=False)
@@ -382,12 +382,12 @@ def test_a_month_s_upload(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "upload.json").read_text())["month"] == "2026-01"
     watch = Pauses(tmp_path, budget=second)
     assert watch.change() == "1 GB were sent this month (--max-upload-gb-month)"
-    second._limit_bytes = 2e9
+    second._limits_gb["month"] = 2.0
     ask_to_pause(tmp_path)
     paused = Pauses(tmp_path, budget=second)
     assert paused.change() == BY_COMMAND
     assert uplink.serves, "what is left may be served in a pause"
-    second._limit_bytes = 1e9
+    second._limits_gb["month"] = 1.0
     paused = Pauses(tmp_path, budget=second)
     assert paused.change() == BY_COMMAND
     assert not uplink.serves, "and no more than that"
@@ -396,6 +396,35 @@ def test_a_month_s_upload(tmp_path: Path) -> None:
     assert uplink.serves
     (tmp_path / "upload.json").write_text("nonsense")
     assert budget().reason() == ""
+
+
+def test_an_hour_s_upload(tmp_path: Path) -> None:
+    # What an earlier version has written counts for the month.
+    (tmp_path / "upload.json").write_text('{"month": "2026-01", "bytes": 500000000}')
+    clock = {"now": datetime(2026, 1, 30, 14, 50)}
+    uplink = Uplink()
+
+    def budget() -> UploadBudget:
+        return UploadBudget(tmp_path, uplink, gb_month=3.0, gb_hour=1.0, now=lambda: clock["now"])
+
+    first = budget()
+    uplink.reserve(900_000_000, is_reduce=False)
+    assert first.reason() == ""
+    # A restart in the same hour goes on where it was.
+    second = budget()
+    uplink.reserve(200_000_000, is_reduce=True)
+    assert second.reason() == "1 GB were sent this hour (--max-upload-gb-hour)"
+    assert not uplink.serves
+    clock["now"] = datetime(2026, 1, 30, 15, 0)
+    assert second.reason() == ""
+    assert uplink.serves
+    # The same hour of another day is another one, and the month goes on.
+    clock["now"] = datetime(2026, 1, 31, 15, 0)
+    uplink.reserve(900_000_000, is_reduce=True)
+    assert second.reason() == ""
+    clock["now"] = datetime(2026, 1, 31, 16, 0)
+    uplink.reserve(600_000_000, is_reduce=True)
+    assert second.reason() == "3 GB were sent this month (--max-upload-gb-month)"
 
 
 def test_a_limit_that_no_round_fits_in_is_told_beforehand(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """When a peer is to train nothing: its owner said so, the hour is wrong, the battery is in use, or
-the upload of the month is used up.
+the upload of the month or of the hour is used up.
 
 `dipaco-peer pause` and `resume` make and remove one file in the cache folder, and so do the
 signals SIGUSR1 and SIGUSR2; a peer that starts looks at it too. Beside it the peer writes what it
@@ -32,6 +32,8 @@ logger = logging.getLogger("dipaco.peer.owner.pauses")
 LOOK_EVERY_S = 5.0
 DAY_MINUTES = 24 * 60
 POWER_SUPPLIES = Path("/sys/class/power_supply")
+# What an upload budget is counted by, and what names one of them.
+UPLOAD_SPANS = {"month": "%Y-%m", "hour": "%Y-%m-%d %H"}
 BY_COMMAND = "by dipaco-peer pause, until dipaco-peer resume"
 
 
@@ -78,49 +80,58 @@ def is_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
 
 
 class UploadBudget:
-    """What was sent this month, kept on disk; `uplink` counts since the start. One thread."""
+    """What was sent this month and this hour, kept on disk; `uplink` counts since the start.
+
+    Months and hours are those of this machine's calendar and clock. One thread.
+    """
 
     def __init__(
         self,
         folder: Path,
-        limit_gb: float | None,
         uplink: Uplink,
+        *,
+        gb_month: float | None = None,
+        gb_hour: float | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._file = folder / "upload.json"
-        self._limit_bytes = limit_gb * 1e9 if limit_gb is not None else None
-        self._limit_gb = limit_gb
+        self._limits_gb = {"month": gb_month, "hour": gb_hour}
         self._uplink, self._now = uplink, now
         self._counted = uplink.sent_bytes
-        self._month, self._bytes = self._load()
+        self._bytes = self._load()
 
     def reason(self) -> str:
-        """Return why nothing more is to be sent this month; empty while something is left."""
+        """Return why nothing more is to be sent for now; empty while something is left."""
         self.count()
-        is_used_up = self._limit_bytes is not None and self._bytes >= self._limit_bytes
-        self._uplink.serves = not is_used_up
-        if not is_used_up:
-            return ""
-        return f"{self._limit_gb:g} GB were sent this month (--max-upload-gb-month)"
+        reason = ""
+        for span, limit_gb in self._limits_gb.items():
+            if limit_gb is not None and self._bytes[span][1] >= limit_gb * 1e9 and not reason:
+                reason = f"{limit_gb:g} GB were sent this {span} (--max-upload-gb-{span})"
+        self._uplink.serves = not reason
+        return reason
 
     def count(self) -> None:
-        """Write down what was sent; another month begins at nothing."""
-        sent, month = self._uplink.sent_bytes, f"{self._now():%Y-%m}"
-        if month != self._month:
-            self._month, self._bytes = month, 0
-        self._bytes += sent - self._counted
+        """Write down what was sent; another month or hour begins at nothing."""
+        sent, now = self._uplink.sent_bytes, self._now()
+        for span, (begun, before) in self._bytes.items():
+            at = f"{now:{UPLOAD_SPANS[span]}}"
+            self._bytes[span] = (at, (before if at == begun else 0) + sent - self._counted)
         if sent != self._counted or not self._file.exists():
-            written = json.dumps({"month": self._month, "bytes": self._bytes})
+            (month, month_bytes), (hour, hour_bytes) = self._bytes["month"], self._bytes["hour"]
+            kept = {"month": month, "bytes": month_bytes, "hour": hour, "hour_bytes": hour_bytes}
             with contextlib.suppress(OSError, StorageError):
-                atomic_write(self._file, f"{written}\n".encode())
+                atomic_write(self._file, f"{json.dumps(kept)}\n".encode())
         self._counted = sent
 
-    def _load(self) -> tuple[str, int]:
+    def _load(self) -> dict[str, tuple[str, int]]:
+        """Return for month and hour which one it was, and the bytes of it."""
         try:
             kept = json.loads(self._file.read_text())
-            return str(kept["month"]), max(0, int(kept["bytes"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return "", 0
+            month = str(kept["month"]), max(0, int(kept["bytes"]))
+            hour = str(kept.get("hour", "")), max(0, int(kept.get("hour_bytes", 0)))
+            return {"month": month, "hour": hour}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {"month": ("", 0), "hour": ("", 0)}
 
 
 class Pauses:
