@@ -158,12 +158,14 @@ class OuterSteps:
     ) -> AveragingOutcome:
         self._stopping.wait(max(0.0, self._local_time(action.begin_s) - time.time()))
         close_s, end_s = self._local_time(action.close_s), self._local_time(action.end_s)
+        latest_s = self._local_time(action.latest_s)
         is_counted = self._plan.rounds.inner_steps > 0
         return averager.average(
             snapshot.outer_gradient(),
             candidates=action.candidates,
             close_s=close_s,
             end_s=max(end_s, close_s + GRACE_S),
+            latest_s=latest_s,
             contribution=Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens),
             module=action.module,
             round_index=action.round_index,

@@ -7,6 +7,7 @@ from dipaco.dht.policy import rendezvous
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
+from dipaco.peer.member.gathering import takes_long
 from dipaco.peer.member.knowledge import ISOLATED_ROUNDS
 from dipaco.peer.member.member import MERGE_BUDGET_S
 from dipaco.peer.member.outer import TRACING_S
@@ -50,6 +51,22 @@ def test_all_that_train_the_module_meet_and_commit() -> None:
     (commit,) = peer.of(a.Commit)
     assert (commit.round_index, commit.attempt, commit.expected) == (3, 0, 3)
     assert peer.of(a.CarryOn) == []
+
+
+def test_a_first_attempt_may_take_the_whole_window_where_lines_are_slow() -> None:
+    peer = group("Pa", "Pc")
+    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
+    window_s = peer.plan.rounds.window_s
+    assert meeting.end_s == meeting.begin_s + window_s / 2
+    assert meeting.latest_s == meeting.begin_s + window_s
+    time_s = meeting.end_s - meeting.close_s
+    assert not takes_long(meeting.close_s, meeting.end_s, 0.4 * time_s)
+    assert takes_long(meeting.close_s, meeting.end_s, 0.6 * time_s)
+    peer.now_s = meeting.latest_s
+    fail(peer, 0, ("Pa", ME, "Pc"))
+    answers(peer, "Pa", Pc=peer.member.anchors[MODULE])
+    assert peer.of(a.Average) == [meeting]
+    assert len(peer.of(a.CarryOn)) == 1
 
 
 def test_a_peer_that_comes_early_says_when_the_others_come() -> None:
@@ -284,6 +301,7 @@ def test_an_older_state_of_others_does_not_stop_a_second_attempt() -> None:
     older = peer.family.chain(peer.member.anchors[MODULE])[1].reference
     (again,) = of(a.Average, answers(peer, "Pa", Pc=older))
     assert again.attempt == 1
+    assert again.end_s == again.latest_s
 
 
 # -- alone

@@ -174,6 +174,18 @@ def test_a_reducer_that_does_not_show_what_it_got_is_named(
     assert_all_but_the_liar_name_it(asyncio.run(group.run(tamper)))
 
 
+def test_who_has_no_time_left_for_its_checks_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where lines are slow. Reducers that had the time to show their pieces are named."""
+    for result in asyncio.run(checked(3, check_limit_s=0.0).run()):
+        assert isinstance(result, AveragingFailed)
+        assert "ran out" in str(result)
+        assert result.culprits == ()
+    monkeypatch.setattr(verdicts, "LOOK_SILENCES", 0)
+    for result in asyncio.run(checked(3).run()):
+        assert isinstance(result, AveragingFailed)
+        assert len(result.culprits) == 1
+
+
 @pytest.mark.parametrize("is_refusal", [False, True])
 def test_a_false_accusation_changes_nothing(is_refusal: bool) -> None:
     """A lie that others can find out is the accuser's; a refusal that only it saw, nobody's."""

@@ -75,6 +75,14 @@ def test_what_equal_members_send_is_what_plans_say() -> None:
         assert found.bytes_sent_by(member, [part] * 64, codec) == pytest.approx(planned)
 
 
+def test_a_reduce_takes_as_long_as_the_slowest_line() -> None:
+    codec, sizes, lines = CODECS["float16"], [1000] * 60, [100, 4, 0, 100, 4]
+    found = topology_of(lines, 60, SECTION_ROWS)
+    sent = found.bytes_sent_by(1, sizes, codec)
+    assert found.seconds_needed(lines, sizes, codec) == pytest.approx(8e-6 * sent / 4)
+    assert found.seconds_needed([0, 0, 0, 0, 0], sizes, codec) == 0.0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=20).filter(any),

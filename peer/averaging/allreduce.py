@@ -91,8 +91,7 @@ class ExactAllReduceRunner:
     ) -> None:
         self.peer_id = p2p.peer_id
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
-        self._group, self._codec = group, codec
-        self._silence_s = silence_s
+        self._group, self._codec, self._silence_s = group, codec, silence_s
         self._place = {peer: place for place, peer in enumerate(group.peers)}
         self._me = self._place[self.peer_id.to_base58()]
         self._failure = FirstFailure()
@@ -102,6 +101,7 @@ class ExactAllReduceRunner:
         section_rows = rule.rows_of_a_section(len(order))
         self._topology = topology = Topology.of(order, group.shares, sizes, section_rows)
         self.owed_bytes = topology.bytes_sent_by(self._me, sizes, codec.codec)
+        self.needed_s = topology.seconds_needed(group.mbit_per_s, sizes, codec.codec)
         self._has_levels = len(topology.sections) > 1
         weights = dict(zip(order, rule.weights(group.table, group.usual), strict=True))
         paths = dict(zip(order, (row.path for row in group.table), strict=True))

@@ -127,6 +127,7 @@ class ExactAverager(multiprocessing.Process):
         self._together = multiprocessing.Value("i", 0)
         # What this peer sends in the reduce under way; 0 while there is none.
         self._owed_bytes = multiprocessing.RawValue("d", 0.0)
+        self._ends_s = multiprocessing.RawValue("d", 0.0)
         self._inner_pipe, self._outer_pipe = multiprocessing.Pipe(duplex=True)
         self._host = os.getpid()
         self._ready = MPFuture()
@@ -147,6 +148,7 @@ class ExactAverager(multiprocessing.Process):
         candidates: Sequence[str],
         close_s: float,
         end_s: float,
+        latest_s: float = 0.0,
         contribution: Contribution,
         module: str,
         round_index: int,
@@ -160,7 +162,8 @@ class ExactAverager(multiprocessing.Process):
     ) -> AveragingOutcome:
         """Average `flat` with the candidates that come, until `close_s`.
 
-        Called on any one thread at a time; blocks until `end_s` at most. `flat` is never changed.
+        Called on any one thread at a time; blocks until `end_s` at most, or until `latest_s` when
+        the lines of the group, as its rows state them, need that long. `flat` is never changed.
         `candidates` are peer ids in leading order, this peer among them, the same on all members
         or nearly so; who is in `exclude` is not admitted when this peer leads. Who is `undialable`
         is not called and does not lead; if that is this peer, it reduces nothing. Times are on this
@@ -204,6 +207,7 @@ class ExactAverager(multiprocessing.Process):
             close_s=close_s,
             give_up_s=min(end_s, give_up_s),
             end_s=end_s,
+            latest_s=max(end_s, latest_s),
             awaited=None if awaited is None else awaited() or frozenset(),
             exclude=frozenset(exclude),
             undialable=frozenset(undialable),
@@ -338,7 +342,7 @@ class ExactAverager(multiprocessing.Process):
             raise AveragingFailed("the previous averaging has not ended yet")
         # The process is idle, so nobody reads the scratch copy.
         self._scratch.copy_(flat)
-        self._owed_bytes.value = 0.0
+        self._owed_bytes.value = self._ends_s.value = 0.0
         future: MPFuture = MPFuture()
         self._tell("begin", request, future)
         self._pending, self._gave_up_s = future, None
@@ -359,6 +363,7 @@ class ExactAverager(multiprocessing.Process):
         """Wait for the process's answer, and notice when it dies."""
         reducing_s = None
         while True:
+            end_s = max(end_s, self._ends_s.value)
             if reducing_s is None and self._owed_bytes.value:
                 reducing_s = time.time()
             if reducing_s is not None:
@@ -478,4 +483,5 @@ class ExactAverager(multiprocessing.Process):
     def _note_owed(self, count: int, limit_s: float) -> None:
         if self._uplink is not None:
             self._uplink.begin_reduce(count, limit_s)
+        self._ends_s.value = time.time() + limit_s if count else 0.0
         self._owed_bytes.value = count

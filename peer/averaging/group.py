@@ -188,6 +188,8 @@ class AgreedGroup:
     """What the members' anchor says of contributions."""
     commitments: tuple[bytes, ...] = ()
     """Of each of `peers`; none where reducers are not checked."""
+    mbit_per_s: tuple[int, ...] = ()
+    """What each of `peers` states of its upload; 0 cannot be reached."""
 
 
 def agree(
@@ -223,6 +225,7 @@ def agree(
         shares=reduce_shares([row.bandwidth_mbit for row in checked]),
         usual=rules.usual,
         commitments=tuple(row.commitment for row in checked) if rules.own.commitment else (),
+        mbit_per_s=tuple(row.bandwidth_mbit for row in checked),
     )
 
 

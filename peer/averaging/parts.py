@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from dipaco.modules.outer import SECTION_ROWS, AveragingRule, Contribution
+from dipaco.peer.member.gathering import takes_long
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.proto import runtime_pb2
 
@@ -316,6 +317,8 @@ class AveragingRequest:
     """When the meeting gives up, whoever leads."""
     end_s: float
     """When the all-reduce gives up."""
+    latest_s: float
+    """When it does if its rows say that it takes long; not before `end_s`."""
     awaited: frozenset[str] | None = None
     """With fixed steps: the group is complete when these are in it."""
     exclude: frozenset[str] = frozenset()
@@ -324,6 +327,12 @@ class AveragingRequest:
     """Candidates that are not called and do not lead."""
     nodes: tuple[bytes, ...] = ()
     """Hashes of the own parts, which the own row commits to; none where nothing is checked."""
+
+    def until_s(self, needed_s: float) -> float:
+        """Return when an all-reduce gives up whose slowest line needs so long for its bytes: the
+        same for all members, whenever they ask."""
+        is_slow = takes_long(self.close_s, self.end_s, needed_s)
+        return self.latest_s if is_slow else self.end_s
 
 
 def as_failure(

@@ -192,14 +192,15 @@ class AveragingService(ServicerBase):
             signing=self._signing,
         )
         announced.set_result(runner)
-        limit_s = max(0.0, request.end_s - time.time())
+        end_s = request.until_s(runner.needed_s)
+        limit_s = max(0.0, end_s - time.time())
         self._owe(runner.owed_bytes, limit_s)
         try:
             await asyncio.wait_for(runner.run(), limit_s)
         except TimeoutError:
             raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
         else:
-            return await runner.check(max(0.0, request.end_s - time.time()))
+            return await runner.check(max(0.0, end_s - time.time()))
         finally:
             self._owe(0, 0.0)
             runner.end_check()

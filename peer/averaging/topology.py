@@ -113,6 +113,16 @@ class Topology:
                     encoded += size * (reducer != member)
         return codec.encoded_bytes(encoded) + FP32_BYTES * in_fp32
 
+    def seconds_needed(
+        self, mbit_per_s: Sequence[int], part_sizes: Sequence[int], codec: Codec
+    ) -> float:
+        """Return what the slowest line takes for what its member sends; lines of 0 are unknown."""
+        slowest = min((rate for rate in mbit_per_s if rate > 0), default=0)
+        if not slowest:
+            return 0.0
+        sent = self.bytes_sent_by(list(mbit_per_s).index(slowest), part_sizes, codec)
+        return 8e-6 * sent / slowest
+
     def sums_between(self, reducer: int, root: int) -> tuple[tuple[int, int], ...]:
         """Return the sums that a reducer owes a root, each as (part, section), in order."""
         return tuple(

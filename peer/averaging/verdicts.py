@@ -105,6 +105,8 @@ class StepCheck:
         self._asked: Counter[int] = Counter()
         self._came: set[int] = set()
         self._failure: AveragingFailed | None = None
+        # Whether a reducer has less time to show pieces than it may take.
+        self._is_short = self._ran_out = False
         self._liars: set[int] = set()
 
     # What reducers give and sign.
@@ -146,12 +148,18 @@ class StepCheck:
     async def run(self, limit_s: float) -> tuple[str, ...]:
         """Check, and exchange verdicts; returns the peers that accused somebody falsely.
 
-        Raises AveragingFailed naming a reducer that lied. Ends within `limit_s`.
+        Raises AveragingFailed naming a reducer that lied, or nobody where slow lines left too
+        little time for the checks. Ends within `limit_s`.
         """
+        self._is_short = limit_s < LOOK_SILENCES * self._silence_s
         until_s = asyncio.get_running_loop().time() + limit_s
         try:
             drawn = draw(self._reducers, self._sizes, self._me, self._rule.check_pieces)
             accusation = await self._look(drawn, min(limit_s, LOOK_SILENCES * self._silence_s))
+            if self._ran_out and accusation is not None and accusation.is_refusal:
+                # That says nothing of the reducer.
+                reason = "the time for this step ran out while its reducers were checked"
+                raise AveragingFailed(reason, self._group.peers)
             self._own.set_result(Verdict(dict(self._averages), accusation))
             if accusation is not None:
                 self._blame(accusation)
@@ -227,6 +235,7 @@ class StepCheck:
         except WrongAverage:
             return Accusation(part, piece, is_refusal=False)
         except Exception as error:
+            self._ran_out |= self._is_short and isinstance(error, TimeoutError)
             logger.debug("%s shows nothing", self._name(reducer), exc_info=error)
             return Accusation(part, piece, is_refusal=True)
         return None

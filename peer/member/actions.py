@@ -138,7 +138,8 @@ class DropPart:
 class Average:
     """Meet the others and average the snapshot of a round with theirs.
 
-    Answered by `Averaged` or `AverageFailed`, at the latest at `end_s`.
+    Answered by `Averaged` or `AverageFailed`, at the latest at `end_s`, or at `latest_s` by a group
+    whose rows say that its reduce takes that long.
     """
 
     module: str
@@ -161,6 +162,8 @@ class Average:
     undialable: tuple[str, ...] = ()
     """Candidates that others cannot call by an address of theirs: they never lead, and reduce
     nothing."""
+    latest_s: float = 0.0
+    """When the reduce of a group with slow lines has to be done, if that is later than `end_s`."""
     kind: Literal["average"] = "average"
 
 

@@ -21,6 +21,8 @@ from .round_under_way import RoundUnderWay
 ATTEMPTS = 2
 # A group that closes sooner than this from now cannot form any more.
 SHORTEST_MEETING_S = 0.3
+# A first attempt of whose time the slowest line needs more than this ends with the window.
+SLOW_SHARE = 0.5
 # With fixed steps: the longest that a group waits for its members, whatever `duration_s` is.
 LONGEST_WAIT_S = 3000.0
 # Who is missing from the newest view, but was in one so many refresh periods ago, may still be
@@ -33,6 +35,12 @@ def close_after_s(rounds: RoundsConfig, attempt: int) -> float:
     if attempt == 0:
         return rounds.matchmaking_s
     return max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
+
+
+def takes_long(close_s: float, end_s: float, needed_s: float) -> bool:
+    """Tell whether a reduce is to have all that is left of the window, since the slowest line of
+    its group needs so long for its bytes alone."""
+    return needed_s > SLOW_SHARE * (end_s - close_s)
 
 
 def latest_s(rounds: RoundsConfig) -> float:

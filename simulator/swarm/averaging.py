@@ -19,6 +19,7 @@ from dipaco.dht.view import greatest_contribution
 from dipaco.modules.outer import Contribution, Usual, bounded_table, canonical_table, sections
 from dipaco.peer.member import calls, events
 from dipaco.peer.member.actions import Average, Await
+from dipaco.peer.member.gathering import takes_long
 from dipaco.peer.member.meeting import Meeting
 from dipaco.peer.member.reception import Reception
 
@@ -46,6 +47,7 @@ class _Average:
         self.group: tuple[str, ...] = ()
         self.waking = 0
         self.is_over = False
+        self.is_slow = False
 
 
 class Averaging:
@@ -246,6 +248,8 @@ class Averaging:
             table = bounded_table(canonical_table(gathered), usual)
             reduces[place] = Reduce(machine, table, lambda: reduces.pop(place, None))
         table = reduces[place].table
+        action = average.action
+        average.is_slow = takes_long(action.close_s, action.end_s, reduces[place].needs_s)
         if self._world.trace.keep:
             self._world.say(machine.peer, "meets", f"{average.key[:20]} {','.join(group.peers)}")
 
@@ -265,7 +269,12 @@ class Averaging:
         reduces[place].come(machine, average.snapshot.shift, done)
 
     def _time_is_up(self, average: _Average) -> None:
-        if not average.is_over:
+        if average.is_over:
+            return
+        latest_s = self._machine.true_s(average.action.latest_s) - self._world.now_s
+        if average.is_slow and latest_s > 0:
+            self._machine.later(latest_s, self._time_is_up, average)
+        else:
             self._fail(average, "the window has passed")
 
     def _fail(
@@ -309,6 +318,7 @@ class Reduce:
         self._found: dict[str, str] = {}
         """Who has found out a reducer by itself, and which."""
         self._half_s = self._needs_s()
+        self.needs_s = 2 * self._half_s
         stall_s = STALL_SHARE * self._world.plan.rounds.window_s
         self._patience_s = max(3.0, stall_s)
         self._world.engine.after(self._patience_s, self._nobody_else_comes)

@@ -225,6 +225,7 @@ class Group:
     shard_sequences: Mapping[int, int] | None = None
     section_rows: int = SECTION_ROWS
     silence_s: float = 30.0
+    check_limit_s: float = 120.0
     timeout_s: float = 120.0
     part_bytes: int = PART_BYTES
     absent: frozenset[int] = frozenset()
@@ -314,7 +315,7 @@ class Group:
             self.spoil(runner)
             try:
                 await runner.run()
-                runner.culprits = await runner.check(self.timeout_s)
+                runner.culprits = await runner.check(self.check_limit_s)
             finally:
                 runner.end_check()
             return runner.flat
