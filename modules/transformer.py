@@ -217,6 +217,8 @@ class PathModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
+        self.lm_head: nn.Module | None = None
+        """None: the head is the embedding."""
         if not config.tied_embedding:
             self.lm_head = Projection(config.hidden_size, config.vocabulary_size)
 
@@ -230,7 +232,7 @@ class PathModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them."""
         hidden = self.model.norm(hidden)
-        if self.config.tied_embedding:
+        if self.lm_head is None:
             return F.linear(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 

@@ -20,6 +20,7 @@ from dipaco.routing.document_routing import DocumentRouter
 
 from .errors import ApiError
 from .loader import Loaded, Loader, Looked, News, NotLoaded
+from .packed import packed_bytes
 from .path_batch import PathBatch
 from .slots import cache_bytes
 from .texts import AnswerText
@@ -72,7 +73,8 @@ class Engine:
         self._device = device
         model = self.plan.model
         parameters = sum(p.numel() for p in self._router.base_model.parameters())
-        self.path_bytes = 4 * parameters + cache_bytes(model, limits.slots)
+        self.path_bytes = 4 * parameters + packed_bytes(model, device)
+        self.path_bytes += cache_bytes(model, limits.slots)
         self.capacity = max(1, limits.memory_bytes // self.path_bytes)
         self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -15,6 +15,8 @@ import torch
 from dipaco.inference.sources import StateSource, assemble_path
 from dipaco.modules.transformer import PathModel
 
+from .packed import pack
+
 logger = logging.getLogger(__name__)
 
 _END_LIMIT_S = 5.0
@@ -143,7 +145,7 @@ class Loader:
             state = source.state(module) if best is None else None
             shown = {"version": state.version, "digest": state.digest} if state else {}
             modules.append({"module": module, **shown})
-        return model, PathStates(source.digests(path), best, tuple(modules))
+        return pack(model), PathStates(source.digests(path), best, tuple(modules))
 
     def _look(self) -> None:
         """Read what is newest and say which paths in memory have other states now."""

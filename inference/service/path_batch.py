@@ -10,7 +10,7 @@ from dipaco.inference.generate import choose_token
 from dipaco.modules.config import END_TOKEN, PAD_TOKEN
 
 from .loader import Loaded
-from .slots import Prefill, SlotCache, scored
+from .slots import Prefill, SlotCache, scored, steady_widths
 from .work import Answer, Began, Ended, Piece, PromptScores, ScoredToken
 
 
@@ -32,6 +32,7 @@ class PathBatch:
         """Answers that go on with another path, for the engine to take away."""
         self._device = device
         self._cache = SlotCache(loaded.model.config, slots, device)
+        self._widths = steady_widths(loaded.model, self._cache)
         self._rows: list[Answer | None] = [None] * slots
 
     @property
@@ -83,9 +84,12 @@ class PathBatch:
     @torch.no_grad()
     def step(self) -> None:
         """Give every answer a token."""
-        rows = self._rows
-        if not any(rows):
+        used = max((slot for slot, row in enumerate(self._rows) if row is not None), default=-1) + 1
+        if not used:
             return
+        # Answers take the first free slots, so few answers make a narrow step.
+        self._cache.width = next(width for width in self._widths if width >= used)
+        rows = self._rows[: self._cache.width]
         tokens = [[row.context[-1] if row is not None else PAD_TOKEN] for row in rows]
         logits = self.model(torch.tensor(tokens, device=self._device), self._cache)[:, 0]
         logits = logits.float().cpu()

@@ -1,8 +1,8 @@
 """Continuous batching: texts of one path, at different lengths, that get a token together.
 
-A step always has the same shape, whatever else is in it: all slots, and all positions of the
-context. So what a row computes does not depend on the rows beside it, not in the last bit, and a
-seed gives the same text in any company.
+A step has all positions of the context, and as many slots as are in use, but only numbers of them
+that were seen to compute a row alike (`steady_widths`). So what a row computes does not depend on
+the rows beside it, not in the last bit, and a seed gives the same text in any company.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from dipaco.modules.config import ModelConfig
+from dipaco.modules.config import END_TOKEN, ModelConfig
 from dipaco.modules.transformer import KeyValueCache, PathModel
 
+# Tokens of the text with which steps of several widths are compared.
+_TRIED_TOKENS = 40
 # Positions whose logits are computed at once when a prompt is scored.
 _SCORED_AT_ONCE = 128
 
@@ -30,27 +32,36 @@ class SlotCache(KeyValueCache):
         self._places = torch.arange(model.sequence_length, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         """Tokens that are stored of each text; 0 in a free slot."""
+        self._mask: torch.Tensor | None = None
+        self.width = slots
+        """The next step is of so many slots, the first ones."""
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the position of the next token of each text, [slots, 1]."""
+        """Return the position of the next token of each text, [width, 1]."""
         assert length == 1, "a step is one token of each text"
-        return self.lengths[:, None]
+        self._mask = None
+        return self.lengths[: self.width, None]
 
     def mask(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return what the next token of each text sees, bool [slots, 1, 1, context]."""
-        return (self._places[None, :] <= self.lengths[:, None])[:, None, None, :]
+        """Return what the next token of each text sees, bool [width, 1, 1, context]."""
+        if self._mask is None:  # the first block of a step
+            seen = self._places[None, :] <= self.lengths[: self.width, None]
+            self._mask = seen[:, None, None, :]
+        return self._mask
 
     def extend(
         self, block: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [slots, heads, 1, D] for one block and return all that is stored of it."""
+        """Store [width, heads, 1, D] for one block and return all that is stored of it."""
+        width = self.width
+        rows, places = self._rows[:width], self.lengths[:width]
         for stored, new in ((self._keys[block], keys), (self._values[block], values)):
-            stored[self._rows, :, self.lengths] = new[:, :, 0]
-        return self._keys[block], self._values[block]
+            stored[rows, :, places] = new[:, :, 0]
+        return self._keys[block][:width], self._values[block][:width]
 
     def advance(self, tokens: int) -> None:
         """Count a token in every slot that is in use."""
-        self.lengths += (self.lengths > 0) * tokens
+        self.lengths[: self.width] += (self.lengths[: self.width] > 0) * tokens
 
     def fill(self, slot: int, cache: KeyValueCache) -> None:
         """Put a text that was read on its own into a slot."""
@@ -63,6 +74,44 @@ class SlotCache(KeyValueCache):
     def free(self, slot: int) -> None:
         """Give a slot back."""
         self.lengths[slot] = 0
+
+    def clear(self) -> None:
+        """Make everything as it was at first."""
+        for tensor in (*self._keys, *self._values, self.lengths):
+            tensor.zero_()
+
+
+@torch.no_grad()
+def steady_widths(model: PathModel, cache: SlotCache) -> tuple[int, ...]:
+    """Return the widths, rising, at which a row of a step of `model` has the same bits as in a step
+    of all slots, in whatever slot it is. The widest are all slots.
+
+    In which order numbers are added up depends on the shapes alone, but who knows by which rule: so
+    it is tried, with one text in all slots. The `cache` must be empty, and is again when it returns.
+    """
+    slots, context = len(cache.lengths), model.config.sequence_length
+    stored = min(context - 1, _TRIED_TOKENS)
+    draw = torch.Generator().manual_seed(0)
+    text = KeyValueCache(model.config.block_count)
+    shape = (1, model.config.kv_heads, stored, model.config.width_of_head)
+    device = cache.lengths.device
+    for block in range(model.config.block_count):
+        keys, values = torch.randn(2, *shape, generator=draw).to(device)
+        text.extend(block, keys, values)
+    text.advance(stored)
+    token = torch.full((slots, 1), END_TOKEN, device=device)
+
+    def step(width: int) -> torch.Tensor:
+        for slot in range(slots):
+            cache.fill(slot, text)
+        cache.width = width
+        return model(token[:width], cache)[:, 0]
+
+    wanted = step(slots)[0]
+    narrower = [1 << bit for bit in range(slots.bit_length()) if 1 << bit < slots]
+    steady = [width for width in narrower if torch.equal(step(width), wanted.expand(width, -1))]
+    cache.clear()
+    return (*steady, slots)
 
 
 def cache_bytes(model: ModelConfig, slots: int) -> int:
