@@ -21,6 +21,7 @@ from .sources import StateSource, assemble_path
 
 # A character has at most four bytes; more pending tokens than that are no character.
 _GREATEST_PENDING_TOKENS = 4
+_NEVER_CHOSEN = torch.tensor([UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN])
 _BROKEN_CHARACTER = "\ufffd"
 
 
@@ -67,8 +68,7 @@ def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
 
     Pieces that are never part of a text (unknown, begin, padding) are never chosen.
     """
-    logits = logits.clone()
-    logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
+    logits = logits.index_fill(0, _NEVER_CHOSEN, -torch.inf)
     if sampling.temperature == 0:
         return int(logits.argmax())
     count = min(sampling.top_k or len(logits), len(logits))

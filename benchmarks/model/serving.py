@@ -4,8 +4,9 @@
     python benchmarks/model/serving.py [--json] [--clients 1,4,8] [--tokens 48] [--rounds 3]
 
 A run of random parameters is made for it; all three compute the same greedy tokens of one path, on
-the same threads, one after the other, and that several times in turn. Look at the ratios: of each
-round, the least, the median and the greatest.
+the same threads. The service and transformers take turns: as many prompts as there are clients by
+the one, then the same prompts by the other. Look at the ratios, of all turns: the least, the
+quarters and the greatest. A disturbed turn is far off; the median is not.
 """
 
 from __future__ import annotations
@@ -134,7 +135,6 @@ class Transformers:
 
     def measured(self, prompts: list[str], tokens: int) -> dict[str, float]:
         """Continue all prompts; the first token is timed by answers of one token."""
-        self._generate(prompts[0], 2)
         firsts = [self._generate(prompt, 1) for prompt in prompts]
         began = time.monotonic()
         for prompt in prompts:
@@ -149,9 +149,15 @@ class Transformers:
         return time.monotonic() - began
 
 
+Turn = dict[str, dict[str, float]]
+"""What the service, transformers and `dipaco-generate` needed for the same prompts."""
+
+
 def spread(values: list[float]) -> dict[str, float]:
-    """Return the least, the median and the greatest of some values."""
-    return {"least": min(values), "median": statistics.median(values), "greatest": max(values)}
+    """Return the least, the quarters and the greatest of some values."""
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    quarters = {"lower": lower, "median": middle, "upper": upper}
+    return {"least": min(values), **quarters, "greatest": max(values)}
 
 
 def main() -> int:
@@ -162,7 +168,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--starts", type=int, default=3, help="starts of dipaco-generate")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     prompts = [text[:40] for text in tiny_documents(4, -(-options.requests // 4), 5)]
@@ -173,33 +179,31 @@ def main() -> int:
         words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out", str(exported)]
         assert export_cli.main(words) == 0
         model = Transformers(exported)
-        rounds: list[dict[str, dict[str, float]]] = []
+        model.measured(prompts[:2], 2)
+        turns: dict[int, list[Turn]] = {int(count): [] for count in options.clients.split(",")}
         for _ in range(options.rounds):
-            found: dict[str, dict[str, float]] = {}
-            # A service of each round: while others are measured it must not be there.
+            generate = by_generate(run, prompts[: options.starts], options.tokens, options.threads)
             with serving(run, options.threads) as port:
                 request(port, prompts[0], 2)
-                for clients in map(int, options.clients.split(",")):
-                    found[f"service, {clients} clients"] = load(
-                        port, prompts, options.tokens, clients
-                    )
-            found["transformers"] = model.measured(prompts, options.tokens)
-            found["dipaco-generate"] = by_generate(
-                run, prompts[: options.starts], options.tokens, options.threads
-            )
-            rounds.append(found)
+                for clients, found in turns.items():
+                    for first in range(0, len(prompts), clients):
+                        asked = prompts[first : first + clients]
+                        served = load(port, asked, options.tokens, clients)
+                        theirs = model.measured(asked, options.tokens)
+                        found.append(
+                            {"service": served, "transformers": theirs, "generate": generate}
+                        )
     ratios = {
-        name: {
+        f"service, {clients} clients": {
             other: {
-                key: spread([one[name][key] / one[other][key] for one in rounds])
+                key: spread([turn["service"][key] / turn[other][key] for turn in found])
                 for key in ("requests_per_s", "first_token_median_s")
             }
-            for other in ("transformers", "dipaco-generate")
+            for other in ("transformers", "generate")
         }
-        for name in rounds[0]
-        if name.startswith("service")
+        for clients, found in turns.items()
     }
-    report = {"rounds": rounds, "ratios": ratios, "tokens": options.tokens}
+    report = {"turns": turns, "ratios": ratios, "tokens": options.tokens}
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
     return 0
 

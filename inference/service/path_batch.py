@@ -32,7 +32,8 @@ class PathBatch:
         """Answers that go on with another path, for the engine to take away."""
         self._device = device
         self._cache = SlotCache(loaded.model.config, slots, device)
-        self._widths = steady_widths(loaded.model, self._cache)
+        self.widths = steady_widths(loaded.model, self._cache)
+        """How many slots a step may be of."""
         self._rows: list[Answer | None] = [None] * slots
 
     @property
@@ -88,7 +89,7 @@ class PathBatch:
         if not used:
             return
         # Answers take the first free slots, so few answers make a narrow step.
-        self._cache.width = next(width for width in self._widths if width >= used)
+        self._cache.width = next(width for width in self.widths if width >= used)
         rows = self._rows[: self._cache.width]
         tokens = [[row.context[-1] if row is not None else PAD_TOKEN] for row in rows]
         logits = self.model(torch.tensor(tokens, device=self._device), self._cache)[:, 0]

@@ -86,8 +86,9 @@ def steady_widths(model: PathModel, cache: SlotCache) -> tuple[int, ...]:
     """Return the widths, rising, at which a row of a step of `model` has the same bits as in a step
     of all slots, in whatever slot it is. The widest are all slots.
 
-    In which order numbers are added up depends on the shapes alone, but who knows by which rule: so
-    it is tried, with one text in all slots. The `cache` must be empty, and is again when it returns.
+    In which order numbers are added up depends on the shapes alone, but by a rule that nobody
+    promises: so it is tried, with one text in all slots. The `cache` must be empty, and is again
+    when this returns.
     """
     slots, context = len(cache.lengths), model.config.sequence_length
     stored = min(context - 1, _TRIED_TOKENS)
