@@ -74,9 +74,18 @@ def _fit(view: SwarmView, grid: Grid, path: int, me: str, *, can_lead: bool) -> 
     more of these never meet, and one that can be called has them meet."""
     stranded = 0
     for module in grid.modules_of_path(path):
-        others = possible_group(view, grid, module) - {me}
-        stranded += bool(others) and all(view.reachable(p) in CANNOT_LEAD for p in others)
+        others, leaders = possible_group(view, grid, module), _leaders(view, grid, module)
+        stranded += len(others) > (me in others) and len(leaders) == (me in leaders)
     return -stranded if can_lead else stranded
+
+
+def _leaders(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
+    """Return those of a module's possible group that can be called."""
+    place = ("leaders", module)
+    if place not in view.worked_out:
+        group = possible_group(view, grid, module)
+        view.worked_out[place] = frozenset(p for p in group if view.reachable(p) not in CANNOT_LEAD)
+    return view.worked_out[place]
 
 
 def _reason(view: SwarmView, path: int, others: int) -> str:

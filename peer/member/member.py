@@ -322,7 +322,7 @@ class Member:
             # A boundary that comes first would leave it for the end of another round.
             known.do(Wait("", 0.0))
             return
-        if known.now_s < position.opens_s:
+        if known.schedule.fixed_steps and known.now_s < position.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             if have == need:
                 position.open(known.now_s)
