@@ -24,9 +24,10 @@ from dipaco.dht.records import (
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
 from dipaco.peer.member.events import Event
+from dipaco.simulator.swarm import averaging
 from dipaco.simulator.swarm.directory import record_bytes
 from dipaco.simulator.swarm.engine import Engine
-from dipaco.simulator.swarm.history import real_member, run_history
+from dipaco.simulator.swarm.history import _History, real_member, run_history
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link, Network
@@ -89,6 +90,21 @@ def test_what_was_found_is_mended(
 ) -> None:
     result = run_history(seed, profile, members=members, rounds=rounds)
     assert result.violations == [], result.command
+
+
+def test_a_line_that_needs_more_than_half_of_the_window_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two attempts of half a window were both too short: each stepped alone, and forked."""
+    window_s = draw_scenario(3, "calm", members=3, paths=1, rounds=6).duration_s * 0.45
+    # Of three members with equal shares each sends two thirds of the parameters, twice.
+    uplink = 2 * (2 / 3) * (World.state_bytes / 4) / (0.7 * window_s)
+    monkeypatch.setattr(_History, "_link", lambda history: Link(uplink=uplink))
+    result = run_history(3, "calm", members=3, paths=1, rounds=6)
+    assert result.violations == []
+    assert (result.figures.commits, result.figures.forks) == (11, 0)
+    monkeypatch.setattr(averaging, "takes_long", lambda *needed: False)
+    assert run_history(3, "calm", members=3, paths=1, rounds=6).figures.forks > 0
 
 
 def test_the_earlier_rules_lose_work_in_a_history_in_which_members_lose_none() -> None:

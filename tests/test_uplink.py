@@ -164,12 +164,12 @@ def test_a_line_is_measured_by_what_was_sent_while_it_was_full(clock: FakeTime) 
     StreamMeter(uplink, is_reduce=True).wrote(50_000_000, clock.now_s, clock.now_s + 0.06)
     assert uplink.measured_mbit_per_s is None
     clock.now_s += 60.0
-    send_on_a_line(uplink, clock, 250_000, 5)
+    send_on_a_line(uplink, clock, 250_000, 12)
     assert uplink.measured_mbit_per_s == pytest.approx(2.0)
     assert uplink.stated_mbit_per_s == 2
     for rate in (125_000, 1_000_000, 30_000):
         clock.now_s += 60.0
-        send_on_a_line(uplink, clock, rate, 21)
+        send_on_a_line(uplink, clock, rate, 45)
     assert uplink.measured_mbit_per_s == pytest.approx(8.0), "a slow reader does not lower it"
     # The limit if that is less.
     uplink.max_mbit_per_s = 5.0
@@ -184,7 +184,7 @@ def test_a_line_is_measured_by_what_was_sent_while_it_was_full(clock: FakeTime) 
 
 def test_a_busy_machine_and_pauses_do_not_lower_a_measure(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
-    send_on_a_line(uplink, clock, 500_000, 10)
+    send_on_a_line(uplink, clock, 500_000, 25)
     meter = StreamMeter(uplink, is_reduce=True)
     for seconds in (0.2, 0.2, 1.7, 0.2, 3.0, 0.2, 0.2):
         clock.now_s += 0.1 + seconds
@@ -195,7 +195,7 @@ def test_a_busy_machine_and_pauses_do_not_lower_a_measure(clock: FakeTime) -> No
 def test_small_messages_of_which_few_wait_are_all_counted(clock: FakeTime) -> None:
     uplink, seen = Uplink(None, clock), []
     meter = StreamMeter(uplink, is_reduce=True)
-    for number in range(60):
+    for number in range(90):
         # The transport takes two at once, and the third waits until all three have left.
         seconds = 0.15 if number % 3 == 2 else 0.0
         clock.now_s += seconds
@@ -218,6 +218,18 @@ def test_streams_that_share_a_line_are_added_up(clock: FakeTime) -> None:
     assert uplink.measured_mbit_per_s == pytest.approx(4.0, rel=0.02)
 
 
+def test_answers_that_never_wait_count_beside_a_full_stream(clock: FakeTime) -> None:
+    """Half of what a reduce sends are averages, which wait for what others send."""
+    uplink = Uplink(None, clock)
+    full, answers = (StreamMeter(uplink, is_reduce=True) for _ in range(2))
+    for _ in range(20):
+        began_s = clock.now_s
+        answers.wrote(100_000, clock.now_s, clock.now_s)
+        clock.now_s += 0.4
+        full.wrote(100_000, began_s, clock.now_s)
+    assert uplink.measured_mbit_per_s == pytest.approx(4.0)
+
+
 def test_writes_that_wait_now_and_then_measure_nothing(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
     meter = StreamMeter(uplink, is_reduce=True)
@@ -233,12 +245,12 @@ def test_a_measure_is_for_all_processes(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
 
     def send() -> None:
-        send_on_a_line(uplink, clock, 1_000_000, 21)
+        send_on_a_line(uplink, clock, 1_000_000, 45)
 
     child = multiprocessing.get_context("fork").Process(target=send)
     child.start()
     child.join()
-    clock.now_s += 2.1
+    clock.now_s += 4.5
     assert uplink.measured_mbit_per_s == pytest.approx(8.0)
     assert uplink.piece_bytes == 250_000
 
@@ -246,7 +258,7 @@ def test_a_measure_is_for_all_processes(clock: FakeTime) -> None:
 def test_content_takes_a_share_of_a_measured_line(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
     # One reader was slow: that paces content, and no reduce.
-    send_on_a_line(uplink, clock, 500_000, 10, is_reduce=False)
+    send_on_a_line(uplink, clock, 500_000, 25, is_reduce=False)
     assert uplink.stated_mbit_per_s is None
     clock.now_s += 10.0
     began_s = clock.now_s
@@ -263,14 +275,14 @@ def test_content_takes_a_share_of_a_measured_line(clock: FakeTime) -> None:
     asyncio.run(uplink.content(10**6))
     assert clock.now_s == probed_s
     assert uplink.piece_bytes is None
-    send_on_a_line(uplink, clock, 2_000_000, 40, is_reduce=False)
+    send_on_a_line(uplink, clock, 2_000_000, 80, is_reduce=False)
     assert uplink.measured_mbit_per_s == pytest.approx(16.0)
     clock.now_s += PROBE_S
     asyncio.run(uplink.content(1_500_000))
-    assert clock.now_s - probed_s == pytest.approx(2.0 + PROBE_S + 1.0)
+    assert clock.now_s - probed_s == pytest.approx(4.0 + PROBE_S + 1.0)
     # Its limit holds as well.
     limited = Uplink(2.0, clock)
-    send_on_a_line(limited, clock, 500_000, 10, is_reduce=False)
+    send_on_a_line(limited, clock, 500_000, 25, is_reduce=False)
     clock.now_s += 10.0
     began_s = clock.now_s
     asyncio.run(limited.content(500_000))
@@ -281,7 +293,7 @@ def test_content_keeps_away_while_a_group_closes(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
     uplink.expect_reduce(0.5)
     assert not uplink.is_busy(), "nothing is known of the line"
-    send_on_a_line(uplink, clock, 500_000, 10, is_reduce=False)
+    send_on_a_line(uplink, clock, 500_000, 25, is_reduce=False)
     uplink.expect_reduce(10.0)
     assert not uplink.is_busy()
     clock.now_s += 9.5
@@ -295,7 +307,7 @@ def test_content_keeps_away_while_a_group_closes(clock: FakeTime) -> None:
 def test_content_leaves_a_full_line_to_a_reduce_without_a_limit_too(clock: FakeTime) -> None:
     uplink = Uplink(None, clock)
     assert not uplink.is_busy()
-    send_on_a_line(uplink, clock, 250_000, 5)
+    send_on_a_line(uplink, clock, 250_000, 12)
     began_s = clock.now_s
     asyncio.run(uplink.content(1000))
     assert clock.now_s - began_s >= 0.4 + REDUCE_PAUSE_S
@@ -348,7 +360,7 @@ def test_a_reduce_that_the_line_does_not_carry_is_told_while_it_runs(
     averager._owed_bytes.value = 10e6
     averager._foretell("L0.E0", 20.0)
     assert averager._upload_mbit() == 100, "not measured yet"
-    send_on_a_line(uplink, clock, 250_000, 9)
+    send_on_a_line(uplink, clock, 250_000, 12)
     averager._foretell("L0.E0", 41.0)
     assert not caplog.messages
     averager._foretell("L0.E0", 20.0)

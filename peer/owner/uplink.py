@@ -9,10 +9,11 @@ What the DHT says is small and not counted. Made before the averagers are forked
 
 *The line is measured by what is sent anyway.* A write that has to wait found all buffers on the way
 full, up to the line. What a stream takes from the end of one such write to the end of the next has
-left this machine in that time. The sum over all streams of all processes, in the second in which it
-was greatest, is what the line carries at least; whatever else held a stream up, a slow reader or a
-busy machine, makes another second smaller and not this one. A line that is never full is not
-measured. Too little is measured while nobody reads fast: so content is now and then sent as fast as
+left this machine in that time; and of streams that never wait, such as answers of a reducer, what
+was written before a pause. The sum over all streams of all processes, in the three seconds in which
+it was greatest while one of them was full, is what the line carries at least; whatever else held a
+stream up, a slow reader or a busy machine, makes other seconds smaller and not these. A line that
+is never full is not measured. Too little is measured while nobody reads fast: so content is now and then sent as fast as
 it goes for a moment, and rows of groups say nothing of a line that reduces have not seen full.
 """
 
@@ -40,11 +41,14 @@ LOCK_LIMIT_S = 2.0
 # A write that takes so long found the line full, and the next one does if it begins so soon.
 FULL_AFTER_S = 0.05
 FULL_GAP_S = 0.2
+# What was written before a longer pause says nothing.
+LONGEST_PAUSE_S = 2.0
 # What left is added up in slots of this length, of which so many are remembered.
 SLOT_S = 0.25
 SLOTS = 64
-# The greatest sum of so many slots in a row is what the line carries: a second.
-WINDOW_SLOTS = 4
+# The greatest sum of so many slots in a row is what the line carries. In three seconds what buffers
+# hold more at the end than at the beginning is little.
+WINDOW_SLOTS = 12
 # That is kept by spans of time, and forgotten after all of them: lines change.
 SPAN_S = 600.0
 SPANS = 6
@@ -52,7 +56,7 @@ SPANS = 6
 CONTENT_SHARE = 0.75
 # So often, and for so long, content goes as fast as it can, to find out what the line carries.
 PROBE_EVERY_S = 120.0
-PROBE_S = 3.0
+PROBE_S = 5.0
 # Content waits from so long before a group closes until so long after it.
 NEAR_S = 1.0
 
@@ -216,11 +220,10 @@ class Uplink:
                 self._lock.release()
 
     def note_left(
-        self, since_s: float, full_since_s: float, count: int, *, is_reduce: bool
+        self, since_s: float, now_s: float, full_since_s: float, count: int, *, is_reduce: bool
     ) -> None:
-        """Note that `count` bytes of one stream have left between `since_s` and now; it has been
-        full without a pause since `full_since_s`."""
-        now_s = self._monotonic()
+        """Note that `count` bytes of one stream have left between two times, at the second of which
+        it had been full without a pause since `full_since_s`; infinite where it was not."""
         begin_s = max(since_s, now_s - (SLOTS - 1) * SLOT_S)
         rate = count / max(now_s - since_s, 1e-6)
         has_lock = self._take_lock()
@@ -231,7 +234,8 @@ class Uplink:
                     self._slot_numbers[at], self._slot_bytes[at] = number, 0.0
                 part_s = min(now_s, (number + 1) * SLOT_S) - max(begin_s, number * SLOT_S)
                 self._slot_bytes[at] += rate * max(0.0, part_s)
-            found = self._highest_rate(full_since_s, now_s)
+            is_full = full_since_s < math.inf
+            found = self._highest_rate(full_since_s, now_s) if is_full else 0.0
             if found > 0:
                 number = int(now_s / SPAN_S)
                 at = number % SPANS
@@ -273,20 +277,33 @@ class StreamMeter:
 
     def __init__(self, uplink: Uplink, *, is_reduce: bool) -> None:
         self._uplink, self._is_reduce = uplink, is_reduce
-        # Since when the stream is full without a pause, when it was last, and what came since then.
-        self._full_since_s = self._full_s = float("-inf")
+        # Since when the stream is full without a pause; when it was written to last; and what was
+        # written since when.
+        self._full_s = math.inf
+        self._last_s = self._since_s = -math.inf
         self._bytes = 0
 
     def wrote(self, count: int, began_s: float, ended_s: float) -> None:
         """Note that `count` bytes were handed over; times are those of the uplink's clock."""
+        pause_s = began_s - self._last_s
+        if pause_s > FULL_GAP_S:
+            # It is not full any more; what came before has left in the meantime.
+            if self._bytes and pause_s < LONGEST_PAUSE_S:
+                self._note(began_s, math.inf)
+            self._full_s, self._bytes = math.inf, 0
+            self._since_s = began_s
         self._bytes += count
+        self._last_s = ended_s
         if ended_s - began_s < FULL_AFTER_S:
             return
-        if began_s - self._full_s > FULL_GAP_S:
-            # What was taken so far has filled buffers.
-            self._full_since_s = ended_s
+        if self._full_s < math.inf:
+            self._note(ended_s, self._full_s)
         else:
-            self._uplink.note_left(
-                self._full_s, self._full_since_s, self._bytes, is_reduce=self._is_reduce
-            )
-        self._full_s, self._bytes = ended_s, 0
+            # What was taken so far has filled buffers.
+            self._full_s = ended_s
+        self._since_s, self._bytes = ended_s, 0
+
+    def _note(self, now_s: float, full_since_s: float) -> None:
+        self._uplink.note_left(
+            self._since_s, now_s, full_since_s, self._bytes, is_reduce=self._is_reduce
+        )
