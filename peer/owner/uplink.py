@@ -80,6 +80,9 @@ class Uplink:
         # The highest rate of each of the last spans of time, in bytes a second, and which they are.
         self._span_rates = multiprocessing.RawArray("d", SPANS)
         self._span_numbers = multiprocessing.RawArray("q", SPANS)
+        # Since when some stream was full at any time, and until when.
+        self._full_since_s = multiprocessing.RawValue("d", 0.0)
+        self._full_until_s = multiprocessing.RawValue("d", float("-inf"))
         # When a reduce found the line full for long enough.
         self._reduce_full_s = multiprocessing.RawValue("d", float("-inf"))
         # When the next group closes, as far as that is known.
@@ -220,10 +223,16 @@ class Uplink:
                 self._lock.release()
 
     def note_left(
-        self, since_s: float, now_s: float, full_since_s: float, count: int, *, is_reduce: bool
+        self,
+        since_s: float,
+        now_s: float,
+        count: int,
+        *,
+        waiting_since_s: float = math.inf,
+        is_reduce: bool = False,
     ) -> None:
-        """Note that `count` bytes of one stream have left between two times, at the second of which
-        it had been full without a pause since `full_since_s`; infinite where it was not."""
+        """Note that `count` bytes of one stream have left between two times; that it was full from
+        `waiting_since_s` on until the second of these, unless that is infinite."""
         begin_s = max(since_s, now_s - (SLOTS - 1) * SLOT_S)
         rate = count / max(now_s - since_s, 1e-6)
         has_lock = self._take_lock()
@@ -234,8 +243,12 @@ class Uplink:
                     self._slot_numbers[at], self._slot_bytes[at] = number, 0.0
                 part_s = min(now_s, (number + 1) * SLOT_S) - max(begin_s, number * SLOT_S)
                 self._slot_bytes[at] += rate * max(0.0, part_s)
-            is_full = full_since_s < math.inf
-            found = self._highest_rate(full_since_s, now_s) if is_full else 0.0
+            found = 0.0
+            if waiting_since_s < math.inf:
+                if waiting_since_s > self._full_until_s.value + FULL_GAP_S:
+                    self._full_since_s.value = now_s
+                self._full_until_s.value = max(self._full_until_s.value, now_s)
+                found = self._highest_rate(self._full_since_s.value, now_s)
             if found > 0:
                 number = int(now_s / SPAN_S)
                 at = number % SPANS
@@ -277,9 +290,8 @@ class StreamMeter:
 
     def __init__(self, uplink: Uplink, *, is_reduce: bool) -> None:
         self._uplink, self._is_reduce = uplink, is_reduce
-        # Since when the stream is full without a pause; when it was written to last; and what was
-        # written since when.
-        self._full_s = math.inf
+        # Whether it is full without a pause; when it was written to last; what was written since.
+        self._is_full = False
         self._last_s = self._since_s = -math.inf
         self._bytes = 0
 
@@ -289,21 +301,15 @@ class StreamMeter:
         if pause_s > FULL_GAP_S:
             # It is not full any more; what came before has left in the meantime.
             if self._bytes and pause_s < LONGEST_PAUSE_S:
-                self._note(began_s, math.inf)
-            self._full_s, self._bytes = math.inf, 0
-            self._since_s = began_s
+                self._uplink.note_left(self._since_s, began_s, self._bytes)
+            self._is_full, self._bytes, self._since_s = False, 0, began_s
         self._bytes += count
         self._last_s = ended_s
         if ended_s - began_s < FULL_AFTER_S:
             return
-        if self._full_s < math.inf:
-            self._note(ended_s, self._full_s)
-        else:
-            # What was taken so far has filled buffers.
-            self._full_s = ended_s
-        self._since_s, self._bytes = ended_s, 0
-
-    def _note(self, now_s: float, full_since_s: float) -> None:
+        # What was taken before the first wait has filled buffers.
+        left = self._bytes if self._is_full else 0
         self._uplink.note_left(
-            self._since_s, now_s, full_since_s, self._bytes, is_reduce=self._is_reduce
+            self._since_s, ended_s, left, waiting_since_s=began_s, is_reduce=self._is_reduce
         )
+        self._is_full, self._since_s, self._bytes = True, ended_s, 0
