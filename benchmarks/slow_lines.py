@@ -92,7 +92,7 @@ class Lines:
             modules_per_level=(1, 2),
             inner_steps=0,
             duration_s=chosen.round_s,
-            start_s=time.time() + 30,
+            start_s=time.time() + 75,
             rounds={
                 "matchmaking_s": 0.05 * chosen.round_s,
                 "commit_window_s": WINDOW * chosen.round_s,

@@ -25,7 +25,7 @@ from dipaco.dht.score_request import (
     sign_score_request,
     verify_score_request,
 )
-from dipaco.dht.scoring_policy import ScoringBoard, build_board
+from dipaco.dht.scoring_policy import SCORERS, ScoringBoard, build_board
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.store import StateStore
@@ -38,6 +38,8 @@ from .predecessor import Predecessor, operator_key_file
 # Seconds between two looks at what peers announce, and between two lines that say so.
 _LOOK_EVERY_S = 3.0
 _SAY_EVERY_S = 30.0
+# Second scores of the paths are waited for this much of what the first took.
+SECOND_SHARE = 0.5
 # What is published lives for a few of these.
 _RENEW_EVERY_S = 60.0
 _LIFE_S = 300.0
@@ -108,7 +110,8 @@ class SwarmScores:
         """Ask the peers for the scores of `paths` and wait until they are in `folder`, at most the
         time that was given. What the peers announce is checked; what is wrong is refused with one
         line, and that hash is not asked for again."""
-        grid, deadline = self._node.grid, time.monotonic() + self._wait_s
+        grid, began = self._node.grid, time.monotonic()
+        deadline = began + self._wait_s
         missing = [p for p in paths if folder.load(p, grid.modules_of_path(p)) is None]
         have, said_at, said_have = len(paths) - len(missing), float("-inf"), -1
         board = ScoringBoard(grid.path_count)
@@ -128,6 +131,8 @@ class SwarmScores:
                 threading.Event().wait(
                     min(self._look_every_s, max(0.0, deadline - time.monotonic()))
                 )
+        until = min(deadline, time.monotonic() + SECOND_SHARE * (time.monotonic() - began))
+        self._compare(folder, [path for path in paths if path not in missing], until)
         if missing:
             self._say(
                 f"scores: have {have}, need {len(paths)} scores after {self._wait_s:.0f} s; paths "
@@ -135,6 +140,20 @@ class SwarmScores:
             )
         elif paths:
             self._say(f"scores: have {have}, need {len(paths)} scores: complete")
+
+    def _compare(self, folder: ScoresFolder, paths: Sequence[int], until: float) -> None:
+        """Fetch what second peers have scored, as far as that is there in time."""
+        grid, board = self._node.grid, ScoringBoard(self._node.grid.path_count)
+        alone = [p for p in paths if 0 < len(folder.opinions(p, grid.modules_of_path(p))) < SCORERS]
+        while alone:
+            self._renew()
+            board = self._look(board)
+            alone = [path for path in alone if not self._fetch(folder, board, path)]
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return
+            if alone:
+                threading.Event().wait(min(self._look_every_s, left_s))
 
     def _renew(self) -> None:
         """Publish the request and the documents, again before they expire."""
@@ -164,11 +183,12 @@ class SwarmScores:
             return board
 
     def _fetch(self, folder: ScoresFolder, board: ScoringBoard, path: int) -> bool:
-        """Fetch the scores of a path from one of those who announce them; return whether they
-        arrived and are right."""
+        """Fetch the scores of a path from one of those who announce them, and of whom there are
+        none yet; return whether they arrived and are right."""
         node = self._node
+        heard = folder.opinions(path, node.grid.modules_of_path(path))
         for sha256, peer in board.done().get(path, ()):
-            if (sha256, peer) in self._refused:
+            if (sha256, peer) in self._refused or peer in heard:
                 continue
             try:
                 file = node.exchange.fetch(
@@ -186,7 +206,7 @@ class SwarmScores:
                 continue
             try:
                 data = file.read_bytes()
-                folder.save(folder.checked(data, path, node.grid.modules_of_path(path)))
+                folder.add(folder.checked(data, path, node.grid.modules_of_path(path)), peer)
                 return True
             except IntegrityError as error:
                 self._refuse(sha256, peer, path, error)

@@ -7,6 +7,7 @@ by which the scores of others are checked.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ SAMPLE_DOCUMENTS = 32
 # Peers score the states of an earlier moment than the operator. So numbers may differ, but less
 # than documents do, and another path's numbers must not fit better, in this sense.
 CLEARLY = 0.5
+# Where two peers part, the operator scores so many of these documents too.
+PARTED_DOCUMENTS = 32
 # The mean may have fallen by training since, but not by more than this part.
 GREATEST_SHIFT = 0.3
 # Rows between two calls of `progress`; a multiple of the scorer's batch, so that bits are equal.
@@ -83,12 +86,35 @@ class ScoresFolder:
         """Keep scores: all or nothing. Raises StorageError."""
         atomic_write(self._file(scores.path), scores.to_bytes())
 
+    def add(self, scores: DocumentScores, peer: str) -> None:
+        """Keep what a peer has scored, beside what another one has. Raises StorageError."""
+        self._opinions(scores.path).mkdir(parents=True, exist_ok=True)
+        atomic_write(self._opinions(scores.path) / peer, scores.to_bytes())
+        if not self._file(scores.path).exists():
+            self.save(scores)
+
+    def opinions(self, path: int, modules: Iterable[str]) -> dict[str, DocumentScores]:
+        """Return by peer what was added of a path, in the order of their ids."""
+        modules, found = tuple(modules), {}
+        folder = self._opinions(path)
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            with contextlib.suppress(IntegrityError):
+                found[file.name] = self.checked(file.read_bytes(), path, modules)
+        return found
+
+    def refuse(self, path: int, peer: str) -> None:
+        """Forget what a peer has scored."""
+        (self._opinions(path) / peer).unlink(missing_ok=True)
+
     def remove(self, path: int) -> None:
         """Forget the scores of a path."""
         self._file(path).unlink(missing_ok=True)
 
     def _file(self, path: int) -> Path:
         return self._folder / f"P{path:05d}.safetensors"
+
+    def _opinions(self, path: int) -> Path:
+        return self._folder / f"P{path:05d}"
 
 
 def local_request(documents: RouterDocuments, run_id: str) -> str:
@@ -134,38 +160,74 @@ def score_paths(
         folder.save(DocumentScores(folder.request, path, states, nll, tokens))
 
 
-def disagreements(
+def settle(
     folder: ScoresFolder,
     grid: Grid,
     load: LoadState,
     paths: Iterable[int],
     device: torch.device,
     generator: np.random.Generator,
-) -> dict[int, str]:
-    """Return, by path, what is wrong with the scores in `folder` that others made.
+) -> list[str]:
+    """Leave in `folder`, of the scores that others made, those that agree with what is scored here;
+    return a line for each peer whose do not.
 
-    All `paths` score a few documents here, with the states that `load` gives.
+    All `paths` score a few documents here, with the states that `load` gives. Where two peers part,
+    the path scores some of these documents as well.
     """
     paths, documents = tuple(paths), folder.documents
     scored = np.flatnonzero(documents.targets)
-    count = min(SAMPLE_DOCUMENTS, len(scored))
-    rows = np.sort(generator.choice(scored, count, replace=False))
-    sample = RouterDocuments(documents.tokens[rows], documents.prefix_tokens)
+    rows = np.sort(generator.choice(scored, min(SAMPLE_DOCUMENTS, len(scored)), replace=False))
     model = PathModel(grid.model).to(device).eval()
-    own = {}
+
+    def score(path: int, chosen: np.ndarray) -> np.ndarray:
+        load_path(model, grid, path, {name: load(name) for name in grid.modules_of_path(path)})
+        sample = RouterDocuments(documents.tokens[chosen], documents.prefix_tokens)
+        losses: np.ndarray = score_router_documents(model, sample, device=device)[0]
+        return losses / sample.targets
+
+    own, lines = {path: score(path, rows) for path in paths}, []
     for path in paths:
-        states = {module: load(module) for module in grid.modules_of_path(path)}
-        load_path(model, grid, path, states)
-        own[path] = score_router_documents(model, sample, device=device)[0] / sample.targets
-    found = {}
-    for path in paths:
-        scores = folder.load(path, grid.modules_of_path(path))
-        if scores is None:
-            continue
-        reason = disagreement(scores.nll[rows] / sample.targets, own, path)
-        if reason is not None:
-            found[path] = reason
-    return found
+        found = folder.opinions(path, grid.modules_of_path(path))
+        claimed = {p: s.nll[scored] / documents.targets[scored] for p, s in found.items()}
+        places = np.searchsorted(scored, rows)
+        reasons = {p: disagreement(values[places], own, path) for p, values in claimed.items()}
+        parted = parted_documents(*claimed.values()) if len(claimed) == 2 else ()
+        if len(parted):
+            here = score(path, scored[parted])
+            for peer, values in claimed.items():
+                shift = float(np.median(values[places] - own[path]))
+                away = float(np.abs(values[parted] - shift - here).mean())
+                if reasons[peer] is None and away > _bound(values):
+                    count = len(parted)
+                    reasons[peer] = f"{count} documents differ from here by {away:.2f} a token"
+        good = [peer for peer, reason in reasons.items() if reason is None]
+        for peer, reason in reasons.items():
+            if reason is not None:
+                folder.refuse(path, peer)
+                then = f"those of {good[0][-8:]} are taken" if good else "the path is scored here"
+                lines.append(
+                    f"scores of path {path} by {peer[-8:]} do not agree with a sample scored here "
+                    f"({reason}); {then}"
+                )
+        if good:
+            folder.save(found[good[0]])
+        elif reasons:
+            folder.remove(path)
+    return lines
+
+
+def parted_documents(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the documents, the worst first, of which two peers claim losses a token that part more
+    than losses that fell alike do; both may have scored other rounds' states."""
+    apart = first - second
+    apart = np.abs(apart - np.median(apart))
+    worst = np.argsort(-apart, kind="stable")[:PARTED_DOCUMENTS]
+    return worst[apart[worst] > 2 * max(_bound(first), _bound(second))]
+
+
+def _bound(values: np.ndarray) -> float:
+    """Return by how much losses a token of the same documents may differ."""
+    return max(CLEARLY * _spread(values), 0.05 * float(np.median(values)))
 
 
 def disagreement(claimed: np.ndarray, own: Mapping[int, np.ndarray], path: int) -> str | None:
@@ -183,7 +245,7 @@ def disagreement(claimed: np.ndarray, own: Mapping[int, np.ndarray], path: int) 
     if spreads[nearest] < CLEARLY * spreads[path] and spreads[path] > 0.01 * level:
         return f"they are more like those of path {nearest}"
     # Where all documents are alike, a few percent are no disagreement.
-    if spreads[path] > max(CLEARLY * _spread(own[path]), 0.05 * level):
+    if spreads[path] > _bound(own[path]):
         return f"its documents differ from those here by {spreads[path]:.2f} a token"
     return None
 

@@ -31,7 +31,7 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import reported_rows
 
 from .display import Display
-from .local_scores import ScoresFolder, disagreements, local_request, score_paths
+from .local_scores import ScoresFolder, local_request, score_paths, settle
 from .predecessor import Predecessor
 from .stages import StageMarkers, inputs_hash
 
@@ -183,16 +183,9 @@ class Succession:
 
     def _check_scores(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
         """Score a sample here, and forget what others claim of a path if it does not agree."""
-        old = self.predecessor
-        wrong = disagreements(
-            folder, old.grid, old.load, paths, self.device, np.random.default_rng()
-        )
-        for path, reason in wrong.items():
-            folder.remove(path)
-            self.display.say(
-                f"scores of path {path} do not agree with a sample scored here ({reason}); "
-                "the path is scored here"
-            )
+        old, random = self.predecessor, np.random.default_rng()
+        for line in settle(folder, old.grid, old.load, paths, self.device, random):
+            self.display.say(line)
 
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""

@@ -4,6 +4,8 @@ A path is scored by its trainers, the oldest claim first. Paths that nobody trai
 trainers do not begin, go to the other peers by rendezvous hash, each a while after the one before.
 A claim to score expires like any record, and finished scores exist as long as somebody serves them,
 so every path is scored while one peer lives. If several score one path, the earliest goes on.
+Once somebody scores or has scored every path, each is scored by a second peer, so that the operator
+can compare, and nobody who lies keeps others from scoring.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from .policy import rendezvous
 from .records import ScoreEntry, ScoresRecord
 from .score_request import ScoreRequest
 from .view import CLOCK_SLACK_S, SwarmView
+
+# Peers that score a path.
+SCORERS = 2
+# Nobody scores more documents a second: who says so is believed for as many paths as that gives.
+GREATEST_DOCUMENTS_PER_S = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,19 @@ class ScoringBoard:
                     found.setdefault(entry.path, []).append((entry.sha256, peer))
         return {path: tuple(sorted(found[path])) for path in sorted(found)}
 
+    def finished(self) -> frozenset[int]:
+        """Return the paths that as many peers have scored as are to."""
+        scorers = {path: {peer for _, peer in found} for path, found in self.done().items()}
+        return frozenset(path for path, peers in scorers.items() if len(peers) >= SCORERS)
+
     def scoring(self) -> dict[int, tuple[str, ...]]:
-        """Return for each path that is not done who scores it, the earliest first."""
-        done = self.done()
+        """Return for each path that is not finished who scores it, the earliest first."""
+        finished = self.finished()
         claims = sorted(
             (entry.since_s, peer, entry.path)
             for peer, entries in self.entries.items()
             for entry in entries
-            if entry.state == "scoring" and entry.path not in done
+            if entry.state == "scoring" and entry.path not in finished
         )
         found: dict[int, list[str]] = {}
         for _, peer, path in claims:
@@ -49,12 +61,16 @@ class ScoringBoard:
         return {path: tuple(found[path]) for path in sorted(found)}
 
     def open_paths(self) -> tuple[int, ...]:
-        """Return the paths that nobody has scored and nobody scores."""
-        taken = self.done().keys() | self.scoring().keys()
-        return tuple(path for path in range(self.path_count) if path not in taken)
+        """Return the paths that nobody has scored and nobody scores; if there are none, those that
+        nobody scores and too few have scored."""
+        scoring = self.scoring().keys()
+        for taken in (self.done().keys() | scoring, self.finished() | scoring):
+            if found := tuple(path for path in range(self.path_count) if path not in taken):
+                return found
+        return ()
 
     def busy(self) -> frozenset[str]:
-        """Return the peers that score a path that is not done."""
+        """Return the peers that score a path that is not finished."""
         return frozenset(peer for peers in self.scoring().values() for peer in peers)
 
 
@@ -63,20 +79,22 @@ def build_board(
 ) -> ScoringBoard:
     """Make a board of records, leaving out what cannot be.
 
-    Dropped: unknown paths, claims from before the request and from the future.
+    Dropped: unknown paths, claims from before the request and from the future, and more scores of
+    one peer than it can have made since then.
     """
     earliest_s, latest_s = request.made_s - CLOCK_SLACK_S, now_s + CLOCK_SLACK_S
-    return ScoringBoard(
-        path_count,
-        {
-            record.peer_id: tuple(
-                entry
-                for entry in record.entries
-                if entry.path < path_count and earliest_s <= entry.since_s <= latest_s
-            )
-            for record in records
-        },
-    )
+    most = 1 + int((latest_s - request.made_s) * GREATEST_DOCUMENTS_PER_S / request.documents)
+    entries = {}
+    for record in records:
+        possible = [
+            entry
+            for entry in record.entries
+            if entry.path < path_count and earliest_s <= entry.since_s <= latest_s
+        ]
+        done = [entry for entry in possible if entry.state == "done"]
+        under_way = [entry for entry in possible if entry.state == "scoring"]
+        entries[record.peer_id] = (*under_way, *done[:most])
+    return ScoringBoard(path_count, entries)
 
 
 def path_to_score(
@@ -99,13 +117,14 @@ def path_to_score(
     seen. `exclude` are paths that could not be scored here lately. Who trains a path that the view
     does not cover is not known: it is left to others.
     """
-    busy = board.busy() - {me}
+    busy, done = board.busy() - {me}, board.done()
     choices = []
     for path in board.open_paths():
         if path in exclude or not view.covers_path(path):
             continue
         trainers = [c.peer_id for c in view.claimants(path) if c.state == "training"]
-        place = _place(view, me, path, trainers, busy)
+        served = {peer for _, peer in done.get(path, ())}
+        place = _place(view, me, path, trainers, busy | served - {me})
         if place * patience_s > idle_s:
             continue
         if (place + (me not in trainers)) * patience_s > open_s.get(path, 0.0):
@@ -124,8 +143,8 @@ def _place(view: SwarmView, me: str, path: int, trainers: list[str], busy: Colle
 
 
 def keeps_scoring(board: ScoringBoard, me: str, path: int) -> bool:
-    """Tell whether this peer should go on scoring `path`: nobody has finished or began earlier."""
-    if path in board.done():
+    """Tell whether this peer should go on scoring `path`: too few have, nobody began before."""
+    if path in board.finished():
         return False
     scorers = board.scoring().get(path, ())
     return me not in scorers or scorers[0] == me

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dipaco.bootstrap import local_scores
 from dipaco.bootstrap.gather_scores import SwarmScores
 from dipaco.bootstrap.local_scores import (
     ScoresFolder,
     disagreement,
-    disagreements,
     local_request,
+    parted_documents,
     score_paths,
+    settle,
 )
 from dipaco.bootstrap.predecessor import Predecessor, open_predecessor
 from dipaco.dht.records import ScoreEntry, ScoresRecord
@@ -288,25 +290,112 @@ def test_paths_that_are_alike_agree_with_each_other() -> None:
     assert disagreement(flat[0] + 0.02 * noise, flat, 2) is None
 
 
-def test_one_who_serves_permuted_numbers_of_all_paths_is_noticed(
+def test_two_peers_part_in_what_one_of_them_made_up() -> None:
+    honest = losses(3)[0]
+    random = np.random.default_rng(4)
+    later = honest * 0.97 + 0.03 * random.standard_normal(32)
+    assert len(parted_documents(honest, later)) == 0
+    later[[4, 20]] += 2.0
+    assert sorted(parted_documents(honest, later)) == [4, 20]
+
+
+class Settling:
+    """Honest scores of all paths by ALICE, with what others say beside them."""
+
+    PATHS = (0, 1, 2, 3)
+
+    def __init__(self, peers: Peers, folder: Path) -> None:
+        self.old, documents = peers.predecessor, peers.documents
+        request = local_request(documents, self.old.plan.run_id)
+        self.folder = ScoresFolder(folder, request, documents)
+        honest = ScoresFolder(folder / "honest", request, documents)
+        grid, device = self.old.grid, torch.device("cpu")
+        score_paths(honest, grid, self.old.load, self.old.digests, self.PATHS, device)
+        found = {path: honest.load(path, grid.modules_of_path(path)) for path in self.PATHS}
+        self.honest = {path: scores for path, scores in found.items() if scores is not None}
+
+    def lie(self, path: int, rows: Sequence[int]) -> DocumentScores:
+        """The honest scores with other numbers for some documents."""
+        scores = self.honest[path]
+        nll = scores.nll.copy()
+        nll[list(rows)] += 3.0 * scores.tokens[list(rows)]
+        return dataclasses.replace(scores, nll=nll)
+
+    def settle(self) -> list[str]:
+        return settle(
+            self.folder, self.old.grid, self.old.load, self.PATHS, torch.device("cpu"),
+            np.random.default_rng(7),
+        )  # fmt: skip
+
+    def kept(self, path: int) -> DocumentScores | None:
+        return self.folder.load(path, self.old.grid.modules_of_path(path))
+
+
+def test_one_who_serves_permuted_numbers_is_named_and_the_other_is_believed(
     peers: Peers, tmp_path: Path
 ) -> None:
-    old, documents = peers.predecessor, peers.documents
-    folder = ScoresFolder(tmp_path / "here", local_request(documents, old.plan.run_id), documents)
-    device, paths = torch.device("cpu"), (0, 1, 2, 3)
-    score_paths(folder, old.grid, old.load, old.digests, paths, device)
-
-    def wrong() -> set[int]:
-        random = np.random.default_rng(7)
-        return set(disagreements(folder, old.grid, old.load, paths, device, random))
-
-    assert wrong() == set()
+    settling = Settling(peers, tmp_path / "here")
+    for scores in settling.honest.values():
+        settling.folder.add(scores, ALICE)
+    assert settling.settle() == []
     for path in (1, 3):
-        scores = folder.load(path, old.grid.modules_of_path(path))
-        assert scores is not None
+        scores = settling.honest[path]
         nll = scores.tokens * np.linspace(9.0, 0.5, len(scores.nll))
-        folder.save(dataclasses.replace(scores, nll=nll))
-    assert wrong() == {1, 3}
-    folder.remove(1)
-    assert wrong() == {3}
-    assert folder.load(1, old.grid.modules_of_path(1)) is None
+        settling.folder.add(dataclasses.replace(scores, nll=nll), BOB)
+    lines = settling.settle()
+    assert [line.partition(" do not agree")[0] for line in lines] == [
+        f"scores of path {path} by {BOB[-8:]}" for path in (1, 3)
+    ]
+    assert all(line.endswith(f"those of {ALICE[-8:]} are taken") for line in lines)
+    for path, scores in settling.honest.items():
+        kept = settling.kept(path)
+        assert kept is not None
+        assert np.array_equal(kept.nll, scores.nll)
+    assert settling.settle() == [], "told once"
+
+
+def test_few_wrong_numbers_among_many_are_noticed_where_two_have_scored(
+    peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample alone would hardly draw these documents."""
+    monkeypatch.setattr(local_scores, "SAMPLE_DOCUMENTS", 4)
+    settling = Settling(peers, tmp_path / "here")
+    drawn = np.random.default_rng(7).choice(len(peers.documents), 4, replace=False)
+    hidden = [row for row in range(len(peers.documents)) if row not in drawn][:2]
+    settling.folder.add(settling.lie(2, hidden), BOB)
+    assert settling.settle() == [], "nobody else has scored"
+    settling.folder.add(settling.honest[2], ALICE)
+    (line,) = settling.settle()
+    assert line.startswith(f"scores of path 2 by {BOB[-8:]} do not agree")
+    assert "2 documents differ from here by 3.00 a token" in line
+    kept = settling.kept(2)
+    assert kept is not None
+    assert np.array_equal(kept.nll, settling.honest[2].nll)
+
+
+def test_where_nobody_is_right_the_path_is_scored_here(peers: Peers, tmp_path: Path) -> None:
+    settling = Settling(peers, tmp_path / "here")
+    rows = range(0, len(peers.documents), 2)
+    settling.folder.add(settling.lie(1, rows), BOB)
+    (line,) = settling.settle()
+    assert line.endswith("the path is scored here")
+    assert settling.kept(1) is None
+    settling.folder.save(settling.honest[1])
+    assert settling.settle() == [], "what was scored here stays"
+    assert settling.kept(1) is not None
+
+
+def test_a_second_peer_is_waited_for_while_it_scores(peers: Peers) -> None:
+    for path in range(4):
+        peers.announce(ALICE, path, peers.scores(path))
+    peers.announce(BOB, 2, peers.scores(2, nll=peers.documents.targets * 7.0))
+    folder = peers.gather()
+    modules = [peers.grid.modules_of_path(path) for path in range(4)]
+    assert sorted(folder.opinions(2, modules[2])) == sorted((ALICE, BOB))
+    assert list(folder.opinions(1, modules[1])) == [ALICE]
+    # A restart asks for what has come since, and for nothing twice.
+    asked = len(peers.asked)
+    peers.announce(BOB, 1, peers.scores(1))
+    peers.gather(peers.open())
+    assert sorted(folder.opinions(1, modules[1])) == sorted((ALICE, BOB))
+    assert len(peers.asked) == asked + 1

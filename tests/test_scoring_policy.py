@@ -75,15 +75,35 @@ def test_a_busy_peer_is_not_waited_for() -> None:
 def test_own_path_first_and_nothing_when_all_is_done() -> None:
     view = view_of(claim(PEERS[0], 2))
     assert choose(ScoringBoard(4), view, PEERS[0], open_s=9.0, idle_s=9.0) == 2
-    board = ScoringBoard(4, {PEERS[1]: tuple(done(path) for path in range(4))})
+    everything = tuple(done(path) for path in range(4))
+    board = ScoringBoard(4, {PEERS[1]: everything, PEERS[2]: everything})
     assert choose(board, view, PEERS[0], open_s=9.0, idle_s=9.0) is None
     assert board.open_paths() == ()
 
 
-def test_of_two_scorers_the_earlier_goes_on_and_a_done_score_ends_both() -> None:
+def test_a_second_peer_scores_what_one_has_and_only_then() -> None:
+    view = view_of(claim(PEERS[0], 0), claim(PEERS[1], 1))
+    # Whoever says that it has scored all keeps nobody from scoring.
+    board = ScoringBoard(2, {PEERS[2]: (done(0), done(1))})
+    assert board.open_paths() == (0, 1)
+    assert [choose(board, view, peer) for peer in PEERS[:2]] == [0, 1]
+    board = ScoringBoard(2, {PEERS[2]: (done(0),), PEERS[0]: (scoring(0),)})
+    assert board.open_paths() == (1,)
+    assert keeps_scoring(board, PEERS[0], 0)
+    # A trainer that has scored its path is not waited for.
+    board = ScoringBoard(1, {PEERS[0]: (done(0),)})
+    assert choose(board, view, PEERS[1], open_s=2.0) == 0
+    board = ScoringBoard(1, {PEERS[0]: (done(0),), PEERS[1]: (scoring(0),)})
+    assert board.open_paths() == ()
+    assert board.busy() == {PEERS[1]}
+
+
+def test_of_two_scorers_the_earlier_goes_on_and_two_done_scores_end_both() -> None:
     board = ScoringBoard(2, {PEERS[0]: (scoring(1, 120.0),), PEERS[1]: (scoring(1, 110.0),)})
     assert [keeps_scoring(board, peer, 1) for peer in PEERS[:3]] == [False, True, True]
-    finished = ScoringBoard(2, {**board.entries, PEERS[2]: (done(1),)})
+    one = ScoringBoard(2, {**board.entries, PEERS[2]: (done(1),)})
+    assert [keeps_scoring(one, peer, 1) for peer in PEERS[:2]] == [False, True]
+    finished = ScoringBoard(2, {**one.entries, PEERS[3]: (done(1),)})
     assert not keeps_scoring(finished, PEERS[1], 1)
     assert finished.scoring() == {}
 
@@ -96,6 +116,24 @@ def test_what_cannot_be_is_not_on_the_board() -> None:
     )
     board = build_board(REQUEST, 4, [record], now_s=110.0)
     assert [entry.path for entry in board.entries[PEERS[0]]] == [2]
+
+
+def test_nobody_is_believed_to_score_faster_than_can_be() -> None:
+    request = ScoreRequest(run_id="0" * 16, documents_sha256=SHA, documents=10**6, made_s=100.0)
+    everything = ScoresRecord(
+        peer_id=PEERS[0],
+        request=request.request_id,
+        entries=(scoring(9), *(done(path) for path in range(9))),
+    )
+
+    def believed(now_s: float) -> int:
+        return len(build_board(request, 10, [everything], now_s).done())
+
+    # A hundred seconds a path, and a little for clocks.
+    assert believed(150.0) == 1
+    assert believed(350.0) == 3
+    assert believed(2000.0) == 9
+    assert build_board(request, 10, [everything], 101.0).scoring() == {9: (PEERS[0],)}
 
 
 @dataclass
@@ -158,7 +196,7 @@ def test_every_path_is_scored_while_one_peer_lives(
     died_s = {peer.peer_id: 100.0 + at for peer, at in zip(peers[1:], deaths, strict=False)}
     boards: list[ScoringBoard] = [ScoringBoard(path_count)]
     together: dict[tuple[int, ...], int] = {}
-    bound_s = 40 + (path_count + 2) * (work + 4 * PATIENCE_S + 4)
+    bound_s = 40 + 2 * (path_count + 2) * (work + 4 * PATIENCE_S + 4)
     now_s = 100.0
     while now_s < 100.0 + bound_s:
         # A record lives for 3 s after its owner died.

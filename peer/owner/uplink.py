@@ -13,8 +13,9 @@ left this machine in that time; and of streams that never wait, such as answers 
 was written before a pause. The sum over all streams of all processes, in the three seconds in which
 it was greatest while one of them was full, is what the line carries at least; whatever else held a
 stream up, a slow reader or a busy machine, makes other seconds smaller and not these. A line that
-is never full is not measured. Too little is measured while nobody reads fast: so content is now and then sent as fast as
-it goes for a moment, and rows of groups say nothing of a line that reduces have not seen full.
+is never full is not measured. Too little is measured while nobody reads fast: so content is now and
+then sent as fast as it goes for a moment, and rows of groups say nothing of a line that reduces
+have not seen full.
 """
 
 from __future__ import annotations
