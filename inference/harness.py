@@ -25,6 +25,7 @@ from .options import InferenceSettings
 
 if TYPE_CHECKING:
     import torch
+    from dipaco.modules.transformer import PathModel
 
     from .sources import StateSource
 
@@ -62,9 +63,7 @@ class HarnessModel:
             return []
         return [int(path) for path in self._router.route_tokens(contexts)]
 
-    def grouped(
-        self, contexts: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[Callable[..., Any], list[int]]]:
+    def grouped(self, contexts: Sequence[Sequence[int]]) -> Iterator[tuple[PathModel, list[int]]]:
         """Yield each model that is needed, with the numbers of the contexts that it is for."""
         from .sources import assemble_path
 
@@ -99,13 +98,16 @@ class HarnessModel:
                 for row, text in enumerate(texts):
                     tokens[row, : len(text) - 1] = torch.tensor(text[:-1])
                 with torch.no_grad():
-                    logits = model(tokens.to(self._device)).float().cpu()
+                    hidden = model.hidden_states(tokens.to(self._device))
                 for row, (number, text) in enumerate(zip(batch, texts, strict=True)):
                     count = min(len(pairs[number].continuation), len(text) - 1)
                     if not count:
                         continue
                     targets = torch.tensor(text[-count:])
-                    own = torch.log_softmax(logits[row, len(text) - 1 - count : len(text) - 1], -1)
+                    # Logits of all positions of all rows would be gigabytes for a large vocabulary.
+                    with torch.no_grad():
+                        logits = model.logits(hidden[row, len(text) - 1 - count : len(text) - 1])
+                    own = torch.log_softmax(logits.float().cpu(), -1)
                     said = own.gather(1, targets[:, None]).sum()
                     answers[number] = (float(said), bool((own.argmax(-1) == targets).all()))
         return answers
@@ -123,7 +125,7 @@ class HarnessModel:
             for number in numbers:
                 sampling = Sampling(max_tokens=most[number], temperature=0)
                 text = ""
-                tokens = generate_tokens(model, prompts[number], sampling)  # type: ignore[arg-type]
+                tokens = generate_tokens(model, prompts[number], sampling)
                 for piece in stream_text(self.tokenizer, tokens):
                     text += piece
                     found = [at for stop in stops[number] if stop and (at := text.find(stop)) >= 0]
@@ -172,8 +174,7 @@ def register() -> type[Any]:
                 folder = Path(state_dir) if state_dir else None
                 model = HarnessModel(open_source(state_folder=folder), torch.device("cpu"))
             self.model = model
-            name = str(path).removeprefix("path-")
-            self.model.use = int(name) if name.isdecimal() else name
+            self.model.use = model_in_use(str(path), model.source.grid.path_count)
 
         @property
         def eot_token_id(self) -> int:
@@ -254,16 +255,20 @@ def run(settings: HarnessSettings) -> int:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    device = settings.prepare_process()
+    if settings.include_path is not None and not settings.include_path.is_dir():
+        raise ConfigurationError(f"--include-path {settings.include_path} is no folder")
     folder = str(settings.include_path) if settings.include_path else None
+    manager = TaskManager(include_path=folder)
+    known = set(manager.all_tasks)
+    wanted = names_of_tasks(settings.tasks, lambda name: name in known or Path(name).is_file())
+    device = settings.prepare_process()
     results: dict[str, dict[str, Any]] = {}
     with settings.open_source() as source:
         model = HarnessModel(source, device)
-        manager = TaskManager(include_path=folder)
         for name in names_of_models(settings.models, source.grid.path_count):
             found = simple_evaluate(
                 model=harness(model=model, path=name),
-                tasks=settings.tasks.split(","),
+                tasks=wanted,
                 task_manager=manager,
                 limit=settings.limit,
                 bootstrap_iters=0,
@@ -285,6 +290,33 @@ def run(settings: HarnessSettings) -> int:
                 figures = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
                 print(f"{name:>12}  {task}: {figures}")
     return 0
+
+
+def model_in_use(name: str, path_count: int) -> str | int:
+    """Return what `HarnessModel.use` is for a name: `routed`, `base`, `3` or `path-3`.
+
+    Raises ConfigurationError for any other.
+    """
+    number = name.removeprefix("path-")
+    if name in (ROUTED, BASE):
+        return name
+    if number.isdecimal() and int(number) < path_count:
+        return int(number)
+    raise ConfigurationError(
+        f"path={name} is none of routed, base, or 0 to {path_count - 1}; give one of these"
+    )
+
+
+def names_of_tasks(text: str, is_known: Callable[[str], object]) -> list[str]:
+    """Return the tasks that are named. Raises ConfigurationError for one that is not known."""
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if not name or not is_known(name):
+            raise ConfigurationError(
+                f"--tasks '{name}' is no task of the harness; lm-eval ls tasks lists them, and "
+                "--include-path DIR adds those of a folder"
+            )
+    return list(dict.fromkeys(names))
 
 
 def names_of_models(text: str, path_count: int) -> list[str]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
-from dipaco.inference.harness import HarnessModel, Pair, best_paths, names_of_models
+from dipaco.inference.harness import (
+    HarnessModel,
+    Pair,
+    best_paths,
+    model_in_use,
+    names_of_models,
+    names_of_tasks,
+)
 from dipaco.inference.options import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.errors import ConfigurationError
@@ -80,6 +87,16 @@ def test_what_is_evaluated_and_the_best_of_it() -> None:
     assert names_of_models("routed, paths,1,base", 2) == names
     with pytest.raises(ConfigurationError, match="0 to 1"):
         names_of_models("routed,2", 2)
+    assert [model_in_use(name, 2) for name in ("routed", "base", "1", "path-0")] == [
+        "routed", "base", 1, 0,
+    ]  # fmt: skip
+    for name in ("2", "path-2", "rooted", ""):
+        with pytest.raises(ConfigurationError, match="routed, base, or 0 to 1"):
+            model_in_use(name, 2)
+    assert names_of_tasks("a, b,a", {"a", "b"}.__contains__) == ["a", "b"]
+    for tasks in ("a,c", "", "a,,b"):
+        with pytest.raises(ConfigurationError, match="--tasks"):
+            names_of_tasks(tasks, {"a", "b"}.__contains__)
     results = {
         "routed": {"task": {"acc": 0.9, "loss": 1.0}},
         "path-0": {"task": {"acc": 0.5, "loss": 2.0}},

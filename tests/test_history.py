@@ -67,6 +67,41 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         unpack(data, str)
 
 
+def test_a_write_that_fails_leaves_a_history_that_goes_on(history: History) -> None:
+    history.write(status_of_moment(START_S))
+
+    # SQLite rolls back by itself when the disk is full; what was numbered then is in no file.
+    def fail() -> None:
+        with history._transaction():
+            history._number("a long text that is new here", 0)
+            history._file.execute("ROLLBACK")
+            raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+        fail()
+    history.write(status_of_moment(START_S + 60, mark="a long text that is new here"))
+    found = history.at(START_S + 60)
+    assert found is not None
+    assert found["mark"] == "a long text that is new here"
+
+
+def test_a_commit_that_fails_is_undone(history: History) -> None:
+    file = history._file
+    file.execute("PRAGMA foreign_keys=ON")
+    file.execute("CREATE TABLE many (id INTEGER PRIMARY KEY)")
+    file.execute("CREATE TABLE one (id REFERENCES many DEFERRABLE INITIALLY DEFERRED)")
+    with pytest.raises(sqlite3.IntegrityError), history._transaction():
+        file.execute("INSERT INTO one VALUES (5)")
+    history.write(status_of_moment(START_S))
+    assert history.span() is not None
+
+
+def test_claims_beyond_all_measure_are_kept(history: History) -> None:
+    paths = [{"path": path, "state": "training", "tokens": 2**53} for path in range(2048)]
+    history.write(status_of_moment(START_S, paths=paths))
+    assert history.series()["tokens"] == [2**63 - 1]
+
+
 def test_any_moment_is_read_as_it_was(history: History) -> None:
     for step in range(10):
         history.write(status_of_moment(START_S + 60 * step, mark=step))

@@ -78,6 +78,7 @@ def test_a_large_swarm_has_as_many_samples_as_a_small_one() -> None:
 def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], float]:
     metrics = PeerMetrics(Uplink(None))
     node = SimpleNamespace(
+        grid=SimpleNamespace(modules=lambda: ("L0.E0", "L0.E1", "L1.E0", "P3")),
         held=SimpleNamespace(all=lambda: ("one", "two")),
         exchange=SimpleNamespace(bytes_down=7),
         schedule=SimpleNamespace(fixed_steps=0, round_at=lambda now_s: 5),
@@ -119,11 +120,12 @@ def test_a_peer_as_metrics() -> None:
     assert {name for name, _ in found} == {metric.name for metric in PEER_METRICS}
 
 
-def test_counters_without_a_label_are_there_before_anything_happens() -> None:
+def test_counters_are_there_before_anything_happens() -> None:
     found = metrics_after()
     for metric in PEER_METRICS:
-        if metric.kind == "counter" and not metric.label and "bytes" not in metric.name:
-            assert found[metric.name, ""] == 0
+        if metric.kind == "counter" and "bytes" not in metric.name:
+            for label in ("L0", "L1", "private") if metric.label else ("",):
+                assert found[metric.name, label] == 0
 
 
 def test_a_peer_answers_where_it_is_told_and_says_so(tmp_path: Path) -> None:
@@ -167,6 +169,8 @@ def test_the_dashboard_shows_what_there_is_and_nothing_else() -> None:
     labels = {metric.label for metric in (*PEER_METRICS, *SWARM_METRICS)} | {"instance"}
     for panel in panels:
         for target in panel["targets"]:
+            # A table of a range shows one of its series at a time.
+            assert (panel["type"] == "table") == (target.get("format") == "table")
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
 

@@ -72,7 +72,8 @@ def summary_of(status: Mapping[str, Any]) -> dict[str, Any]:
         "peers": len(status["peers"]),
         "training": sum(peer["state"] == "training" for peer in status["peers"]),
         "unserved": sum(path["state"] == "unserved" for path in status["paths"]),
-        "tokens": sum(path["tokens"] for path in status["paths"]),
+        # Peers may claim what they like; the column holds 64 bits.
+        "tokens": min(sum(path["tokens"] for path in status["paths"]), 2**63 - 1),
         "tokens_per_s": round(sum(peer["tokens_per_s"] for peer in status["peers"]), 1),
         "loss": None if perplexity is None else round(math.log(max(perplexity, 1e-300)), 5),
         "problems": len(status["problems"]),
@@ -346,12 +347,14 @@ class History:
         self._file.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._file.execute("COMMIT")
         except BaseException:
-            self._file.execute("ROLLBACK")
             # What was numbered in it is not in the file.
             self._numbers.clear()
+            # SQLite has rolled back already after some errors, such as a full disk.
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
             raise
-        self._file.execute("COMMIT")
 
 
 def _ms(time_s: float) -> int:

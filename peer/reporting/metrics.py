@@ -79,6 +79,12 @@ class PeerMetrics(Collector):
         """Read gauges from this run's parts from now on."""
         with self._lock:
             self._node, self._publisher, self._status = node, publisher, status
+            # From 0 on: of a series that begins with its first event, `increase` misses that one.
+            for level in {level_of(module) for module in node.grid.modules()}:
+                for metric in PEER_METRICS:
+                    if metric.kind == "counter" and metric.label:
+                        name = metric.name.removeprefix("dipaco_").removesuffix("_total")
+                        self._add(name, 0.0, level)
 
     def serve(self, settings: NodeSettings, say: Callable[[str], None]) -> None:
         """Answer at `/metrics` until the process ends, if it is asked for. Raises
