@@ -22,6 +22,7 @@ from dipaco.inference import serve_cli
 from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.options import Sampling
 from dipaco.inference.rerouter import Rerouter
+from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
@@ -76,7 +77,12 @@ def ask(client: TestClient, **body: Any) -> dict[str, Any]:
     return found
 
 
-def test_one_path_in_memory_serves_all(out: Path) -> None:
+@pytest.mark.parametrize("patience_s", [1.0, -1.0])
+def test_one_path_in_memory_serves_all(
+    patience_s: float, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without patience, as on a busy machine, each path is wanted by others before it has begun.
+    monkeypatch.setattr(engine_module, "_PATIENCE_S", patience_s)
     source = DiskSource(out)
     tokenizer = source.tokenizer()
     wanted = {}
@@ -105,6 +111,27 @@ def test_one_path_in_memory_serves_all(out: Path) -> None:
         for thread in threads:
             thread.join()
     assert found == wanted
+
+
+def test_two_paths_that_are_asked_for_all_the_time_starve_no_third(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PATIENCE_S", -1.0)
+    with engine_of(DiskSource(out), memory_bytes=1) as engine:
+        tokens, sampling = prompt_tokens(engine.tokenizer, PROMPTS[0]), Sampling(max_tokens=2)
+        ended: list[int] = []
+        asked = [0, 1] * 3 + [2] + [0, 1] * 6
+
+        def work(path: int) -> Work:
+            def emit(event: Event) -> None:
+                if isinstance(event, Ended):
+                    ended.append(path)
+
+            return Work(tokens, path, sampling, emit, deadline_s=float("inf"))
+
+        engine.submit([work(path) for path in asked])
+        wait_until(lambda: len(ended) == len(asked))
+    assert ended.index(2) < len(asked) - 5, ended
 
 
 def test_paths_used_least_lately_go_first(out: Path) -> None:

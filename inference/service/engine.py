@@ -295,9 +295,11 @@ class Engine:
                 for answer in self._waiting.pop(path):
                     self._go_elsewhere(answer)
         now_s = time.monotonic()
+        since_s = {path: waiting[0].waiting_since_s for path, waiting in self._waiting.items()}
         wanted = [p for p in self._waiting if p not in self._resident and p not in self._loading]
-        for path in wanted:
-            if not self._make_room(now_s - self._waiting[path][0].waiting_since_s > _PATIENCE_S):
+        # Who has waited longest, or two paths that are asked for all the time starve a third.
+        for path in sorted(wanted, key=since_s.__getitem__):
+            if not self._make_room(now_s - since_s[path] > _PATIENCE_S):
                 return
             self._loading.add(path)
             self._loader.ask(path)
@@ -319,8 +321,10 @@ class Engine:
         if victim is not None:
             del self._resident[victim.path]
             return True
-        if urgent and by_use and not any(batch.is_draining for batch in by_use):
-            by_use[0].is_draining = True
+        # Not before it has begun an answer: paths that all wait would drive each other out.
+        served = [batch for batch in by_use if batch.has_begun]
+        if urgent and served and not any(batch.is_draining for batch in by_use):
+            served[0].is_draining = True
         return False
 
     def _go_elsewhere(self, answer: Answer) -> None:

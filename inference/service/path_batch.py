@@ -24,6 +24,8 @@ class PathBatch:
         self.path, self.model, self.states = loaded.path, loaded.model, loaded.states
         self.used_s = used_s
         """When it was last given something to do."""
+        self.has_begun = False
+        """It has taken an answer since it came into memory."""
         self.is_draining = False
         """It takes no more answers: its room is wanted for another path."""
         self.again: deque[Answer] = deque()
@@ -55,6 +57,7 @@ class PathBatch:
 
         Returns how many tokens were read.
         """
+        self.has_begun = True
         work = answer.work
         first = not answer.started
         if first:
