@@ -84,7 +84,8 @@ class SlotCache(KeyValueCache):
 @torch.no_grad()
 def steady_widths(model: PathModel, cache: SlotCache) -> tuple[int, ...]:
     """Return the widths, rising, at which a row of a step of `model` has the same bits as in a step
-    of all slots, in whatever slot it is. The widest are all slots.
+    of all slots, in whatever slot it is. The widest are all slots. Where the bits depend on the
+    slot even in a step of all of them, every width is as good.
 
     In which order numbers are added up depends on the shapes alone, but by a rule that nobody
     promises: so it is tried, with one text in all slots. The `cache` must be empty, and is again
@@ -108,11 +109,13 @@ def steady_widths(model: PathModel, cache: SlotCache) -> tuple[int, ...]:
         cache.width = width
         return model(token[:width], cache)[:, 0]
 
-    wanted = step(slots)[0]
+    whole = step(slots)
     narrower = [1 << bit for bit in range(slots.bit_length()) if 1 << bit < slots]
-    steady = [width for width in narrower if torch.equal(step(width), wanted.expand(width, -1))]
+    if torch.equal(whole, whole[:1].expand_as(whole)):
+        narrower = [w for w in narrower if torch.equal(step(w), whole[:1].expand(w, -1))]
+    # Else a row depends on its slot, as with several threads: there are no bits to keep.
     cache.clear()
-    return (*steady, slots)
+    return (*narrower, slots)
 
 
 def cache_bytes(model: ModelConfig, slots: int) -> int:
