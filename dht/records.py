@@ -259,7 +259,7 @@ class ModuleRecord(_Standing):
 class PeerRecord(_Standing):
     """What a peer says of itself."""
 
-    passing = frozenset({"tokens_per_s", "bytes_up", "bytes_down"})
+    passing = frozenset({"tokens_per_s", "waits_for", "bytes_up", "bytes_down"})
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     software: Text
@@ -269,6 +269,8 @@ class PeerRecord(_Standing):
     team: Name = ""
     """Whom its owner trains for."""
     tokens_per_s: Rate
+    waits_for: Text = ""
+    """What it waited for when this was written; empty if it did not."""
     addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
     bytes_up: Count
     bytes_down: Count

@@ -386,6 +386,7 @@ class Publisher:
             round=now_round,
             pinned=claim.pinned,
             tokens_per_s=round(status.tokens_per_s, 1),
+            waits_for=clean_text(status.waiting_for),
             reachable=status.reachable,
             addresses=status.addresses[:4],
             bytes_up=status.bytes_up,

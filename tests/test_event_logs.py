@@ -170,11 +170,14 @@ def test_what_a_peer_does_besides_is_followed(tmp_path: Path, clock: Clock) -> N
     with (tmp_path / "peer2.jsonl").open("a") as file:
         left = {"event": "leaving", "time_s": START_S + 299, "path": 2, "handed_over": []}
         file.write(json.dumps(left) + "\n")
+    with (tmp_path / "peer3.jsonl").open("a") as file:
+        waits = {"event": "waiting", "time_s": START_S + 298, "what": "L0: have 1, need 2"}
+        file.write(json.dumps(waits) + "\n")
     end = list(moments([tmp_path]).values())[-1]
-    assert [(p["name"], p["state"], p["path"]) for p in end["peers"]] == [
-        ("peer 0", "paused", None),
-        ("peer 1", "joining", 2),
-        ("peer 3", "training", 3),
+    assert [(p["name"], p["state"], p["path"], p["waits_for"]) for p in end["peers"]] == [
+        ("peer 0", "paused", None, ""),
+        ("peer 1", "joining", 2, ""),
+        ("peer 3", "training", 3, "L0: have 1, need 2"),
     ]
     assert {n[-3:] for n in end["modules"][1]["holders"]} == {peer_name(n)[-3:] for n in (0, 1, 3)}
 

@@ -112,8 +112,12 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
 
 def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     peer.claim(1, pinned=True)
+    peer.status.waiting_for = "L0: have 1, need 2 [of L0.E0]" + " and more" * 20
     view = peer.publisher.refresh()
     assert view.claims[ME].path == 1
+    waits_for = peer.directory.peers[-1].waits_for
+    assert waits_for.startswith("L0: have 1, need 2 ?of L0.E0?")
+    assert len(waits_for) == 96
     assert peer.directory.holdings["L0.E0"].tokens == 64
     assert peer.directory.peers[-1].state == "joining"
     assert peer.directory.manifests == [b"manifest"]

@@ -173,9 +173,8 @@ def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> 
         "holders": [PEERS[0], PEERS[1], PEERS[4]],
         "agree": True,
     }.items() <= module.items()
-    assert {"peer_id", "path", "state", "tokens_per_s", "device", "software", "reachable"} <= set(
-        status["peers"][0]
-    )
+    said = {"team", "peer_id", "path", "state", "tokens_per_s", "waits_for", "device", "reachable"}
+    assert said <= set(status["peers"][0])
     assert status["validation"] == {
         "perplexity": pytest.approx(2.718281828 ** (86 / 40)),
         "tokens": 40,

@@ -22,6 +22,7 @@ from dipaco.dht.records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
+    clean_text,
     record_life_s,
     refresh_period_s,
 )
@@ -77,7 +78,6 @@ class _Teller:
     record: PeerRecord
     last_s: float
     step_s: float = 0.0
-    waits: bool = False
     held: dict[str, Holding] = field(default_factory=dict)
     begun: dict[tuple[str, int], int] = field(default_factory=dict)
     """Own tokens in an outer round, by module and round."""
@@ -89,7 +89,7 @@ class _Teller:
             # These have nothing to tell.
             return True
         patience_s = max(life_s, SILENT_S, SILENT_STEPS * self.step_s)
-        if self.waits or self.record.state == "joining":
+        if self.record.waits_for or self.record.state == "joining":
             patience_s += round_s
         return now_s - self.last_s <= patience_s
 
@@ -134,7 +134,10 @@ class Replayed:
         if known is not None:
             known(teller, event, now_s)
         teller.last_s = now_s
-        teller.waits = kind == "waiting" or (teller.waits and kind != "inner")
+        if kind == "waiting":
+            teller.change(waits_for=clean_text(event["what"]))
+        elif kind in ("inner", "paused", "leaving"):
+            teller.change(waits_for="")
 
     def view(self, now_s: float) -> SwarmView:
         """Return the swarm as a reader of its records would have seen it."""

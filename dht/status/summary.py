@@ -151,10 +151,12 @@ def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
     return {
         "peer_id": peer,
         "name": record.name,
+        "team": record.team,
         "path": record.path,
         "state": record.state,
         "since_s": record.since_s,
         "tokens_per_s": record.tokens_per_s,
+        "waits_for": record.waits_for,
         "device": record.device,
         "software": record.software,
         "protocol": record.protocol,
