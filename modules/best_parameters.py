@@ -320,6 +320,8 @@ class BestParametersStore:
         self._lock = threading.Lock()
         self._held: dict[int, BestReference] = {}
         self._size_bytes: dict[int, int] = {}
+        # Paths whose file may be another one already than the one that is registered.
+        self._being_written: set[int] = set()
 
     def load_from_disk(self) -> tuple[BestReference, ...]:
         """Register what an earlier process left; other files are reported and left alone."""
@@ -348,11 +350,17 @@ class BestParametersStore:
     def hold(self, best: BestParameters) -> BestReference:
         """Write a best path in place of the one held of its path. Raises `StorageError`."""
         file = self.file(best.path)
-        write_best_parameters(best, file)
-        with storage_errors(self.folder):
-            size_bytes = file.stat().st_size
         with self._lock:
-            self._held[best.path], self._size_bytes[best.path] = best.reference, size_bytes
+            self._being_written.add(best.path)
+        try:
+            write_best_parameters(best, file)
+            with storage_errors(self.folder):
+                size_bytes = file.stat().st_size
+            with self._lock:
+                self._held[best.path], self._size_bytes[best.path] = best.reference, size_bytes
+        finally:
+            with self._lock:
+                self._being_written.discard(best.path)
         return best.reference
 
     def drop(self, path: int) -> None:
@@ -386,9 +394,13 @@ class BestParametersStore:
         return read_best_parameters(file, self._grid, path=path) if file.is_file() else None
 
     def find(self, sha256: str) -> Path | None:
-        """Return the file of the best path with this hash, for serving it."""
-        held = next((held for held in self.all() if held.sha256 == sha256), None)
-        return self.file(held.path) if held is not None else None
+        """Return the file of the best path with this hash, for serving it; None while it is being
+        replaced, or whoever asks would get another one under this hash."""
+        with self._lock:
+            for path, held in self._held.items():
+                if held.sha256 == sha256 and path not in self._being_written:
+                    return self.file(path)
+        return None
 
     def file(self, path: int) -> Path:
         """Return where the best of a path lies or would lie."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from dipaco.modules import best_parameters
 from dipaco.modules.best_parameters import (
     BestParameters,
     BestParametersStore,
@@ -18,10 +19,11 @@ from dipaco.modules.best_parameters import (
     greatest_best_path_bytes,
     read_best_parameters,
     read_best_parameters_summary,
+    write_best_parameters,
 )
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.errors import IntegrityError
+from dipaco.modules.errors import IntegrityError, StorageError
 from dipaco.modules.evaluate import LossSum
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, genesis_state
@@ -107,6 +109,32 @@ def test_one_file_a_path_and_an_earlier_life_is_taken_up(
     again.drop(2)
     assert again.all() == ()
     assert not again.file(2).exists()
+
+
+def test_what_is_being_replaced_is_found_under_no_hash(
+    tmp_path: Path,
+    grid: Grid,
+    states: dict[str, ModuleState],
+    best: BestParameters,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = BestParametersStore(tmp_path, grid)
+    store.hold(best)
+    seen = []
+
+    def write(better: BestParameters, file: Path) -> None:
+        write_best_parameters(better, file)
+        seen.append(store.find(best.sha256))
+        if better.round_index == 11:
+            raise StorageError("the disk is full")
+
+    monkeypatch.setattr(best_parameters, "write_best_parameters", write)
+    better = best_parameters_of(grid, 2, 9, LossSum(100.0, 40), states)
+    store.hold(better)
+    assert store.find(better.sha256) == store.file(2)
+    with pytest.raises(StorageError):
+        store.hold(best_parameters_of(grid, 2, 11, LossSum(90.0, 40), states))
+    assert seen == [None, None]
 
 
 def changed_header(data: bytes, change: Callable[[dict[str, object]], None]) -> bytes:
