@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from support.swarm import LIMIT_S, Event, Member
@@ -78,12 +78,26 @@ def digests_by_version(
     return found
 
 
+def newest_versions(members: Iterable[Member]) -> dict[str, int]:
+    """Return the newest version of each module that a member has had."""
+    newest: dict[str, int] = {}
+    for module, version in digests_by_version(members):
+        newest[module] = max(version, newest.get(module, 0))
+    return newest
+
+
 def forks(
-    members: Iterable[Member], lost: Iterable[Event] = ()
+    members: Iterable[Member],
+    lost: Iterable[Event] = (),
+    behind: Mapping[str, int] | None = None,
 ) -> dict[tuple[str, int], dict[str, list[str]]]:
-    """Return the versions of modules of which there is more than one digest."""
-    versions = digests_by_version(members, lost)
-    return {name: digests for name, digests in versions.items() if len(digests) > 1}
+    """Return the versions of modules of which there is more than one digest; with `behind` only
+    those later than a version."""
+    return {
+        (module, version): digests
+        for (module, version), digests in digests_by_version(members, lost).items()
+        if len(digests) > 1 and version > (behind or {}).get(module, 0)
+    }
 
 
 def partial_anchors(members: Iterable[Member]) -> list[Event]:
