@@ -88,7 +88,6 @@ class ScoresFolder:
 
     def add(self, scores: DocumentScores, peer: str) -> None:
         """Keep what a peer has scored, beside what another one has. Raises StorageError."""
-        self._opinions(scores.path).mkdir(parents=True, exist_ok=True)
         atomic_write(self._opinions(scores.path) / peer, scores.to_bytes())
         if not self._file(scores.path).exists():
             self.save(scores)
@@ -96,8 +95,8 @@ class ScoresFolder:
     def opinions(self, path: int, modules: Iterable[str]) -> dict[str, DocumentScores]:
         """Return by peer what was added of a path, in the order of their ids."""
         modules, found = tuple(modules), {}
-        folder = self._opinions(path)
-        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        # Not what a killed process was writing; and what is damaged is fetched again.
+        for file in sorted(self._opinions(path).glob("[!.]*")):
             with contextlib.suppress(IntegrityError):
                 found[file.name] = self.checked(file.read_bytes(), path, modules)
         return found

@@ -385,6 +385,16 @@ def test_where_nobody_is_right_the_path_is_scored_here(peers: Peers, tmp_path: P
     assert settling.kept(1) is not None
 
 
+def test_what_a_killed_process_was_writing_is_nobodys_scores(peers: Peers, tmp_path: Path) -> None:
+    settling = Settling(peers, tmp_path)
+    folder, modules = settling.folder, settling.old.grid.modules_of_path(1)
+    folder.add(settling.honest[1], ALICE)
+    (whole,) = tmp_path.rglob(ALICE)
+    whole.with_name(f".{BOB}.1-00.tmp").write_bytes(whole.read_bytes())
+    whole.with_name(BOB).write_bytes(whole.read_bytes()[:-1])
+    assert list(folder.opinions(1, modules)) == [ALICE]
+
+
 def test_a_second_peer_is_waited_for_while_it_scores(peers: Peers) -> None:
     for path in range(4):
         peers.announce(ALICE, path, peers.scores(path))

@@ -216,10 +216,9 @@ class OuterRounds:
         if close_s - known.now_s < SHORTEST_MEETING_S:
             self._next_attempt(running)
             return
-        # Where lines are slow, one attempt that ends is better than two that do not.
-        window_s = known.plan.rounds.window_s
-        ends_s = [max(boundary.time_s + part * window_s, close_s + 1.0) for part in (0.5, 1.0)]
-        self._average(running, possible, close_s, *ends_s[running.attempt :])
+        share = 0.5 if running.attempt == 0 else 1.0
+        end_s = boundary.time_s + share * known.plan.rounds.window_s
+        self._average(running, possible, close_s, max(end_s, close_s + 1.0))
 
     def _meet_counted(self, running: RoundUnderWay, possible: frozenset[str]) -> None:
         """Meet all that this round waits for, or those who come by its limit."""
@@ -250,9 +249,12 @@ class OuterRounds:
         )
 
     def _average(
-        self, running: RoundUnderWay, possible: frozenset[str], close_s: float, *ends_s: float
+        self, running: RoundUnderWay, possible: frozenset[str], close_s: float, end_s: float
     ) -> None:
         known = self.known
+        # Where lines are slow, one attempt that ends is better than two that do not.
+        window_end_s = running.boundary.time_s + known.plan.rounds.window_s
+        latest_s = end_s if self._is_counted else max(end_s, window_end_s)
         candidates = leading_order(known, possible)
         running.phase, running.close_s = Phase.MEETING, close_s
         known.do(
@@ -264,11 +266,11 @@ class OuterRounds:
                 candidates,
                 max(known.now_s, running.boundary.time_s),
                 close_s,
-                ends_s[0],
+                end_s,
                 self._culprits.excluded(running.boundary.round_index, running.culprits),
                 running.awaited,
                 tuple(peer for peer in candidates if not known.can_lead(peer)),
-                ends_s[-1],
+                latest_s,
             )
         )
 
