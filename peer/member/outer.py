@@ -30,6 +30,7 @@ from .actions import (
     Warn,
 )
 from .adoption import Adoption
+from .catching_up import CatchingUp
 from .chains import Chains
 from .events import Answered, Averaged, AverageFailed, OuterStepFailed, OuterStepped, SnapshotTaken
 from .gathering import (
@@ -80,8 +81,7 @@ class OuterRounds:
     _in_vain: Counter[str] = field(default_factory=Counter)
     _stood_on: dict[str, str] = field(default_factory=dict)
     _culprits: Culprits = field(default_factory=Culprits)
-    # With fixed steps: boundaries that wait for a state that others committed.
-    _catching_up: dict[str, RoundUnderWay] = field(default_factory=dict)
+    _catching_up: CatchingUp = field(default_factory=CatchingUp)
 
     @property
     def running(self) -> Collection[str]:
@@ -104,7 +104,7 @@ class OuterRounds:
 
     def on_turn(self, step_s: float) -> None:
         """Start the rounds whose boundaries have come, and go on."""
-        self._caught_up()
+        self._catching_up.go_on(self.known, self.adoption, self.position)
         for boundary in self.position.due(self.known.now_s, step_s):
             self.start(boundary)
         self.go_on()
@@ -355,8 +355,7 @@ class OuterRounds:
         running.until_s = math.inf
         if self.adoption.catch_up(module, None if self._is_counted else self._counting(running)):
             if self._is_counted:
-                self._catching_up[running.boundary.level] = running
-                del self._running[running.boundary.level]
+                self._catching_up.add(self._running.pop(running.boundary.level))
                 self._release(running)
                 self._say_carry_on(running, "the group committed without this peer")
             else:
@@ -484,30 +483,13 @@ class OuterRounds:
         round_index = running.boundary.round_index
         self.known.do(CarryOn(running.module, round_index, reason, running.expected))
 
-    def _caught_up(self) -> None:
-        """Close the boundaries whose steps came from others; have the others come again.
-
-        Others that went on without this peer wait for it at their next boundary, and it cannot
-        meet them before it stands on their state.
-        """
-        for level, ended in list(self._catching_up.items()):
-            if self.adoption.is_fetching(ended.module):
-                continue
-            del self._catching_up[level]
-            anchor = self.known.anchors[ended.module]
-            stays = anchor.digest == ended.anchor
-            if stays or anchor.last_round >= ended.boundary.round_index:
-                self.position.closed(ended.boundary)
-            else:
-                self.position.again(ended.boundary)
-
     def waiting_for(self, together: Mapping[str, int]) -> tuple[str, float]:
         """With fixed steps: what the next inner step waits for, and until when at most.
 
         `together` are the members that a group of a level has here, as it forms.
         """
         if not self._running:
-            return f"the state that others committed of {', '.join(sorted(self._catching_up))}", 0.0
+            return f"the state that others committed of {self._catching_up.levels}", 0.0
         texts, until_s = [], 0.0
         for level, running in sorted(self._running.items()):
             round_index, count = running.boundary.round_index, together.get(level, 0)
