@@ -63,7 +63,7 @@ def with_header(data: bytes, change: Any, *, compact: bool = True) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded + data[8 + length :]
 
 
-def test_the_format_does_not_change() -> None:
+def test_a_golden_state() -> None:
     # A new digest here means that peers of two versions can no longer meet.
     assert state_of().digest == GOLDEN_DIGEST
 

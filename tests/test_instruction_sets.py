@@ -1,0 +1,30 @@
+"""What has one digest has it on every processor: golden values under lesser instruction sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+GOLDEN_TESTS = ("test_outer.py", "test_robust_mean.py", "test_state.py", "test_step_check.py")
+TIMEOUT_S = 300
+
+
+@pytest.mark.parametrize(("vectors", "math_library"), [("default", "SSE4_2"), ("avx2", "AVX2")])
+def test_golden_values_are_those_of_an_older_processor(vectors: str, math_library: str) -> None:
+    """PyTorch and MKL choose their kernels by these when they are loaded."""
+    chosen = {"ATEN_CPU_CAPABILITY": vectors, "MKL_ENABLE_INSTRUCTIONS": math_library}
+    arguments = ["-q", "-k", "golden", "-p", "no:cacheprovider", *GOLDEN_TESTS]
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=TESTS,
+        env=os.environ | chosen,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
