@@ -33,7 +33,8 @@ from .identity import (
     raw_public_key,
 )
 from .manifest import SignedManifest
-from .records import MAX_LIST_BYTES, RecordError
+from .record_keys import MAX_LIST_BYTES
+from .records import RecordError
 
 INVITATION_PREFIX = "dipaco-invitation-1."
 MOST_PLACES = 10_000

@@ -27,9 +27,8 @@ from .guarded_dht import GuardedDHT, start_task
 from .identity import Identity
 from .manifest import SignedManifest, verify_manifest
 from .quotas import ServedRun
+from .record_keys import KINDS, MANIFESTS_KEY, parse_record, parse_subkey, record_key, record_subkey
 from .records import (
-    KINDS,
-    MANIFESTS_KEY,
     RENEWED_AFTER,
     BlobRecord,
     ModuleRecord,
@@ -38,10 +37,6 @@ from .records import (
     Record,
     RecordError,
     ScoresRecord,
-    parse_record,
-    parse_subkey,
-    record_key,
-    record_subkey,
 )
 from .repetition import Complaints
 from .score_request import SignedScoreRequest, verify_score_request

@@ -23,7 +23,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from .admission import Gate
 from .identity import PEER_ID_PREFIX, SIGNATURE_BYTES, peer_id_of_public_key
-from .records import Address, parse_subkey
+from .record_keys import Address, parse_subkey
 from .score_request import stated_operator
 
 # Of one key: all of it has to fit into an answer of 4 MiB with others.

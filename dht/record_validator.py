@@ -28,14 +28,8 @@ from .identity import (
     raw_public_key,
 )
 from .manifest import envelope_run_id
-from .records import (
-    MAX_SUBKEY_BYTES,
-    Address,
-    OtherProtocolError,
-    RecordError,
-    parse_record,
-    parse_subkey,
-)
+from .record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
+from .records import OtherProtocolError, RecordError
 from .repetition import Complaints
 from .score_request import ScoreRequestError, verify_score_request
 

@@ -34,7 +34,8 @@ from dipaco.dht.certificates import Certificate
 from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
 from dipaco.dht.quotas import QUOTAS, HeldRecords, ServedRun
-from dipaco.dht.records import RecordError, record_key, record_subkey
+from dipaco.dht.record_keys import record_key, record_subkey
+from dipaco.dht.records import RecordError
 from dipaco.modules.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.peer.averaging.group import BadRowError, GatherRow, GroupRules, agree
 from dipaco.peer.guests import admit, given_invitation

@@ -24,6 +24,7 @@ from dipaco.dht.manifest import (
     verify_manifest,
 )
 from dipaco.dht.node import join_dht, select_run, split_operator
+from dipaco.dht.record_keys import record_key, record_subkey
 from dipaco.dht.records import (
     BlobRecord,
     HeldState,
@@ -31,8 +32,6 @@ from dipaco.dht.records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
-    record_key,
-    record_subkey,
 )
 from dipaco.modules.errors import (
     AddressError,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from dipaco.bootstrap.run_config import RunConfig
-from dipaco.dht import records
+from dipaco.dht import record_keys, records
 from dipaco.modules import errors
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import OuterConfig
@@ -211,7 +211,7 @@ def test_the_page_for_windows_has_every_remedy_that_names_it() -> None:
 
 def test_every_field_of_records_and_messages_is_in_the_protocol() -> None:
     text = page("protocol.md")
-    record_classes = [kind.record for kind in records.KINDS.values() if kind.record is not None]
+    record_classes = [kind.record for kind in record_keys.KINDS.values() if kind.record is not None]
     message_classes = messages.Message.__subclasses__()
     for cls in [*record_classes, records.ProgressEntry, *message_classes]:
         for name in cls.model_fields:
@@ -219,7 +219,7 @@ def test_every_field_of_records_and_messages_is_in_the_protocol() -> None:
 
 
 def test_the_bounds_of_records_are_those_of_the_protocol() -> None:
-    for kind in records.KINDS.values():
+    for kind in record_keys.KINDS.values():
         row = re.search(rf"^\| `{kind.name}` \|.*$", page("protocol.md"), re.M)
         assert row, kind.name
         cells = [cell.strip().replace(",", "") for cell in row[0].split("|")]

@@ -20,21 +20,14 @@ from dipaco.dht.identity import (
     load_or_create_identity,
     public_key_of_peer_id,
 )
+from dipaco.dht.record_keys import parse_record, parse_subkey, record_key, record_subkey
 from dipaco.dht.record_validator import (
     MAX_COMPLAINTS,
     MAX_REMEMBERED,
     RecordValidator,
     signed_bytes,
 )
-from dipaco.dht.records import (
-    PeerRecord,
-    RecordError,
-    clean_text,
-    parse_record,
-    parse_subkey,
-    record_key,
-    record_subkey,
-)
+from dipaco.dht.records import PeerRecord, RecordError, clean_text
 from hivemind import DHT
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID

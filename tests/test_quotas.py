@@ -21,8 +21,9 @@ from dipaco.dht.quotas import (
     HeldRecords,
     ServedRun,
 )
+from dipaco.dht.record_keys import MANIFESTS_KEY, record_key, record_subkey
 from dipaco.dht.record_validator import RecordValidator
-from dipaco.dht.records import MANIFESTS_KEY, BlobRecord, Record, record_key, record_subkey
+from dipaco.dht.records import BlobRecord, Record
 from dipaco.dht.score_request import ScoreRequest, sign_score_request
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID, RoutingTable

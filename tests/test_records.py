@@ -12,6 +12,15 @@ from typing import Any
 import pytest
 from dipaco.dht.identity import SIGNATURE_BYTES, Identity, load_or_create_identity
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.dht.record_keys import (
+    KINDS,
+    MANIFESTS_KEY,
+    Address,
+    parse_record,
+    parse_subkey,
+    record_key,
+    record_subkey,
+)
 from dipaco.dht.record_validator import (
     SIGNED_PREFIX,
     RecordValidator,
@@ -19,11 +28,8 @@ from dipaco.dht.record_validator import (
     signed_bytes,
 )
 from dipaco.dht.records import (
-    KINDS,
-    MANIFESTS_KEY,
     MAX_ENTRIES,
     MAX_SCORE_ENTRIES,
-    Address,
     BlobRecord,
     HeldState,
     ModuleRecord,
@@ -34,10 +40,6 @@ from dipaco.dht.records import (
     RecordError,
     ScoreEntry,
     ScoresRecord,
-    parse_record,
-    parse_subkey,
-    record_key,
-    record_subkey,
     refresh_period_s,
 )
 from dipaco.dht.repetition import Complaints

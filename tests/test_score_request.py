@@ -17,20 +17,17 @@ from dipaco.dht.manifest import (
     newest_run,
     operator_fingerprint,
 )
-from dipaco.dht.record_validator import RecordValidator
-from dipaco.dht.records import (
+from dipaco.dht.record_keys import (
     KINDS,
     MANIFESTS_KEY,
-    MAX_SCORE_ENTRIES,
     Address,
-    RecordError,
-    ScoreEntry,
-    ScoresRecord,
     parse_record,
     parse_subkey,
     record_key,
     record_subkey,
 )
+from dipaco.dht.record_validator import RecordValidator
+from dipaco.dht.records import MAX_SCORE_ENTRIES, RecordError, ScoreEntry, ScoresRecord
 from dipaco.dht.score_request import (
     MAX_SCORE_REQUEST_BYTES,
     ScoreRequest,

@@ -14,13 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate, CertificateBook
-from dipaco.dht.records import (
-    PeerRecord,
-    ProgressEntry,
-    ProgressRecord,
-    Record,
-    record_subkey,
-)
+from dipaco.dht.record_keys import record_subkey
+from dipaco.dht.records import PeerRecord, ProgressEntry, ProgressRecord, Record
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
 from dipaco.peer.member.events import Event

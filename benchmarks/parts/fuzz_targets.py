@@ -18,7 +18,8 @@ from dipaco.dht import admission, manifest, record_validator, score_request
 from dipaco.dht.certificate_check import decode_certificate, verify_certificate
 from dipaco.dht.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
 from dipaco.dht.node import check_peer_address
-from dipaco.dht.records import RecordError, parse_record, parse_subkey
+from dipaco.dht.record_keys import parse_record, parse_subkey
+from dipaco.dht.records import RecordError
 from dipaco.modules.best_parameters import read_best_parameters
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import parse_config
