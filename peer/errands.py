@@ -87,7 +87,8 @@ class Errands:
     """Carries out the actions of a member that every node has.
 
     `genesis` gives a module's first state; a bootstrap node needs none. `fail` hears of what keeps
-    a path from being begun for good, such as a full disk.
+    a path from being begun for good, such as a full disk. `before_adopting` is given each state
+    that is to be put under a path in training, before the member hears of it.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Errands:
         *,
         genesis: Callable[[str], ModuleState] | None = None,
         fail: Callable[[DipacoError], None] | None = None,
+        before_adopting: Callable[[ModuleState], None] | None = None,
         executor: Executor | None = None,
     ) -> None:
         self._swarm = swarm
@@ -115,6 +117,7 @@ class Errands:
         self._report = report
         self._genesis = genesis
         self._fail = fail
+        self._before_adopting = before_adopting
         self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
         self._copiers = executor or ThreadPoolExecutor(COPIES_AT_ONCE, thread_name_prefix="copy")
         # Who takes an offer may be long about it; the member waits for other errands meanwhile.
@@ -274,6 +277,8 @@ class Errands:
             self._report(e.FetchFailed(wanted.module, wanted.digest, str(error), purpose))
             return
         reference = state.reference
+        if purpose == "adopt" and self._before_adopting is not None:
+            self._before_adopting(state)
         self._store(action, state)
         chain = self._chains.chain(wanted.module, reference.digest)
         self._report(e.StateFetched(reference, dict(state.progress), chain, purpose))

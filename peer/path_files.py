@@ -72,6 +72,14 @@ class PathFiles:
         )
         return PathData(stream, *self._held_out_rows(path))
 
+    def held_out_rows(self, path: int, timeout_s: float) -> torch.Tensor:
+        """Return the rows of the published loss of any path, fetched if needed; raises a
+        `DipacoError`."""
+        shard = self._node.load_shard_index().paths[path]
+        what = f"the held-out split of path {path}"
+        self._node.fetcher.blob(shard.validation_sha256, what, timeout_s=timeout_s)
+        return self._held_out_rows(path)[0]
+
     def _held_out_rows(self, path: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the published loss, and those that choose best parameters."""
         plan, rounds = self._node.plan, self._node.plan.rounds

@@ -34,13 +34,13 @@ from .reporting.events import EventLog
 from .scoring.answering import Scoring
 from .settings import PeerSettings
 from .shell import Shell
+from .state_checks import StateChecks
 from .successor import SuccessorWatch
 from .trainer import Comparison, PathTrainer, RateMeter, Snapshot
 
 logger = logging.getLogger("dipaco.peer.session")
 
 LONGEST_WAIT_S = 0.25
-LOSS_CHECK_SEQUENCES = 8
 
 
 class Session:
@@ -73,6 +73,7 @@ class Session:
         self._trainer = trainer_factory()
         self._meter = RateMeter()
         self._files = PathFiles(node)
+        self._state_checks = StateChecks(self._files, self._trainer)
         self._path_data: PathData | None = None
         self._snapshots: dict[tuple[str, int], Snapshot] = {}
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -104,6 +105,7 @@ class Session:
             shell.report,
             genesis=self._files.genesis_state,
             fail=background.fail,
+            before_adopting=self._state_checks.prepare,
         )
         self._outer_steps = OuterSteps(
             node.plan,
@@ -417,9 +419,8 @@ class Session:
         """Score a state in place of an anchor, and the anchors."""
         state, data = self._errands.look_up(action.digest), self._path_data
         found = Comparison()
-        if state is not None and data is not None and len(data.validation):
-            rows = data.validation[:LOSS_CHECK_SEQUENCES]
-            found = self._trainer.compare(action.module, state, rows)
+        if state is not None and data is not None:
+            found = self._state_checks.compare(action.module, state, data.validation)
         return e.Checked(action.module, action.digest, *found)
 
     def _adopt(self, action: a.Adopt) -> None:
