@@ -67,6 +67,16 @@ def serving(service: StatusService) -> Iterator[str]:
         listening.close()
 
 
+def await_true(page: Page, expression: str) -> None:
+    """Wait until a page finds something true. Playwright's own way evaluates text in the page,
+    which the page's policy forbids."""
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not page.evaluate(expression):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"for {WAIT_MS} ms this was not so: {expression}")
+        page.wait_for_timeout(200)
+
+
 def with_real_ids(status: dict[str, Any]) -> dict[str, Any]:
     """Return a status whose peer ids are as hard to compress as real ones."""
     text = json.dumps(status)
@@ -322,7 +332,7 @@ def drive_real(browser: Browser, folder: Path, out: Path) -> list[str]:
             expect(page.locator("#peers .cell")).to_have_count(4, timeout=WAIT_MS)
             expect(page.locator("#tiles")).to_contain_text("of 3", timeout=WAIT_MS)
             swarm.wait(peers, "commit", lambda event: event["round"] >= 4)
-            page.wait_for_function("series && series.tokens.at(-1) > 0", timeout=WAIT_MS)
+            await_true(page, "Boolean(series) && series.tokens.at(-1) > 0")
             page.wait_for_timeout(1000)
             page.screenshot(path=out / "real-1-three-peers.png")
             last_s = peers[2].read()[-1]["time_s"]
@@ -335,7 +345,7 @@ def drive_real(browser: Browser, folder: Path, out: Path) -> list[str]:
     assert not wrong, wrong
     with command(folder, "--replay", str(folder / "logs")) as address:
         page = opened(browser, address, "desk", wrong)
-        page.wait_for_function("series !== null && status !== null", timeout=WAIT_MS)
+        await_true(page, "series !== null && status !== null")
         page.evaluate(f"go({last_s})")
         expect(page.locator("#peers .cell")).to_have_count(4, timeout=WAIT_MS)
         page.screenshot(path=out / "real-3-from-logs.png")

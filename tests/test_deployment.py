@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -181,3 +185,43 @@ def test_the_notebook_is_one_without_outputs() -> None:
         assert {"id", "cell_type", "metadata", "source"} <= set(cell)
         if cell["cell_type"] == "code":
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+# Slurm's part: a step on one node.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+SLURM_NODEID=0 SLURM_GPUS_ON_NODE=2 SLURM_CPUS_PER_TASK=4 exec "$@"
+"""
+PEER = """#!/bin/bash
+echo "$@" > "$HOME/given"
+trap 'touch "$HOME/left"; exit 0' TERM
+touch "$HOME/begun"
+while :; do sleep 0.05; done
+"""
+
+
+def test_the_peers_of_a_slurm_job_are_told_before_its_limit(tmp_path: Path) -> None:
+    """The script alone gets Slurm's signal, tells the peers of each node, and waits for them."""
+    for name, text in (("srun", SRUN), ("dipaco-peer", PEER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = subprocess.Popen(
+        ["bash", str(DEPLOY / "peers.sbatch"), "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"],
+        env={"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    assert (tmp_path / "left").exists()
+    assert "--devices cuda:0 cuda:1 --threads 4 --cache-dir " in (tmp_path / "given").read_text()
+    assert "#SBATCH --signal=B:" in (DEPLOY / "peers.sbatch").read_text()

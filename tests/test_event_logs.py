@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from dipaco.dht.manifest import SignedManifest
-from dipaco.dht.status.event_logs import EventLogs
+from dipaco.dht.status.event_logs import MOST_STATES_OF_A_MODULE, EventLogs, Replayed
+from dipaco.dht.status.log_files import MOST_LINE_BYTES, Reading, events_of_file
 from dipaco.modules.errors import RunSelectionError, StorageError
 from dipaco.peer.reporting.events import EventLog
 from support.make_plan import make_plan
@@ -211,3 +212,92 @@ def test_a_span_of_months_is_a_bounded_number_of_moments(tmp_path: Path, clock: 
         file.write(json.dumps({"event": "waiting", "time_s": START_S + 1e7, "what": "x"}) + "\n")
     logs = EventLogs.open([tmp_path], None)
     assert sum(1 for _ in logs.statuses(50)) <= 51
+
+
+def test_a_log_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path: Path, clock: Clock) -> None:
+    write_logs(tmp_path, clock, rounds=2)
+    file = tmp_path / "peer0.jsonl"
+    for cut in (b'{"event": "inner", "time_s": 17', b"\0" * 4096):
+        with file.open("ab") as opened:
+            opened.write(cut)
+        log = EventLog(file)
+        clock.now_s += 1
+        log.begin_run(
+            SignedManifest(PLAN, "0" * 16, b""),
+            peer_name(0),
+            name="again",
+            software="dipaco/test",
+            device="cpu",
+        )
+        log.close()
+    logs = EventLogs.open([tmp_path], None)
+    assert {peer["name"] for peer in logs.last_status()["peers"]} >= {"again"}
+    # The two halves of lines, and nothing that was written after them.
+    assert logs.unread[file].count == 2
+
+
+def test_logs_whose_times_overlap_are_played_in_the_order_of_the_times(
+    tmp_path: Path, clock: Clock
+) -> None:
+    files = write_logs(tmp_path, clock, rounds=4, killed_in=9)
+    whole = list(moments([tmp_path]).values())
+    # One peer began the third round with a new file, and the name sorts before the first.
+    lines = files[0].read_text().splitlines(keepends=True)
+    half = len(lines) // 2
+    files[0].write_text("".join(lines[:half]))
+    (tmp_path / "a-later.log").write_text(lines[0] + "".join(lines[half:]))
+    # The copy of its 'run' event is older than what it follows: it is played first.
+    assert list(moments([tmp_path]).values()) == whole
+
+
+def test_other_files_and_kinds_of_events_harm_nobody(tmp_path: Path, clock: Clock) -> None:
+    files = write_logs(tmp_path, clock, rounds=2)
+    whole = moments([tmp_path])
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "zeros.log").write_bytes(bytes(3 * MOST_LINE_BYTES))
+    (tmp_path / "text.log").write_text("Nov 22 10:00:00 host sshd: session opened\n" * 3)
+    (tmp_path / "picture.json").write_bytes(bytes(range(256)) * 16)
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "not-a-log.txt").write_text("x\n")
+    lines = files[1].read_text().splitlines(keepends=True)
+    news = [{**json.loads(line), "event": "of_a_later_version", "much": [1]} for line in lines]
+    told = [
+        text
+        for line, new in zip(lines, news, strict=True)
+        for text in (line, json.dumps(new) + "\n")
+    ]
+    files[1].write_text("".join(told))
+    logs = EventLogs.open([tmp_path], None)
+    assert {s["time_s"] - START_S: s for s in logs.statuses()} == whole
+    said = {file.name: str(unread) for file, unread in logs.unread.items() if unread.count}
+    assert said.keys() == {"zeros.log", "text.log", "picture.json"}
+    # A line without an end is one line, however long.
+    assert "1 line is not understood, the first is line 1: it is longer" in said["zeros.log"]
+    assert "3 lines are not understood, the first is line 1: it is not JSON" in said["text.log"]
+
+
+def test_memory_and_progress_of_long_logs(tmp_path: Path, clock: Clock) -> None:
+    """What is remembered does not grow with the logs, and how far it is is told in bytes."""
+    [file, *_] = write_logs(tmp_path, clock, rounds=1)
+    with file.open("a") as opened:
+        for version in range(2, 3000):
+            digest = digest_of("L0.E0", version)
+            event = {
+                **ADOPTED, "event": "adopt", "module": "L0.E0", "version": version, "digest": digest
+            }  # fmt: skip
+            opened.write(json.dumps({**event, "time_s": START_S + 100 + version}) + "\n")
+    told: list[tuple[float, float]] = []
+    logs = EventLogs.open([file], None, lambda done, total: told.append((done, total)))
+    assert told == [(0, file.stat().st_size)]
+    with file.open("a") as opened:
+        opened.write((json.dumps({"event": "x", "time_s": START_S}) + " " * 10**6 + "\n") * 5)
+    told.clear()
+    logs.last_status(lambda done, total: told.append((done, total)))
+    assert told[0][0] == 0
+    assert told[-1][0] == told[-1][1] > 5 * 10**6
+    swarm = Replayed(PLAN, "0" * 16)
+    for _, line, event in events_of_file(file, None, {}, Reading([file], lambda *_: None)):
+        swarm.take(peer_name(0), event)
+        assert line
+    remembered = swarm._states._of_module["L0.E0"]
+    assert len(remembered) == len(swarm._states._module_of) - 1 == MOST_STATES_OF_A_MODULE

@@ -130,12 +130,14 @@ def run(settings: StatusSettings) -> int:
 def _replay(settings: StatusSettings, listening: socket.socket | None) -> int:
     """Show how a swarm ended, or serve all of it."""
     from .event_logs import EventLogs
-    from .serving import say_unread, serve_replay
+    from .serving import reading_shown, say_unread, serve_replay
 
-    logs = EventLogs.open([Path(place) for place in settings.replay], settings.run)
+    with reading_shown("looking through the logs") as update:
+        logs = EventLogs.open([Path(place) for place in settings.replay], settings.run, update)
     if listening is not None:
         return serve_replay(logs, listening, settings.history, settings.ledger)
-    *_, status = logs.statuses()
+    with reading_shown("playing the logs") as update:
+        status = logs.last_status(update)
     say_unread(logs)
     print(json.dumps(status, indent=2)) if settings.json else _print(status)
     return 0 if status["healthy"] else 1

@@ -8,9 +8,8 @@ status of that moment from those, by the same code that shows a swarm that runs.
 from __future__ import annotations
 
 import heapq
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,48 +26,27 @@ from dipaco.dht.records import (
     refresh_period_s,
 )
 from dipaco.dht.view import SwarmView, build_view
-from dipaco.modules.config import parse_config
-from dipaco.modules.errors import ConfigurationError, RunSelectionError, StorageError
+from dipaco.modules.errors import RunSelectionError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
+from .log_files import HOMELESS, MALFORMED, Event, Reading, Runs, Unread, events_of_file, log_files
 from .summary import status_of
 
 MOST_MOMENTS = 2000
-MOST_LINE_BYTES = 2**20
 # A peer that trains and says nothing for so long, or for so many of its steps, is gone.
 SILENT_S = 20.0
 SILENT_STEPS = 5
-SUFFIXES = (".jsonl", ".json", ".log", ".ndjson")
-# What a line may make of itself when it is not what a peer writes.
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ConfigurationError)
-
-_HOMELESS = "no event before it says which run it is of"
-
-Event = Mapping[str, Any]
+# Of each module, the newest of what peers have held is remembered.
+MOST_STATES_OF_A_MODULE = 64
 
 
-@dataclass
-class Unread:
-    """Lines of a file that no peer writes."""
+Update = Callable[[float, float], None]
+"""Gets the bytes that were read, and those of all logs."""
 
-    file: Path
-    count: int = 0
-    first_line: int = 0
-    reason: str = ""
 
-    def add(self, line: int, reason: str) -> None:
-        """Count a line; the first one is named."""
-        if not self.count:
-            self.first_line, self.reason = line, reason
-        self.count += 1
-
-    def __str__(self) -> str:
-        lines = "line is" if self.count == 1 else "lines are"
-        return (
-            f"{self.file}: {self.count} {lines} not understood, the first is line "
-            f"{self.first_line}: {self.reason}"
-        )
+def _untold(done: float, total: float) -> None:
+    """Tell nobody."""
 
 
 @dataclass
@@ -93,9 +71,42 @@ class _Teller:
             patience_s += round_s
         return now_s - self.last_s <= patience_s
 
+    def hold(self, state: Holding) -> None:
+        """Have a copy of a state that another has."""
+        self.held[state.module] = state.model_copy(update={"peer_id": self.record.peer_id})
+
     def change(self, **values: Any) -> None:
         """Take new values over; raises ValueError for those that no record can have."""
         self.record = PeerRecord.model_validate({**self.record.model_dump(), **values})
+
+
+class _States:
+    """The newest states of every module that peers have told of, by digest and by version."""
+
+    def __init__(self) -> None:
+        self._of_module: dict[str, dict[str, Holding]] = {}
+        self._module_of: dict[str, str] = {}
+
+    def add(self, state: Holding) -> None:
+        """Remember a state, and forget the one of its module that was told of the longest ago."""
+        known = self._of_module.setdefault(state.module, {})
+        known.pop(state.digest, None)
+        known[state.digest] = state
+        self._module_of[state.digest] = state.module
+        if len(known) > MOST_STATES_OF_A_MODULE:
+            oldest = next(iter(known))
+            del known[oldest]
+            self._module_of.pop(oldest, None)
+
+    def get(self, digest: Any) -> Holding | None:
+        """Return the state of a digest, if it is remembered."""
+        module = self._module_of.get(digest)
+        return None if module is None else self._of_module[module].get(digest)
+
+    def newest(self, module: Any, version: Any) -> Holding | None:
+        """Return the state of a version that was told of last."""
+        states = reversed(self._of_module.get(module, {}).values())
+        return next((state for state in states if state.version == version), None)
 
 
 class Replayed:
@@ -105,7 +116,7 @@ class Replayed:
         self.manifest = SignedManifest(plan, operator, b"")
         self.grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
         self._tellers: dict[str, _Teller] = {}
-        self._states: dict[str, Holding] = {}
+        self._states = _States()
         self._progress: dict[int, ProgressEntry] = {}
 
     def take(self, peer: str, event: Event) -> None:
@@ -130,6 +141,8 @@ class Replayed:
             self._tellers[peer] = _Teller(record, now_s)
             return
         teller = self._tellers[peer]
+        # A clock that was set back makes nobody silent.
+        now_s = max(now_s, teller.last_s)
         known = getattr(self, f"_take_{kind}", None)
         if known is not None:
             known(teller, event, now_s)
@@ -211,17 +224,16 @@ class Replayed:
         self._hold(teller, event, round_index)
 
     def _take_kept(self, teller: _Teller, event: Event, now_s: float) -> None:
-        module, version = event["module"], event["version"]
-        for known in self._states.values():
-            if (known.module, known.version) == (module, version):
-                teller.held[module] = known.model_copy(update={"peer_id": teller.record.peer_id})
+        known = self._states.newest(event["module"], event["version"])
+        if known is not None:
+            teller.hold(known)
 
     def _take_round(self, teller: _Teller, event: Event, now_s: float) -> None:
         teller.change(round=event["round"] + 1)
         for module, digest in event["digests"].items():
             known = self._states.get(digest)
             if known is not None and known.module == module:
-                teller.held[module] = known.model_copy(update={"peer_id": teller.record.peer_id})
+                teller.hold(known)
 
     def _take_validation(self, teller: _Teller, event: Event, now_s: float) -> None:
         path, tokens = self._path(event["path"]), int(event["tokens"])
@@ -263,7 +275,8 @@ class Replayed:
             round=round_index,
             bytes=0,
         )
-        teller.held[holding.module] = self._states[holding.digest] = holding
+        teller.held[holding.module] = holding
+        self._states.add(holding)
         return holding
 
     def _advance(self, path: int, round_index: int, tokens: int) -> None:
@@ -279,27 +292,6 @@ class Replayed:
         self._progress[path] = ProgressEntry.model_validate(entry)
 
 
-# -- files
-
-
-def log_files(places: Sequence[Path]) -> list[Path]:
-    """Return the logs among files and folders. Raises StorageError when there is none."""
-    found: list[Path] = []
-    for place in places:
-        if place.is_dir():
-            found += sorted(f for f in place.rglob("*") if f.is_file() and f.suffix in SUFFIXES)
-        elif place.is_file():
-            found.append(place)
-        else:
-            raise StorageError(f"--replay {place}: there is no such file or folder")
-    if not found:
-        raise StorageError(
-            f"--replay {places[0]}: no event log in it; they are what --log-json of dipaco-peer "
-            f"writes, and end with {', '.join(SUFFIXES)}"
-        )
-    return found
-
-
 @dataclass(frozen=True)
 class EventLogs:
     """The logs of the nodes of one run."""
@@ -312,17 +304,18 @@ class EventLogs:
     unread: Mapping[Path, Unread]
 
     @classmethod
-    def open(cls, places: Sequence[Path], run: str | None) -> EventLogs:
-        """Find the logs and the run that they are of.
+    def open(cls, places: Sequence[Path], run: str | None, update: Update = _untold) -> EventLogs:
+        """Find the logs and the run that they are of; reads them once.
 
         Raises StorageError and RunSelectionError, each with what to do.
         """
         files = log_files(places)
-        runs: dict[str, tuple[RunPlan, str]] = {}
+        reading = Reading(files, update)
+        runs: Runs = {}
         spans: dict[str, list[float]] = {}
         unread = {file: Unread(file) for file in files}
         for file in files:
-            for run_id, _, event in _events_of_file(file, unread[file], runs):
+            for run_id, _, event in events_of_file(file, unread[file], runs, reading):
                 span = spans.setdefault(run_id, [math.inf, -math.inf])
                 span[0], span[1] = (
                     min(span[0], event["time_s"]),
@@ -333,7 +326,7 @@ class EventLogs:
             listed = ", ".join(f"{run_id} ({plan.name})" for run_id, (plan, _) in runs.items())
             what = f"the logs are of these runs: {listed}; choose one with --run"
             if not runs:
-                homeless = sum(lines.reason == _HOMELESS for lines in unread.values())
+                homeless = sum(lines.reason == HOMELESS for lines in unread.values())
                 what = (
                     f"{homeless} of {len(files)} files hold events, but none says which run they "
                     "are of, as versions before the 'run' event wrote them; such logs cannot be "
@@ -347,13 +340,24 @@ class EventLogs:
         begin_s, end_s = spans[chosen[0]]
         return cls(tuple(files), plan, operator, begin_s, end_s, unread)
 
-    def statuses(self, most: int = MOST_MOMENTS) -> Iterator[dict[str, Any]]:
-        """Yield the status of one moment after the other, evenly through the time of the logs."""
+    def last_status(self, update: Update = _untold) -> dict[str, Any]:
+        """Return the status of the last moment."""
+        *_, status = self.statuses(2, update)
+        return status
+
+    def statuses(
+        self, most: int = MOST_MOMENTS, update: Update = _untold
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the status of one moment after the other, evenly through the time of the logs.
+
+        Reads them once more; raises StorageError when that fails.
+        """
         swarm = Replayed(self.plan, self.operator)
         span_s = self.end_s - self.begin_s
         step_s = max(1.0, min(60.0, self.plan.rounds.duration_s / 8), span_s / max(1, most - 1))
         moments = [self.begin_s + step_s * n for n in range(math.ceil(span_s / step_s))]
-        logs = [self._own_events(index, file) for index, file in enumerate(self.files)]
+        reading = Reading(self.files, update)
+        logs = [self._own_events(index, file, reading) for index, file in enumerate(self.files)]
         following = iter([*moments[1:], self.end_s])
         next_s = next(following)
         for time_s, index, peer, line, event in heapq.merge(*logs, key=lambda e: e[:2]):
@@ -363,70 +367,24 @@ class EventLogs:
             try:
                 swarm.take(peer, event)
             except MALFORMED as error:
-                self.unread[self.files[index]].add(line, _short(error))
+                self.unread[self.files[index]].add(line, error)
         yield swarm.status(next_s)
         for next_s in following:
             yield swarm.status(next_s)
 
-    def _own_events(self, index: int, file: Path) -> Iterator[tuple[float, int, str, int, Event]]:
+    def _own_events(
+        self, index: int, file: Path, reading: Reading
+    ) -> Iterator[tuple[float, int, str, int, Event]]:
         latest_s = -math.inf
-        peer = ""
-        for run_id, line, event in _events_of_file(file, None, {}):
+        peer, own_run_id = "", self.plan.run_id
+        for run_id, line, event in events_of_file(file, None, {}, reading):
             if event["event"] == "run":
                 peer = str(event["peer_id"])
             # A clock that was set back must not bring events of a file out of their order.
             latest_s = max(latest_s, event["time_s"])
-            if run_id == self.plan.run_id:
+            if run_id == own_run_id:
                 yield min(latest_s, self.end_s), index, peer, line, event
 
 
 def _is_named(run: str, run_id: str, plan: RunPlan) -> bool:
     return run == plan.name or run_id.startswith(run)
-
-
-def _events_of_file(
-    file: Path, unread: Unread | None, runs: dict[str, tuple[RunPlan, str]]
-) -> Iterator[tuple[str, int, Event]]:
-    """Yield the run, the line's number and the event, of every event that is of a run."""
-    run_id = ""
-    for number, line in enumerate(_lines(file), start=1):
-        try:
-            event = _parse(line)
-            if event["event"] == "run":
-                plan = parse_config(RunPlan, event["plan"], "the plan")
-                run_id = plan.run_id
-                runs.setdefault(run_id, (plan, str(event["operator"])))
-        except MALFORMED as error:
-            if unread is not None:
-                unread.add(number, _short(error))
-            continue
-        if run_id:
-            yield run_id, number, event
-        elif unread is not None:
-            unread.add(number, _HOMELESS)
-
-
-def _lines(file: Path) -> Iterable[bytes]:
-    try:
-        with file.open("rb") as opened:
-            while line := opened.readline(MOST_LINE_BYTES):
-                yield line
-    except OSError as error:
-        raise StorageError(f"--replay {file}: {error.strerror}") from None
-
-
-def _parse(line: bytes) -> Event:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON") from None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise ValueError("it is not an event")
-    time_s = event.get("time_s")
-    if not isinstance(time_s, int | float) or not 0 <= time_s < 1e11:
-        raise ValueError("it has no time_s")
-    return event
-
-
-def _short(error: Exception) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__

@@ -8,7 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from dipaco.dht.http_server import listen, serve_until_told
 from dipaco.dht.ledger import exported
 from dipaco.dht.ledger_file import read_credits
 from dipaco.dht.records import refresh_period_s
+from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.progress import bar_or_lines
+from rich.console import Console
 
 from .event_logs import EventLogs
 from .history import History, default_history_file
@@ -123,9 +127,10 @@ def serve_replay(
     try:
         say(f"run '{logs.plan.name}' ({logs.plan.run_id}), {len(logs.files)} logs")
         count = 0
-        for status in logs.statuses():
-            history.write(status)
-            count += 1
+        with reading_shown("playing the logs") as update:
+            for status in logs.statuses(update=update):
+                history.write(status)
+                count += 1
         say_unread(logs)
         say(f"{count} moments of {(logs.end_s - logs.begin_s) / 60:,.1f} minutes")
         _serve(StatusService(history, None, credits), listening)
@@ -147,6 +152,14 @@ def _ledger_reader(file: Path | None, run_id: str, credits: Credits) -> Callable
 
     read()
     return read
+
+
+@contextmanager
+def reading_shown(what: str) -> Iterator[Callable[[float, float], None]]:
+    """Show how far the reading of logs is, which may take minutes; yields what is told of it."""
+    console = Console(stderr=True, highlight=False)
+    with bar_or_lines(what, console, shown=lambda count: shown_bytes(int(count))) as progress:
+        yield progress.update
 
 
 def say_unread(logs: EventLogs) -> None:
