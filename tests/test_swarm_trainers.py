@@ -1,4 +1,4 @@
-"""One command, two trainers: they average with each other, and have one copy of everything.
+"""One command, three trainers: they average with each other, and have one copy of everything.
 
 Their run begins with a checkpoint of another family, and what they made of it goes back to that.
 """
@@ -24,15 +24,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 pytestmark = pytest.mark.swarm
 
 ROUNDS = 3
+TRAINERS = 3
 
 
 @pytest.mark.timeout(900)
-def test_two_devices_of_one_machine(tmp_path: Path) -> None:
+def test_three_devices_of_one_machine(tmp_path: Path) -> None:
     theirs = make_foreign_base(tmp_path / "base", "qwen3")
     run = make_tiny_run(
         tmp_path / "run",
         imported=ImportedBase(tmp_path / "base"),
-        modules_per_level=(1, 2),
+        modules_per_level=(1, TRAINERS),
         inner_steps=2,
         duration_s=LIMIT_S,
         start_s=time.time(),
@@ -40,36 +41,33 @@ def test_two_devices_of_one_machine(tmp_path: Path) -> None:
     )
     with Swarm(tmp_path, run) as swarm:
         node = swarm.start_peer(
-            swarm.start_bootstrap(), "--devices", "cpu", "cpu", "--max-rounds", str(ROUNDS),
+            swarm.start_bootstrap(), "--devices", *["cpu"] * TRAINERS, "--max-rounds", str(ROUNDS),
             name="node",
         )  # fmt: skip
         assert node.popen.wait(LIMIT_S) == 0, swarm.outputs()
         output = node.output.read_text()
-        assert "[0 cpu] " in output
-        assert "[1 cpu] " in output
+        assert all(f"[{number} cpu] " in output for number in range(TRAINERS))
         commits = [
             {
                 (event["module"], event["round"]): event["digest"]
                 for line in (tmp_path / f"node-{number}.jsonl").read_text().splitlines()
                 if (event := json.loads(line))["event"] == "commit"
             }
-            for number in range(2)
+            for number in range(TRAINERS)
         ]
-        shared = commits[0].keys() & commits[1].keys()
+        shared = set.intersection(*(set(one) for one in commits))
         assert shared == {("L0.E0", round_index) for round_index in range(ROUNDS)}
-        assert all(commits[0][which] == commits[1][which] for which in shared)
+        assert all(len({one[which] for one in commits}) == 1 for which in shared)
     cache = tmp_path / "node-cache"
-    first, second = (cache / f"trainer-{number}" / run.plan().run_id for number in range(2))
+    folders = [cache / f"trainer-{number}" / run.plan().run_id for number in range(TRAINERS)]
+    first, *others = folders
     blobs = [file.relative_to(first) for file in (first / "blobs").glob("??/*")]
-    common = [blob for blob in blobs if (second / blob).exists()]
+    common = [blob for blob in blobs if all((other / blob).exists() for other in others)]
     assert len(common) >= 2
-    assert all((first / blob).samefile(second / blob) for blob in common)
     digest = commits[0]["L0.E0", ROUNDS - 1]
-    (one,), (other,) = (
-        list((folder / "states" / "L0.E0").glob(f"*-{digest}.safetensors"))
-        for folder in (first, second)
-    )
-    assert one.samefile(other)
+    states = [next((f / "states" / "L0.E0").glob(f"*-{digest}.safetensors")) for f in folders]
+    for one, *same in (*([f / blob for f in folders] for blob in common), states):
+        assert all(one.samefile(other) for other in same)
     check_exported(first, theirs.state_dict(), tmp_path)
 
 
@@ -79,7 +77,7 @@ def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Pat
     # A peer fetches what it keeps for others one after the other, and this one left early.
     shutil.copytree(folder / "run" / "blobs", cache / "blobs", dirs_exist_ok=True)
     source = DiskSource(cache, SourceSettings(current=True))
-    path = next(path for path in range(2) if not source.missing_modules(path))
+    path = next(path for path in range(TRAINERS) if not source.missing_modules(path))
     out = folder / "exported"
     arguments = ["--state-dir", str(cache), "--current", "--path", str(path), "--out", str(out)]
     assert export_cli.main(arguments) == 0
