@@ -4,9 +4,10 @@
 
 Three real `dipaco-peer` processes and a bootstrap node on loopback train a tiny run by the clock.
 To one of the peers something happens: one of its own processes is killed or hangs, all of them are
-suspended, its files cannot be written or are gone. Then it has to commit again, or to end with one
-line that says what to do and a documented exit code; and the others have to go on committing. At
-the end all processes are killed at once and started again from their folders.
+suspended, its files cannot be written or are gone, its machine's clock is set. Then it has to
+commit again, or to end with one line that says what to do and a documented exit code; and the
+others have to go on committing. At the end all processes are killed at once and started again from
+their folders.
 
 Each accident happens to a peer that has committed since the one before; one that has ended is
 started again with its folder. A full disk is a file system of its own, which needs root; it
@@ -34,7 +35,22 @@ from support.tiny_run import make_tiny_run
 START_S = 300.0
 POLL_S = 0.1
 DISK_BYTES = 64 * 2**20
-SUSPENDED_S = (5.0, 45.0)
+SUSPENDED_S = (5.0, 45.0, 150.0)
+CLOCK_JUMP_S = 3600.0
+# Its system clock is ahead by what a file says. Processes forked from it have the same, p2pd not.
+_CLOCK = """
+import sys, time
+from pathlib import Path
+right, file = time.time, Path({file!r})
+def moved():
+    try:
+        return right() + float(file.read_text() or 0)
+    except OSError:
+        return right()
+time.time = moved
+from dipaco.peer.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 # Happens to a peer; returns the processes that it cannot go on with.
 Accident = Callable[[Member], list[int]]
 
@@ -85,10 +101,16 @@ class World:
         self.others = [self.swarm.start_peer(self.entry, name=f"other{n}") for n in range(2)]
         self.swarm.wait(self.others, "commit", timeout_s=START_S)
 
+    def _start_victim(self) -> Member:
+        file = clock_file(self.folder)
+        file.unlink(missing_ok=True)
+        program = (sys.executable, "-c", _CLOCK.format(file=str(file.resolve())))
+        return self.swarm.start_peer(self.entry, name="victim", program=program)
+
     def ready(self) -> Member:
         """Return a victim that lives and has committed lately."""
         if self.victim is None or not self.victim.alive:
-            self.victim = self.swarm.start_peer(self.entry, name="victim")
+            self.victim = self._start_victim()
         now_s = time.time()
         self.swarm.wait([self.victim], "commit", lambda e: e["time_s"] > now_s, timeout_s=START_S)
         return self.victim
@@ -130,7 +152,7 @@ class World:
         happened_s = time.time()
         node = self.swarm.start_bootstrap()
         self.entry = node.address(START_S)
-        self.victim = victim = self.swarm.start_peer(self.entry, name="victim")
+        self.victim = victim = self._start_victim()
         self.others = [self.swarm.start_peer(self.entry, name=f"other{n}") for n in (1, 0)]
         found = Outcome("all killed and started again", None, None, None, "", None)
         with contextlib.suppress(AssertionError):
@@ -144,7 +166,10 @@ class World:
 
 def first_commit_s(members: list[Member], since_s: float, from_s: float) -> float | None:
     """Return how long after `from_s` one of them first committed something after `since_s`."""
-    times = [e["time_s"] for m in members for e in m.of("commit") if e["time_s"] > since_s]
+    stamps = [event["time_s"] for member in members for event in member.of("commit")]
+    # Whose clock was set by an hour writes other stamps.
+    apart_s = [CLOCK_JUMP_S * round((stamp - time.time()) / CLOCK_JUMP_S) for stamp in stamps]
+    times = [s - a for s, a in zip(stamps, apart_s, strict=True) if s - a > since_s]
     return round(min(times) - from_s, 1) if times else None
 
 
@@ -187,6 +212,18 @@ def suspended(seconds: float) -> Accident:
                     os.kill(pid, number)
             if number == signal.SIGSTOP:
                 time.sleep(seconds)
+        return []
+
+    return happen
+
+
+def clock_file(folder: Path) -> Path:
+    return folder / "victim-clock"
+
+
+def clock_set(ahead_s: float) -> Accident:
+    def happen(victim: Member) -> list[int]:
+        clock_file(victim.folder).write_text(str(ahead_s))
         return []
 
     return happen
@@ -248,6 +285,10 @@ def accidents(has_disk: bool) -> dict[str, Accident]:
     found |= {f"suspended for {s:.0f} s": suspended(s) for s in SUSPENDED_S}
     if has_disk:
         found["disk full"] = disk_full
+    found |= {
+        "clock set an hour ahead": clock_set(CLOCK_JUMP_S),
+        "clock set an hour back": clock_set(-CLOCK_JUMP_S),
+    }
     return found | {"states cannot be written": unwritable, "files deleted": disk_gone}
 
 

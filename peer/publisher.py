@@ -318,7 +318,7 @@ class Publisher:
         try:
             self._call_missing_peers()
             self._clock_countdown -= 1
-            if self._clock_countdown <= 0:
+            if self._clock_countdown <= 0 or self._clock.has_jumped:
                 self._clock_countdown = CLOCK_PERIODS
                 # Neighbours that do not answer take longer than a claim may wait to be renewed.
                 self._background.thread("clock", self._measure_clock).start()
@@ -329,6 +329,9 @@ class Publisher:
         try:
             self._clock.measure(self._exchange)
         except ClockError as error:
+            if self._clock.has_jumped:
+                # Hivemind's part of this machine goes by the wrong time; nothing here can mend it.
+                self._background.fail(error)
             logger.warning("%s", error)
         except DipacoError as error:
             logger.debug("measuring the clock: %s", error)

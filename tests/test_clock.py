@@ -169,3 +169,73 @@ def test_given_peers_are_asked_but_do_not_fill_the_sample() -> None:
     Clock().measure(neighbours, given)
     assert len(neighbours.asked) == MAX_NEIGHBOURS
     assert len(set(given) & set(neighbours.asked)) == MAX_GIVEN
+
+
+class Machine:
+    """A machine whose clock can be set."""
+
+    def __init__(self) -> None:
+        self.steady_s, self.system_s = 50.0, 1000.0
+        self.pause_s = 0.0
+        """For so long it stands still between two readings, once."""
+        self.clock = Clock(system_time=lambda: self.system_s, steady_time=self._steady)
+        self.clock.now()
+
+    def _steady(self) -> float:
+        now_s = self.steady_s
+        self.wait(self.pause_s)
+        self.pause_s = 0.0
+        return now_s
+
+    def wait(self, seconds: float) -> None:
+        self.steady_s += seconds
+        self.system_s += seconds
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_wrongly_while_it_runs_is_refused_and_nobody_sees_the_jump(
+    jump_s: float,
+) -> None:
+    machine = Machine()
+    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.0)))
+    machine.wait(10.0)
+    machine.system_s += jump_s
+    machine.wait(10.0)
+    assert machine.clock.now() == pytest.approx(1020.0, abs=0.1)
+    assert machine.clock.to_local(1020.0) == pytest.approx(1020.0 + jump_s, abs=0.1)
+    assert machine.clock.has_jumped
+    with pytest.raises(ClockError, match="ahead of" if jump_s > 0 else "behind"):
+        machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", -jump_s)))
+    assert machine.clock.has_jumped
+    assert machine.clock.now() == pytest.approx(1020.0, abs=0.1)
+
+
+def test_a_clock_that_is_set_right_while_it_runs_is_followed() -> None:
+    """A machine that was asleep may learn the time only after it wakes."""
+    machine = Machine()
+    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.0)))
+    machine.system_s += 3600.0
+    assert machine.clock.measure(FakeNeighbours({})) == 0
+    assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
+    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.25)))
+    assert machine.clock.now() == pytest.approx(4600.25, abs=0.1)
+    assert not machine.clock.has_jumped
+
+
+def test_a_clock_that_is_set_back_to_what_it_was_is_followed() -> None:
+    machine = Machine()
+    for jump_s in (3600.0, -3600.0):
+        machine.system_s += jump_s
+        assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
+    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.0)))
+    assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
+
+
+def test_sleep_and_a_stop_between_two_readings_are_no_jump() -> None:
+    machine = Machine()
+    machine.wait(7200.0)
+    machine.clock.now()
+    machine.pause_s = 45.0
+    assert machine.clock.now() == pytest.approx(8245.0, abs=0.1)
+    assert not machine.clock.has_jumped
+    assert machine.clock.offset_s == 0.0

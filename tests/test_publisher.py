@@ -15,9 +15,10 @@ from dipaco.dht.records import ProgressEntry
 from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import GridConfig, RoundsConfig
-from dipaco.modules.errors import NetworkError
+from dipaco.modules.errors import ClockError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
+from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from support.fake_swarm import (
@@ -248,6 +249,31 @@ def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
     with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
         peer.publisher.refresh()
     with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
+        peer.background.check()
+
+
+@pytest.mark.parametrize("has_jumped", [True, False])
+def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_does_not(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, has_jumped: bool
+) -> None:
+    measured = threading.Event()
+
+    def measure(*_: Any) -> int:
+        measured.set()
+        raise ClockError("an hour ahead")
+
+    monkeypatch.setattr(peer.time.clock, "measure", measure)
+    monkeypatch.setattr(Clock, "has_jumped", property(lambda _: has_jumped))
+    failed = threading.Event()
+    peer.background.on_failure(failed.set)
+    peer.publisher.refresh()
+    if not has_jumped:
+        peer.publisher._measure_clock()
+        peer.background.check()
+        return
+    assert measured.wait(60.0)
+    assert failed.wait(60.0)
+    with pytest.raises(ClockError, match="an hour ahead"):
         peer.background.check()
 
 

@@ -6,6 +6,10 @@ which the round trip drops out. Swarm time is the median of the neighbours' cloc
 all uncorrected: peers that see the same clocks come to the same time, nobody runs after anybody,
 and one wrong clock moves nothing. Neighbours are drawn at random, so that nobody gets itself asked
 by the choice of its id, and a clock moves by seconds only if most of them say so in one voice.
+
+While a peer runs its machine's clock may be set, by hours. Swarm time goes on as if it had not
+been, by the time since the machine has started, until neighbours were asked: they agree with the
+new time, or the peer ends.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import logging
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +42,11 @@ SAMPLES = 4
 MEASURE_TIMEOUT_S = 8.0
 # Smaller corrections than this are noise of the measurement.
 LEAST_STEP_S = 0.01
+# Between two looks the machine's time and the time since it started part by so much only where
+# somebody has set the clock; of two readings that are further apart nothing is concluded.
+LEAST_JUMP_S = 1.0
+READ_S = 0.1
+READINGS = 5
 
 
 @dataclass(frozen=True)
@@ -109,23 +119,63 @@ class Neighbours(Protocol):
 class Clock:
     """Swarm time. Thread-safe: the offset is one float, replaced as a whole."""
 
-    def __init__(self, offset_s: float = 0.0, system_time: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        offset_s: float = 0.0,
+        system_time: Callable[[], float] = time.time,
+        steady_time: Callable[[], float] | None = None,
+    ) -> None:
+        """`steady_time` is one that nobody sets; without it no jump is noticed."""
         self._offset_s = offset_s
         self._system_time = system_time
+        self._steady_time = steady_time
         self._is_set = False
+        self._lock = threading.Lock()
+        self._apart_s: float | None = None
+        self._has_jumped = False
 
     @property
     def offset_s(self) -> float:
         """Swarm time minus this machine's time."""
         return self._offset_s
 
+    @property
+    def has_jumped(self) -> bool:
+        """Whether this machine's clock was set, and no neighbour has said yet how right it is."""
+        return self._has_jumped
+
     def now(self) -> float:
         """Return swarm time as Unix seconds."""
-        return self._system_time() + self._offset_s
+        return self._look() + self._offset_s
 
     def to_local(self, swarm_s: float) -> float:
         """Return what this machine's clock says when it is `swarm_s` in the swarm."""
+        self._look()
         return swarm_s - self._offset_s
+
+    def _look(self) -> float:
+        """Return this machine's time; if it has jumped, the offset makes up for it."""
+        if self._steady_time is None:
+            return self._system_time()
+        with self._lock:
+            for _ in range(READINGS):
+                steady_s = self._steady_time()
+                system_s = self._system_time()
+                if self._steady_time() - steady_s < READ_S:
+                    break
+            else:
+                return system_s
+            apart_s = system_s - steady_s
+            jump_s = 0.0 if self._apart_s is None else apart_s - self._apart_s
+            self._apart_s = apart_s
+            if abs(jump_s) >= LEAST_JUMP_S:
+                self._offset_s -= jump_s
+                self._has_jumped = True
+                logger.warning(
+                    "this machine's clock was set %s by %.1f s; other peers are asked for the time",
+                    *("ahead" if jump_s > 0 else "back", abs(jump_s)),
+                )
+            return system_s
 
     def measure(self, neighbours: Neighbours, peers: Sequence[str] = ()) -> int:
         """Correct the clock by `peers`, whose addresses were given, and by some at random of those
@@ -135,6 +185,7 @@ class Clock:
         changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
         on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
         """
+        self._look()
         given = draw(peers, MAX_GIVEN)
         others = set(neighbours.connected_peers()) - set(given)
         asked = (*given, *draw(others, MAX_NEIGHBOURS - len(given)))
@@ -156,13 +207,18 @@ class Clock:
                 *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, REMEDY),
             )
             target_s = min(max(target_s, -MAX_DOUBTFUL_S), MAX_DOUBTFUL_S)
-        if self._is_set:
+        if self._is_set and not self._has_jumped:
             least_s, most_s = self._offset_s - MAX_STEP_S, self._offset_s + MAX_STEP_S
             target_s = min(max(target_s, least_s), most_s)
-        self._is_set = True
+        self._is_set, self._has_jumped = True, False
         if abs(target_s - self._offset_s) >= LEAST_STEP_S:
             logger.debug("clock offset %+.3f s by %d neighbours", target_s, len(offsets))
             self._offset_s = target_s
+
+
+def _since_start_s() -> float:
+    """Return the seconds since this machine has started; where that is known, also asleep."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock:
@@ -171,7 +227,7 @@ def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock
     Raises `ClockError`. When nobody answers the hello, the machine's own time is used and a
     warning is logged.
     """
-    clock = Clock()
+    clock = Clock(steady_time=_since_start_s)
     ids = [address.rpartition("/p2p/")[2] for address in initial_peers if "/p2p/" in address]
     if not clock.measure(neighbours, ids):
         logger.warning("no neighbour told its time; this machine's clock is used as it is")
