@@ -107,12 +107,19 @@ class SwarmScores:
         return signed if same else None
 
     def gather(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
-        """Ask the peers for the scores of `paths` and wait until they are in `folder`, at most the
-        time that was given. What the peers announce is checked; what is wrong is refused with one
-        line, and that hash is not asked for again."""
+        """Ask the peers for the scores of `paths` and wait until they are in `folder`, for `settle`
+        to check, at most the time that was given.
+
+        What is wrong in itself is refused with one line, and that hash is not asked for again.
+        """
         grid, began = self._node.grid, time.monotonic()
         deadline = began + self._wait_s
-        missing = [p for p in paths if folder.load(p, grid.modules_of_path(p)) is None]
+        modules = {path: grid.modules_of_path(path) for path in paths}
+        missing = [
+            path
+            for path in paths
+            if folder.load(path, modules[path]) is None and not folder.opinions(path, modules[path])
+        ]
         have, said_at, said_have = len(paths) - len(missing), float("-inf"), -1
         board = ScoringBoard(grid.path_count)
         while missing and time.monotonic() < deadline:

@@ -42,8 +42,11 @@ _SLICE_ROWS = 16 * SCORING_BATCH
 
 
 class ScoresFolder:
-    """The scores for one request that are here, a file for each path, so that work goes on where
-    it was stopped."""
+    """The scores for one request that are here, so that work goes on where it was stopped.
+
+    A file for each path whose scores were made or checked here, and apart from them, a file for
+    each peer, what others say. Earlier versions kept both under one name: those files are not read.
+    """
 
     def __init__(self, folder: Path, request: str, documents: RouterDocuments) -> None:
         self.request = request
@@ -53,7 +56,7 @@ class ScoresFolder:
     def load(
         self, path: int, modules: Iterable[str], digests: Mapping[str, str] | None = None
     ) -> DocumentScores | None:
-        """Return the scores of a path if they are here and right.
+        """Return the scores of a path that were made or checked here, if they are right.
 
         With `digests` they must be of these states of the path's `modules`.
         """
@@ -83,14 +86,12 @@ class ScoresFolder:
         return scores
 
     def save(self, scores: DocumentScores) -> None:
-        """Keep scores: all or nothing. Raises StorageError."""
+        """Keep scores that were made or checked here: all or nothing. Raises StorageError."""
         atomic_write(self._file(scores.path), scores.to_bytes())
 
     def add(self, scores: DocumentScores, peer: str) -> None:
-        """Keep what a peer has scored, beside what another one has. Raises StorageError."""
+        """Keep what a peer has scored, for `settle`. Raises StorageError."""
         atomic_write(self._opinions(scores.path) / peer, scores.to_bytes())
-        if not self._file(scores.path).exists():
-            self.save(scores)
 
     def opinions(self, path: int, modules: Iterable[str]) -> dict[str, DocumentScores]:
         """Return by peer what was added of a path, in the order of their ids."""
@@ -110,7 +111,7 @@ class ScoresFolder:
         self._file(path).unlink(missing_ok=True)
 
     def _file(self, path: int) -> Path:
-        return self._folder / f"P{path:05d}.safetensors"
+        return self._folder / f"checked-P{path:05d}.safetensors"
 
     def _opinions(self, path: int) -> Path:
         return self._folder / f"P{path:05d}"

@@ -146,7 +146,10 @@ def peers(run: RunFolder, tmp_path: Path) -> Peers:
 
 
 def loaded(peers: Peers, folder: ScoresFolder) -> list[int]:
-    return [p for p in range(4) if folder.load(p, peers.grid.modules_of_path(p)) is not None]
+    """Return the paths of which somebody's scores are here; nobody has checked them yet."""
+    modules = [peers.grid.modules_of_path(path) for path in range(4)]
+    assert all(folder.load(path, modules[path]) is None for path in range(4))
+    return [path for path in range(4) if folder.opinions(path, modules[path])]
 
 
 def test_scores_come_from_whoever_has_them(peers: Peers) -> None:
@@ -155,8 +158,7 @@ def test_scores_come_from_whoever_has_them(peers: Peers) -> None:
     folder = peers.gather()
     assert loaded(peers, folder) == [0, 1, 2, 3]
     assert peers.said[-1] == "scores: have 4, need 4 scores: complete"
-    scores = folder.load(2, peers.grid.modules_of_path(2))
-    assert scores is not None
+    (scores,) = folder.opinions(2, peers.grid.modules_of_path(2)).values()
     assert np.array_equal(scores.nll, peers.documents.targets * 3.0)
     signed = verify_score_request(peers.requests[0], run_id=peers.node.run_id)
     assert signed.operator_fingerprint == peers.predecessor.manifest.operator_fingerprint
@@ -393,6 +395,27 @@ def test_what_a_killed_process_was_writing_is_nobodys_scores(peers: Peers, tmp_p
     whole.with_name(f".{BOB}.1-00.tmp").write_bytes(whole.read_bytes())
     whole.with_name(BOB).write_bytes(whole.read_bytes()[:-1])
     assert list(folder.opinions(1, modules)) == [ALICE]
+
+
+def test_what_nobody_has_checked_is_not_taken_also_when_an_earlier_version_has_left_it(
+    peers: Peers, tmp_path: Path
+) -> None:
+    settling = Settling(peers, tmp_path / "here")
+    folder = settling.folder
+    lie = settling.lie(1, range(len(peers.documents)))
+    folder.add(lie, BOB)
+    assert settling.kept(1) is None
+    opinions = next((tmp_path / "here").rglob(BOB)).parent
+    # That kept a first peer's scores where it kept its own.
+    opinions.with_name("P00001.safetensors").write_bytes(lie.to_bytes())
+    (opinions / BOB).write_bytes(b"damaged")
+    assert settling.settle() == []
+    assert settling.kept(1) is None
+    folder.add(settling.honest[1], ALICE)
+    assert settling.settle() == []
+    kept = settling.kept(1)
+    assert kept is not None
+    assert np.array_equal(kept.nll, settling.honest[1].nll)
 
 
 def test_a_second_peer_is_waited_for_while_it_scores(peers: Peers) -> None:

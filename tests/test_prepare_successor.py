@@ -207,7 +207,7 @@ def test_scoring_goes_on_where_it_was_stopped(
     monkeypatch.setattr(local_scores, "score_router_documents", stopping)
     with pytest.raises(KeyboardInterrupt):
         succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
-    file = next((tmp_path / "out/work/scores").glob("*/P00001.safetensors"))
+    file = next((tmp_path / "out/work/scores").glob("*/checked-P00001.safetensors"))
     file.write_bytes(file.read_bytes()[:-8])  # Damaged: it is scored again.
     run, _ = succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
     assert len(scored) == 3 + 3
