@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from dipaco.modules.best_parameters import BestReference
@@ -158,6 +159,13 @@ class _Standing(Record):
             pinned=self.pinned,
             reachable=self.reachable,
         )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields; what was worked out of the old ones is not kept."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
     @functools.cached_property
     def age(self) -> tuple[float, int, int]:
