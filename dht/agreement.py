@@ -12,25 +12,12 @@ from .view import SwarmView
 
 def expected_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     """Return the peers that should come to a module's outer round: those that train it now."""
-    place = ("expected", module)
-    if place not in view.worked_out:
-        view.worked_out[place] = frozenset(
-            claim.peer_id
-            for path in grid.paths_of_module(module)
-            for claim in view.claimants(path)
-            if claim.state == "training"
-        )
-    return view.worked_out[place]
+    return view.groups(grid, trains=True).get(module, frozenset())
 
 
 def possible_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     """Return the expected group and those who are about to join it."""
-    place = ("possible", module)
-    if place not in view.worked_out:
-        view.worked_out[place] = frozenset(
-            claim.peer_id for path in grid.paths_of_module(module) for claim in view.claimants(path)
-        )
-    return view.worked_out[place]
+    return view.groups(grid, trains=False).get(module, frozenset())
 
 
 def awaited_group(view: SwarmView, grid: Grid, module: str, round_index: int) -> frozenset[str]:

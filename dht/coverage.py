@@ -50,6 +50,8 @@ class Scope:
 
     def covers_peer(self, peer: str, path: int | None) -> bool:
         """Tell whether it is read what a peer says of itself that claims `path`."""
+        if path is not None:
+            return path % self.bucket_count in self._bucket_set
         return home_bucket(peer, path, self.bucket_count) in self._bucket_set
 
     def paths(self, path_count: int) -> list[int]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from dipaco.modules.grid import Grid
 
@@ -57,34 +58,63 @@ def choose_path(
         raise ValueError("every path is excluded")
     others = {path: _others(view, path, me) for path in paths}
 
-    def order(path: int) -> tuple[int, int, int, bytes]:
-        fit = _fit(view, grid, path, me, can_lead=can_lead)
-        return others[path], fit, view.last_round(path), rendezvous(me, path)
+    least = min(others.values())
 
-    chosen = min(paths, key=order)
+    def order(path: int) -> tuple[int, int]:
+        return _fit(view, grid, path, me, can_lead=can_lead), view.last_round(path)
+
+    chosen = _least([path for path in paths if others[path] == least], order, me)
     return Decision(chosen, _reason(view, chosen, others[chosen]))
 
 
+def _least(paths: Collection[int], order: Callable[[int], Any], peer: str) -> int:
+    """Return the path that comes first; of several the one that rendezvous hashing names."""
+    if len(paths) > 1:
+        places = {path: order(path) for path in paths}
+        first = min(places.values())
+        paths = [path for path, place in places.items() if place == first]
+    return min(paths, key=lambda path: rendezvous(peer, path))
+
+
 def _others(view: SwarmView, path: int, me: str) -> int:
-    return sum(claim.peer_id != me for claim in view.claimants(path))
+    mine = view.claims.get(me)
+    is_mine = mine is not None and mine.path == path and mine.state != "leaving"
+    return view.claim_count(path) - is_mine
 
 
 def _fit(view: SwarmView, grid: Grid, path: int, me: str, *, can_lead: bool) -> int:
     """Return how ill a peer fits to a path, by its modules whose trainers can all not be called:
     more of these never meet, and one that can be called has them meet."""
-    stranded = 0
-    for module in grid.modules_of_path(path):
-        others, leaders = possible_group(view, grid, module), _leaders(view, grid, module)
-        stranded += len(others) > (me in others) and len(leaders) == (me in leaders)
-    return -stranded if can_lead else stranded
+    mine, stranded = view.claims.get(me), _stranded(view, grid)
+    modules = grid.modules_of_path(path)
+    count = sum(module in stranded for module in modules)
+    if mine is not None and mine.state != "leaving":
+        # Of its own modules only the others count.
+        leaders = _leaders(view)
+        for module in {*modules} & {*grid.modules_of_path(mine.path)}:
+            others = possible_group(view, grid, module) - {me}
+            count += (bool(others) and leaders.isdisjoint(others)) - (module in stranded)
+    return -count if can_lead else count
 
 
-def _leaders(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
-    """Return those of a module's possible group that can be called."""
-    place = ("leaders", module)
+def _stranded(view: SwarmView, grid: Grid) -> frozenset[str]:
+    """Return the modules whose trainers can all not be called."""
+    place = "stranded"
     if place not in view.worked_out:
-        group = possible_group(view, grid, module)
-        view.worked_out[place] = frozenset(p for p in group if view.reachable(p) not in CANNOT_LEAD)
+        leaders, groups = _leaders(view), view.groups(grid, trains=False)
+        view.worked_out[place] = frozenset(
+            module for module, group in groups.items() if leaders.isdisjoint(group)
+        )
+    return view.worked_out[place]
+
+
+def _leaders(view: SwarmView) -> frozenset[str]:
+    """Return those that can be called of all who claim a path."""
+    place = "leaders"
+    if place not in view.worked_out:
+        view.worked_out[place] = frozenset(
+            peer for peer in view.claims if view.reachable(peer) not in CANNOT_LEAD
+        )
     return view.worked_out[place]
 
 
@@ -117,20 +147,20 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
         for path in {*view.paths(grid), mine.path}
     }
     for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
-        place = min(trainers, key=lambda p: _preference(view, grid, mine, trainers[p], p, peer))
+        can_lead = view.reachable(peer) not in CANNOT_LEAD
+        least = min(trainers.values())
+
+        def order(path: int, peer: str = peer, can_lead: bool = can_lead) -> tuple[bool, int, int]:
+            fit = _fit(view, grid, path, peer, can_lead=can_lead)
+            return path != mine.path, fit, view.last_round(path)
+
+        place = _least([path for path, count in trainers.items() if count == least], order, peer)
         if peer == me:
             break
         trainers[place] += 1
     if place == mine.path:
         return None
     return Decision(place, _reason(view, place, trainers[place]))
-
-
-def _preference(
-    view: SwarmView, grid: Grid, mine: Claim, trainers: int, path: int, peer: str
-) -> tuple[int, bool, int, int, bytes]:
-    fit = _fit(view, grid, path, peer, can_lead=view.reachable(peer) not in CANNOT_LEAD)
-    return trainers, path != mine.path, fit, view.last_round(path), rendezvous(peer, path)
 
 
 def should_move(

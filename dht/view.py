@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -97,14 +98,21 @@ class SwarmView:
         kept = replace(self.scope, buckets=buckets)
         holders = {holding.peer_id for held in self.holdings.values() for holding in held}
 
-        def is_kept(claim: Claim) -> bool:
-            if kept.covers_path(claim.path) or claim.peer_id in holders:
-                return True
-            return any(map(kept.covers_module, grid.modules_of_path(claim.path)))
-
+        # Of many claims on few paths: what is asked of a path is asked once.
+        paths: dict[int, bool] = {}
+        claims = {}
+        for peer, claim in self.claims.items():
+            path = claim.path
+            is_kept = paths.get(path)
+            if is_kept is None:
+                modules = grid.modules_of_path(path)
+                is_kept = kept.covers_path(path) or any(map(kept.covers_module, modules))
+                paths[path] = is_kept
+            if is_kept or peer in holders:
+                claims[peer] = claim
         return replace(
             self,
-            claims={peer: claim for peer, claim in self.claims.items() if is_kept(claim)},
+            claims=claims,
             peers={p: r for p, r in self.peers.items() if kept.covers_peer(p, r.path)},
             progress={p: s for p, s in self.progress.items() if kept.covers_path(p)},
             bests={p: b for p, b in self.bests.items() if kept.covers_path(p)},
@@ -116,12 +124,13 @@ class SwarmView:
         """Who claims or holds something here and has its own record where it was not read."""
         if self.scope is None:
             return frozenset()
-        paths = {peer: claim.path for peer, claim in self.claims.items()}
-        holders = (holding.peer_id for held in self.holdings.values() for holding in held)
+        holders = {holding.peer_id for held in self.holdings.values() for holding in held}
+        others = (self.claims.keys() | holders) - self.peers.keys()
+        claimed = [(peer, self.claims.get(peer)) for peer in others]
         return frozenset(
             peer
-            for peer in {*paths, *holders} - self.peers.keys()
-            if not self.scope.covers_peer(peer, paths.get(peer))
+            for peer, claim in claimed
+            if not self.scope.covers_peer(peer, claim.path if claim is not None else None)
         )
 
     def at(self, now_s: float) -> SwarmView:
@@ -131,40 +140,103 @@ class SwarmView:
         return other
 
     @cached_property
-    def worked_out(self) -> dict[tuple[str, str], frozenset[str]]:
-        """What follows from the claims, once it was asked for: see `agreement.py`."""
+    def worked_out(self) -> dict[str, frozenset[str]]:
+        """What follows from the claims, once it was asked for: see `policy.py`."""
         return {}
 
     @cached_property
-    def _by_path(self) -> dict[int, tuple[Claim, ...]]:
+    def _by_path(self) -> dict[int, list[Claim]]:
+        """The claims on each path by peers that mean to stay, in no order."""
         found: dict[int, list[Claim]] = {}
         for claim in self.claims.values():
             if claim.state != "leaving":
                 found.setdefault(claim.path, []).append(claim)
-        return {
-            path: tuple(sorted(claims, key=lambda c: (c.since_s, c.peer_id)))
-            for path, claims in found.items()
-        }
+        return found
+
+    @cached_property
+    def _in_order(self) -> dict[int, tuple[Claim, ...]]:
+        """What `claimants` was asked for before."""
+        return {}
+
+    def groups(self, grid: Grid, *, trains: bool) -> Mapping[str, frozenset[str]]:
+        """Return who claims a path through each module, or only who trains one.
+
+        All modules at once: who chooses among many paths asks for many modules.
+        """
+        groups = self._groups.get((grid, trains))
+        if groups is None:
+            found: dict[str, set[str]] = {}
+            for path, claims in self._by_path.items():
+                peers = [c.peer_id for c in claims if c.state == "training" or not trains]
+                if peers and path < grid.path_count:
+                    for module in grid.modules_of_path(path):
+                        found.setdefault(module, set()).update(peers)
+            groups = {module: frozenset(peers) for module, peers in found.items()}
+            self._groups[grid, trains] = groups
+        return groups
+
+    @cached_property
+    def _groups(self) -> dict[tuple[Grid, bool], dict[str, frozenset[str]]]:
+        return {}
 
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, one of each holding."""
         return tuple(holding.reference for holding in self.holdings.get(module, ()))
 
+    def distinct_states(self, module: str) -> list[StateReference]:
+        """Return the announced states of a module, each once: as it was said last."""
+        return [state for state, _ in self._announced(module).values()]
+
     def holders(self, state: StateReference) -> tuple[str, ...]:
         """Return the peers that announce a state."""
-        held = self.holdings.get(state.module, ())
-        return tuple(holding.peer_id for holding in held if holding.digest == state.digest)
+        found = self._announced(state.module).get(state.digest)
+        return tuple(found[1]) if found is not None else ()
+
+    def _announced(self, module: str) -> dict[str, tuple[StateReference, list[str]]]:
+        """Return by digest which states of a module are announced, as said last, and by whom."""
+        found = self._announcements.get(module)
+        if found is None:
+            peers: dict[str, list[str]] = {}
+            last: dict[str, Holding] = {}
+            for holding in self.holdings.get(module, ()):
+                digest = holding.digest
+                last[digest] = holding
+                if digest in peers:
+                    peers[digest].append(holding.peer_id)
+                else:
+                    peers[digest] = [holding.peer_id]
+            found = {digest: (held.reference, peers[digest]) for digest, held in last.items()}
+            self._announcements[module] = found
+        return found
+
+    @cached_property
+    def _announcements(self) -> dict[str, dict[str, tuple[StateReference, list[str]]]]:
+        return {}
 
     def reachable(self, peer: str) -> Reachability:
         """Return how others call a peer, as it says in any of its records."""
-        said = (self.claims.get(peer), self.peers.get(peer))
-        found: set[Reachability] = {one.reachable for one in said if one is not None}
+        claim, record = self.claims.get(peer), self.peers.get(peer)
+        if claim is None or record is None or claim.reachable == record.reachable:
+            said = claim or record
+            return said.reachable if said is not None else "unknown"
+        found = {claim.reachable, record.reachable}
         ways: tuple[Reachability, ...] = ("outgoing", "relayed", "direct")
-        return next((way for way in ways if way in found), "unknown")
+        return next(way for way in ways if way in found)
 
     def claimants(self, path: int) -> tuple[Claim, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""
-        return self._by_path.get(path, ())
+        found = self._in_order.get(path)
+        if found is None:
+            claims = self._by_path.get(path)
+            if claims is None:
+                return ()
+            ordered = sorted(claims, key=lambda c: (c.since_s, c.peer_id)) if claims[1:] else claims
+            found = self._in_order[path] = tuple(ordered)
+        return found
+
+    def claim_count(self, path: int) -> int:
+        """Return how many peers claim a path and mean to stay."""
+        return len(self._by_path.get(path, ()))
 
     def last_round(self, path: int) -> int:
         """Return the last round in which a path is known to have been trained; -1 for never."""
@@ -213,24 +285,24 @@ def view_of_records(
     """
     newest: dict[str, PeerRecord] = {}
     for record in peers:
-        known = newest.get(record.peer_id)
-        if known is None or record.age > known.age:
-            newest[record.peer_id] = record
+        peer = record.peer_id
+        if peer not in newest or record.age > newest[peer].age:
+            newest[peer] = record
     said: dict[str, PeerRecord | ModuleRecord] = dict(newest)
     holdings: dict[str, list[Holding]] = {}
     for module, records in modules.items():
         held = holdings.setdefault(module, [])
         for found in records:
-            if found.holding is not None:
-                held.append(found.holding)
-            before = said.get(found.peer_id)
-            if before is None or found.age > before.age:
-                said[found.peer_id] = found
+            holding, peer = found.holding, found.peer_id
+            if holding is not None:
+                held.append(holding)
+            if peer not in said or found.age > said[peer].age:
+                said[peer] = found
     return build_view(
         now_s=now_s,
         plan=plan,
         grid=grid,
-        claims=[record.claim for record in said.values() if record.claim is not None],
+        claims=[claim for record in said.values() if (claim := record.claim) is not None],
         peers=newest.values(),
         holdings=holdings,
         progress=progress,
@@ -257,12 +329,13 @@ def build_view(
     counted = plan.rounds.inner_steps > 0
     latest = greatest_rounds(plan, now_s) - 1 if counted else round_at(plan, now_s) + ROUND_SLACK
     progress = tuple(progress)
+    path_count, latest_s = grid.path_count, now_s + CLOCK_SLACK_S
     believed = {
         claim.peer_id: claim
         for claim in claims
-        if claim.path < grid.path_count
-        and claim.since_s <= now_s + CLOCK_SLACK_S
-        and (claim.round <= latest or not counted)
+        if claim.path < path_count
+        and claim.since_s <= latest_s
+        and (not counted or claim.round <= latest)
     }
     rounds = greatest_rounds(plan, now_s)
     return SwarmView(
@@ -270,19 +343,37 @@ def build_view(
         claims=believed,
         peers={p.peer_id: p for p in peers},
         holdings={
-            module: tuple(
-                h
-                for h in held
-                if h.module == module and _is_plausible(h.reference, plan, grid, rounds)
-            )
+            module: plausible_holdings(module, held, plan, grid, rounds)
             for module, held in holdings.items()
             if grid.has_module(module)
         },
-        progress=_merge_progress(progress, grid.path_count, latest),
+        progress=merged_progress(progress, grid.path_count, latest),
         bests=announced_bests(progress, believed, grid.path_count, latest),
         duration_s=plan.rounds.duration_s,
         scope=scope,
     )
+
+
+def plausible_holdings(
+    module: str, held: Iterable[Holding], plan: RunPlan, grid: Grid, rounds: int
+) -> tuple[Holding, ...]:
+    """Return the holdings of a module whose states can have got this far.
+
+    Many peers hold the same state: it is looked at once.
+    """
+    found: list[Holding] = []
+    last: Holding | None = None
+    for holding in held:
+        if holding.module != module:
+            continue
+        is_same = last is not None and (
+            (holding.digest, holding.version, holding.tokens, holding.round)
+            == (last.digest, last.version, last.tokens, last.round)
+        )
+        if is_same or _is_plausible(holding.reference, plan, grid, rounds):
+            last = holding
+            found.append(holding)
+    return tuple(found)
 
 
 def greatest_rounds(plan: RunPlan, now_s: float) -> int:
@@ -339,7 +430,7 @@ def _is_plausible(state: StateReference, plan: RunPlan, grid: Grid, rounds: int)
     return state.tokens <= state.version * per_step
 
 
-def _merge_progress(
+def merged_progress(
     records: Iterable[ProgressRecord], path_count: int, latest_round: int
 ) -> dict[int, PathService]:
     """Keep the newest entry of every path: the latest round, then the most tokens.
@@ -348,14 +439,18 @@ def _merge_progress(
     """
     newest: dict[int, ProgressEntry] = {}
     scored: dict[int, ProgressEntry] = {}
-    for record in sorted(records, key=lambda r: r.peer_id):
+    for record in sorted(records, key=operator.attrgetter("peer_id")):
         for entry in record.entries:
-            if entry.path >= path_count or entry.last_round > latest_round:
+            path, last_round = entry.path, entry.last_round
+            if path >= path_count or last_round > latest_round:
                 continue
-            for found in (newest, scored) if entry.validation_tokens else (newest,):
-                known = found.get(entry.path)
-                if known is None or _age(entry) > _age(known):
-                    found[entry.path] = entry
+            known = newest.get(path)
+            if known is None or (last_round, entry.tokens) > (known.last_round, known.tokens):
+                newest[path] = entry
+            if entry.validation_tokens:
+                known = scored.get(path)
+                if known is None or (last_round, entry.tokens) > (known.last_round, known.tokens):
+                    scored[path] = entry
     return {
         path: PathService(
             last_round=entry.last_round,
@@ -366,7 +461,3 @@ def _merge_progress(
         )
         for path, entry in sorted(newest.items())
     }
-
-
-def _age(entry: ProgressEntry) -> tuple[int, int]:
-    return entry.last_round, entry.tokens

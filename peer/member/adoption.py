@@ -112,8 +112,11 @@ class Adoption:
     def _is_served(self, state: StateReference) -> bool:
         """Tell whether a state has a holder that has not just failed to serve what it was said to
         hold."""
-        failing = {p for p, until_s in self._unserved.items() if until_s > self._known.now_s}
-        return not failing.issuperset(self._known.holders(state))
+        known = self._known
+        failing = {p for p, until_s in self._unserved.items() if until_s > known.now_s}
+        if not failing:
+            return known.is_held(state)
+        return not failing.issuperset(known.holders(state))
 
     def word(self, state: StateReference) -> frozenset[str]:
         """Return whose word it is that a state should replace the anchor: those who have shown

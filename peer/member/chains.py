@@ -47,7 +47,8 @@ class Chains:
         """
         known = self._known
         on_their_way = False
-        for state in sorted(set(states), key=self._turn):
+        distinct = set(states)
+        for state in sorted(distinct, key=self._turn) if len(distinct) > 1 else distinct:
             if state.version == 0:
                 continue
             if not self._is_unknown(state, own):

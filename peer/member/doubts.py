@@ -67,9 +67,7 @@ class Doubts:
 
     def believed(self, view: SwarmView) -> SwarmView:
         """Return a view without those who are doubted."""
-        doubted = {
-            peer for peer in self._doubted - {self._me} if peer in view.claims or peer in view.peers
-        }
+        doubted = self._doubted & (view.claims.keys() | view.peers.keys()) - {self._me}
         if not doubted:
             return view
         return replace(

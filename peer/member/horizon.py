@@ -8,6 +8,7 @@ read too. Who chooses a path looks into a few buckets more: others each time.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from dipaco.dht.coverage import (
     ENOUGH_PEERS,
@@ -113,8 +114,9 @@ class Horizon:
 
     def _count_neighbours(self, view: SwarmView) -> None:
         home = home_bucket(self._known.me, self._known.path, self._count)
-        neighbours = sum(
-            home_bucket(peer, record.path, self._count) == home and record.state != "leaving"
+        neighbours = (
+            peer
             for peer, record in view.peers.items()
+            if record.state != "leaving" and home_bucket(peer, record.path, self._count) == home
         )
-        self._has_few_neighbours = neighbours < ENOUGH_PEERS
+        self._has_few_neighbours = len(list(islice(neighbours, ENOUGH_PEERS))) < ENOUGH_PEERS

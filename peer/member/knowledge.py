@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from random import Random
 
 from dipaco.dht.agreement import possible_group, round_of_others
@@ -174,19 +175,29 @@ class Knowledge:
                 self._known[peer] = view.now_s, record.path
         if view.scope is not None:
             # Who is out of sight because this member looks elsewhere is not missing.
-            in_sight = {peer for peer in self._known if self._is_covered(peer, view.scope)}
-            self._known = {p: seen for p, seen in self._known.items() if p in in_sight}
+            paths = {path for _, path in self._known.values()}
+            in_sight = {path for path in paths if self._covers(view.scope, path)}
+            for peer, path in [(p, path) for p, (_, path) in self._known.items()]:
+                if path not in in_sight and not view.scope.covers_peer(peer, path):
+                    del self._known[peer]
         self._stands = {module: self._stands.get(module, {}) for module in self.anchors}
+        gone = said.keys() - self._known.keys()
         for module, stands in self._stands.items():
+            certified: set[str] = set()
             for holding in view.holdings.get(module, ()):
-                self.note_holder(holding.peer_id, module, holding.digest, is_sure=True)
-            for peer in said.keys() - self._known.keys():
+                peer, digest = holding.peer_id, holding.digest
+                stand = stands.get(peer)
+                if stand is None or stand.seen != digest or stand.offered:
+                    self.note_holder(peer, module, digest, is_sure=True)
+                elif digest not in certified:
+                    self.note_holder(peer, module, digest, is_sure=True)
+                    if self.book.get(module, digest) is not None:
+                        certified.add(digest)
+            for peer in gone:
                 stands.pop(peer, None)
 
-    def _is_covered(self, peer: str, scope: Scope) -> bool:
-        _, path = self._known[peer]
-        if scope.covers_peer(peer, path):
-            return True
+    def _covers(self, scope: Scope, path: int | None) -> bool:
+        """Tell whether peers that claim a path are in sight by one of its modules."""
         return path is not None and any(map(scope.covers_module, self.grid.modules_of_path(path)))
 
     def note_holder(self, peer: str, module: str, digest: str, *, is_sure: bool) -> None:
@@ -260,9 +271,14 @@ class Knowledge:
         return present_round(self.plan, self.view)
 
     def round_after_anchors(self) -> int:
-        """Return the counted round after the newest in the anchors, or a later one of others."""
+        """Return the counted round after the newest in the anchors, or a later one of others.
+
+        By the clock those say nothing: the first alone.
+        """
         assert self.path is not None
         newest = max(anchor.last_round for anchor in self.anchors.values())
+        if not self.schedule.fixed_steps:
+            return newest + 1
         return max(newest + 1, round_of_others(self.view, self.grid, self.path, self.me))
 
     @property
@@ -270,8 +286,8 @@ class Knowledge:
         """Whether nobody is in sight any more of those who were, and who did not say goodbye."""
         if self._view is None or not self._known:
             return False
-        others = self._view.peers.keys() | self._view.from_elsewhere
-        return not (others - {self.me})
+        view, only_me = self._view, {self.me}
+        return view.peers.keys() <= only_me and view.from_elsewhere <= only_me
 
     def tell_isolation(self) -> None:
         """Warn once when nobody is in sight any more."""
@@ -298,8 +314,8 @@ class Knowledge:
 
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, each once, genesis states left out."""
-        announced = {state.digest: state for state in self.view.states(module) if state.version}
-        return tuple(state for _, state in sorted(announced.items()))
+        announced = (state for state in self.view.distinct_states(module) if state.version)
+        return tuple(sorted(announced, key=attrgetter("digest")))
 
     def holders(self, state: StateReference) -> tuple[str, ...]:
         """Return the others that announce a state, or said that they hold it.
@@ -311,6 +327,12 @@ class Knowledge:
         callable_ = (*told, *filter(self.can_serve, announced))
         found = [p for p in dict.fromkeys(callable_) if p != self.me]
         return tuple(found or (p for p in dict.fromkeys(announced) if p != self.me))
+
+    def is_held(self, state: StateReference) -> bool:
+        """Tell whether `holders` names anybody."""
+        told = self.told.get(state.digest, ())
+        announced = self.view.holders(state) if self._view is not None else ()
+        return any(peer != self.me for peer in (*told, *announced))
 
     def reachable(self, peer: str) -> Reachability:
         """Return how others call a peer, this one too."""
@@ -381,11 +403,8 @@ class Knowledge:
         First those that are waited for at boundaries, and those that may keep a path untrained.
         """
         view, latest = self.whole_view, self.present_round - 2
-        stale = {
-            peer
-            for peer, claim in view.claims.items()
-            if view.covers_path(claim.path) and view.last_round(claim.path) < latest
-        }
+        paths = {path for path in view.paths(self.grid) if view.last_round(path) < latest}
+        stale = {peer for peer, claim in view.claims.items() if claim.path in paths}
         for module in self.anchors:
             stale |= possible_group(view, self.grid, module)
         since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds)

@@ -12,7 +12,8 @@ each of which returns the whole key, and a record is then stored on `NODES_STORE
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from dipaco.modules.plan import RunPlan
 
 from .engine import Engine
 from .network import Link, Network
+from .reading import Contents, joined_view
 
 # Sizes of signed records on the wire.
 MODULE_BYTES, HELD_BYTES = 296, 116
@@ -34,6 +36,7 @@ PROGRESS_BYTES, ENTRY_BYTES = 211, 229
 VISIT_BYTES = 1800
 NODES_VISITED, NODES_STORED = 20, 5
 KEPT_VERSIONS = 3
+NOTHING = Contents(())
 
 
 def record_bytes(record: Any) -> int:
@@ -59,6 +62,72 @@ class _Version:
     side: int
 
 
+class _Key:
+    """What stands under one key. A read takes what has changed since the last one."""
+
+    def __init__(self) -> None:
+        self.owners: dict[str, list[_Version]] = {}
+        """The versions of each owner's record, the owners in order."""
+        self.size = 0
+        """Bytes of the newest versions."""
+        self._settled: dict[str, Any] = {}
+        """The record of each owner that all readers see alike, the owners in order."""
+        self._unsettled: dict[str, None] = {}
+        """Whose newest version is not visible yet, or was written in a split."""
+        self._earliest_s = math.inf
+        """When the first of the newest versions expires, or earlier."""
+        self._contents: Contents | None = None
+
+    def write(self, owner: str, version: _Version) -> None:
+        """Store a version."""
+        versions = self.owners.get(owner)
+        if versions is None:
+            versions = self.owners[owner] = []
+            self.owners = dict(sorted(self.owners.items()))
+            self._settled = {peer: self._settled.get(peer) for peer in self.owners}
+        self.size += version.size - (versions[-1].size if versions else 0)
+        versions.append(version)
+        if len(versions) > KEPT_VERSIONS:
+            del versions[0]
+        self._unsettled[owner] = None
+        self._earliest_s = min(self._earliest_s, version.expires_s)
+
+    def settle(self, now_s: float) -> Iterable[str]:
+        """Take what all see alike by now; returns whose records have to be looked at."""
+        if self._earliest_s < now_s:
+            self._forget_expired(now_s)
+        for owner in list(self._unsettled):
+            newest = self.owners[owner][-1]
+            if newest.visible_s <= now_s and not newest.split:
+                del self._unsettled[owner]
+                self._settled[owner] = newest.record
+                self._contents = None
+        return self._unsettled
+
+    def seen(self, others: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the record of each owner: of `others` these, and else what all see."""
+        return {**self._settled, **others} if others else self._settled
+
+    def contents(self, others: Mapping[str, Any]) -> Contents:
+        """Return what stands here, with these records of `others`."""
+        if any(self._settled[owner] is not record for owner, record in others.items()):
+            return Contents([r for r in self.seen(others).values() if r is not None])
+        if self._contents is None:
+            self._contents = Contents([r for r in self._settled.values() if r is not None])
+        return self._contents
+
+    def _forget_expired(self, now_s: float) -> None:
+        gone = [peer for peer, known in self.owners.items() if known[-1].expires_s < now_s]
+        if gone:
+            self._contents = None
+        for owner in gone:
+            self.size -= self.owners.pop(owner)[-1].size
+            del self._settled[owner]
+            self._unsettled.pop(owner, None)
+        ends = (versions[-1].expires_s for versions in self.owners.values())
+        self._earliest_s = min(ends, default=math.inf)
+
+
 class SimulatedDirectory:
     """What peers publish and read, by key: `modules/L0.E3`, `peers/5` and `progress/5`."""
 
@@ -78,10 +147,7 @@ class SimulatedDirectory:
         """In a run by invitation: who is in. Admissions hold, like signatures."""
         self.revoked: frozenset[str] = frozenset()
         """Invitations that the operator has ended."""
-        self._keys: dict[str, dict[str, list[_Version]]] = {}
-        """The versions of each owner's record, the owners in order."""
-        self._sizes: dict[str, int] = {}
-        """Bytes of the newest versions under each key."""
+        self._keys: dict[str, _Key] = {}
 
     def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
@@ -92,48 +158,44 @@ class SimulatedDirectory:
         if engine.chance(self.lost):
             return
         now_s = engine.now_s
-        owners = self._keys.setdefault(key, {})
-        if owner not in owners:
-            owners[owner] = []
-            self._keys[key] = owners = dict(sorted(owners.items()))
-        versions = owners[owner]
-        before = versions[-1].size if versions else 0
-        self._sizes[key] = self._sizes.get(key, 0) + size - before
-        versions.append(
-            _Version(
-                record,
-                size,
-                now_s + engine.between(*self.write_s),
-                now_s + life_s,
-                network.split,
-                link.side if link is not None else 0,
-            )
-        )
-        if len(versions) > KEPT_VERSIONS:
-            del versions[0]
+        visible_s = now_s + engine.between(*self.write_s)
+        side = link.side if link is not None else 0
+        version = _Version(record, size, visible_s, now_s + life_s, network.split, side)
+        self._keys.setdefault(key, _Key()).write(owner, version)
 
     def _visit(self, link: Link, key: str, further: int = 0) -> None:
         """Count what it costs to find the nodes of a key; all that they have comes with it."""
         nodes = min(NODES_VISITED, len(self._network.links) - 1)
         stores = min(NODES_STORED, nodes) if further else 0
+        size = self._keys[key].size if key in self._keys else 0
         link.traffic.view_requests += nodes + stores
-        link.traffic.view_bytes += nodes * (VISIT_BYTES + self._sizes.get(key, 0)) + further
+        link.traffic.view_bytes += nodes * (VISIT_BYTES + size) + further
 
     def read(self, reader: str, believed_s: float, scope: Scope | None = None) -> SwarmView:
         """Return what a peer sees of a scope, or of everything; it believes it is `believed_s`."""
         link = self._network.links[reader]
         wanted = scope or self._whole
-        keys = [f"peers/{bucket}" for bucket in wanted.buckets]
-        keys += [f"progress/{bucket}" for bucket in wanted.buckets]
-        keys += [f"modules/{module}" for module in wanted.modules]
-        found = self._counted({key: self._read(reader, link, key) for key in keys})
+        buckets = wanted.buckets
+        peers = [self._read(reader, link, f"peers/{bucket}") for bucket in buckets]
+        progress = [self._read(reader, link, f"progress/{bucket}") for bucket in buckets]
+        modules = {m: self._read(reader, link, f"modules/{m}") for m in wanted.modules}
+        plan, grid, view = self._plan, self._grid, None
+        if self.guests is None:
+            view = joined_view(believed_s, plan, grid, scope, peers, modules, progress)
+        if view is not None:
+            return view
+        counting = self._counting([*peers, *progress, *modules.values()])
+
+        def of(contents: Contents) -> list[Any]:
+            return [r for r in contents.records if counting is None or r.peer_id in counting]
+
         return view_of_records(
             now_s=believed_s,
-            plan=self._plan,
-            grid=self._grid,
-            peers=[r for bucket in wanted.buckets for r in found[f"peers/{bucket}"]],
-            modules={m: found[f"modules/{m}"] for m in wanted.modules},
-            progress=[r for bucket in wanted.buckets for r in found[f"progress/{bucket}"]],
+            plan=plan,
+            grid=grid,
+            peers=[record for contents in peers for record in of(contents)],
+            modules={module: of(contents) for module, contents in modules.items()},
+            progress=[record for contents in progress for record in of(contents)],
             scope=scope,
         )
 
@@ -143,40 +205,32 @@ class SimulatedDirectory:
             return True
         return peer in self.guests and self.guests[peer].invitation not in self.revoked
 
-    def _counted(self, found: dict[str, Iterable[Any]]) -> dict[str, Iterable[Any]]:
-        """Leave out the records of those who are not in, as every reader does."""
+    def _counting(self, read: Sequence[Contents]) -> Collection[str] | None:
+        """Return whose records count, as every reader works it out; None for everybody's."""
         guests = self.guests
         if guests is None:
-            return found
-        seen = {record.peer_id for records in found.values() for record in records}
-        counting = counted((peer, guests[peer]) for peer in seen if self.is_in(peer))
-        return {
-            key: [record for record in records if record.peer_id in counting]
-            for key, records in found.items()
-        }
+            return None
+        seen = {record.peer_id for contents in read for record in contents.records}
+        return counted((peer, guests[peer]) for peer in seen if self.is_in(peer))
 
-    def _read(self, reader: str, link: Link, key: str) -> Iterable[Any]:
-        """Return the records of a key that a peer sees."""
+    def _read(self, reader: str, link: Link, key: str) -> Contents:
+        """Return what a peer sees of a key."""
         self._visit(link, key)
-        owners = self._keys.get(key)
-        if owners is None:
-            return ()
-        now_s, missed, chance = self._engine.now_s, self.missed, self._engine.chance
-        found, gone = [], []
-        for owner, versions in owners.items():
-            newest = versions[-1]
-            if newest.expires_s < now_s:
-                gone.append(owner)
-                continue
-            record = newest.record
-            if newest.visible_s > now_s or newest.split:
-                record = self._newest(versions, link.side)
-            if record is None or (missed and owner != reader and chance(missed)):
-                continue
-            found.append(record)
-        for owner in gone:
-            self._sizes[key] -= owners.pop(owner)[-1].size
-        return found
+        stored = self._keys.get(key)
+        if stored is None:
+            return NOTHING
+        unsettled = stored.settle(self._engine.now_s)
+        others = {peer: self._newest(stored.owners[peer], link.side) for peer in unsettled}
+        if not self.missed:
+            return stored.contents(others)
+        missed, chance = self.missed, self._engine.chance
+        return Contents(
+            [
+                record
+                for owner, record in stored.seen(others).items()
+                if record is not None and (owner == reader or not chance(missed))
+            ]
+        )
 
     def _newest(self, versions: list[_Version], side: int) -> Any:
         now_s, split = self._engine.now_s, self._network.split

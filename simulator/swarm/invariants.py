@@ -198,12 +198,11 @@ class Invariants:
             return
         # Names that only sign are nobody.
         real = self._world.machines
-        shown = {
-            peer
-            for peer, other in real.items()
-            if other is machine or other.link.can_be_called or machine.link.can_be_called
-        }
-        mine = book.contributors_since(module, before, ancestor) & shown
+        mine = book.contributors_since(module, before, ancestor) & real.keys()
+        if not machine.link.can_be_called:
+            mine = frozenset(
+                peer for peer in mine if peer == machine.peer or real[peer].link.can_be_called
+            )
         theirs = book.contributors_since(module, new, ancestor) & real.keys()
         if len(theirs) < len(mine):
             self._violated(

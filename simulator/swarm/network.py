@@ -170,7 +170,9 @@ class Network:
             return False
         a, b = self.links[caller], self.links[callee]
         if b.can_be_called:
-            self._opened[caller, callee] = (a.life, b.life)
+            if not a.can_be_called:
+                # Nobody needs the connections of those that can be called anyway.
+                self._opened[caller, callee] = (a.life, b.life)
             return True
         if relayed and b.is_relayed:
             return True

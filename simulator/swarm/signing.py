@@ -118,6 +118,6 @@ class Signing:
 
 def _behind(me: str, certificate: Certificate) -> list[str]:
     """Return who has not signed, beginning with the member after this one."""
-    peers = sorted(row.peer for row in certificate.statement.table)
+    peers = sorted({row.peer for row in certificate.statement.table} - certificate.signers)
     place = bisect.bisect(peers, me)
-    return [peer for peer in peers[place:] + peers[:place] if peer not in certificate.signers]
+    return peers[place:] + peers[:place]
