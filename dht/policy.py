@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from dipaco.modules.grid import Grid
 
@@ -59,18 +58,21 @@ def choose_path(
     others = {path: _others(view, path, me) for path in paths}
 
     least = min(others.values())
-
-    def order(path: int) -> tuple[int, int]:
-        return _fit(view, grid, path, me, can_lead=can_lead), view.last_round(path)
-
-    chosen = _least([path for path in paths if others[path] == least], order, me)
+    fewest = [path for path in paths if others[path] == least]
+    chosen = _best_fit(view, grid, fewest, me, can_lead=can_lead)
     return Decision(chosen, _reason(view, chosen, others[chosen]))
 
 
-def _least(paths: Collection[int], order: Callable[[int], Any], peer: str) -> int:
-    """Return the path that comes first; of several the one that rendezvous hashing names."""
+def _best_fit(
+    view: SwarmView, grid: Grid, paths: Collection[int], peer: str, *, can_lead: bool
+) -> int:
+    """Return the path that fits a peer best, then the one that has waited longest; of several the
+    one that rendezvous hashing names."""
     if len(paths) > 1:
-        places = {path: order(path) for path in paths}
+        places = {
+            path: (_fit(view, grid, path, peer, can_lead=can_lead), view.last_round(path))
+            for path in paths
+        }
         first = min(places.values())
         paths = [path for path, place in places.items() if place == first]
     return min(paths, key=lambda path: rendezvous(peer, path))
@@ -142,19 +144,14 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
         for claim in view.claimants(mine.path)
         if claim.state == "joining" and not claim.pinned
     } | {me}
-    trainers = {
-        path: sum(claim.peer_id not in joining for claim in view.claimants(path))
-        for path in {*view.paths(grid), mine.path}
-    }
+    trainers = {path: view.claim_count(path) for path in view.paths(grid)}
+    trainers[mine.path] = sum(c.peer_id not in joining for c in view.claimants(mine.path))
     for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
-        can_lead = view.reachable(peer) not in CANNOT_LEAD
-        least = min(trainers.values())
-
-        def order(path: int, peer: str = peer, can_lead: bool = can_lead) -> tuple[bool, int, int]:
-            fit = _fit(view, grid, path, peer, can_lead=can_lead)
-            return path != mine.path, fit, view.last_round(path)
-
-        place = _least([path for path, count in trainers.items() if count == least], order, peer)
+        least, place = min(trainers.values()), mine.path
+        if trainers[place] > least:
+            can_lead = view.reachable(peer) not in CANNOT_LEAD
+            fewest = [path for path, count in trainers.items() if count == least]
+            place = _best_fit(view, grid, fewest, peer, can_lead=can_lead)
         if peer == me:
             break
         trainers[place] += 1
