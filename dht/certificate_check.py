@@ -75,7 +75,7 @@ def verify_certificate(
     if not (_DIGEST.fullmatch(statement.digest) and _DIGEST.fullmatch(statement.parent)):
         raise RecordError(f"{what} names no digests")
     _check_table(statement, grid, what)
-    members = {row.peer for row in statement.table}
+    members = statement.peers
     if not certificate.signatures or not certificate.signatures.keys() <= members:
         raise RecordError(f"{what} is not signed by members of its group alone")
     message = SIGNED_PREFIX + statement.to_bytes()

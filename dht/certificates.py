@@ -45,6 +45,11 @@ class CommitStatement:
     table: tuple[Contribution, ...]
     """The canonical rows of the group: who contributed how many tokens on which path."""
 
+    @cached_property
+    def peers(self) -> frozenset[str]:
+        """The members of the group."""
+        return frozenset(row.peer for row in self.table)
+
     def to_bytes(self) -> bytes:
         """Return what is signed: canonical JSON, the same on every machine."""
         return canonical_json(
@@ -72,7 +77,7 @@ class Certificate:
     @cached_property
     def signers(self) -> frozenset[str]:
         """Members of the group whose signature is here."""
-        return frozenset(row.peer for row in self.statement.table) & self.signatures.keys()
+        return self.statement.peers & self.signatures.keys()
 
     @property
     def reference(self) -> StateReference:

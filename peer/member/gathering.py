@@ -223,18 +223,18 @@ def is_whole(known: Knowledge, module: str, group: frozenset[str], since_round: 
     which the own part before this one is: any of them may have gone another way from there."""
     anchor = known.anchors[module].digest
     last = known.book.get(module, anchor)
-    before = {row.peer for row in last.statement.table} if last is not None else set()
+    before = last.statement.peers if last is not None else frozenset()
     for certificate in known.book.chain(module, anchor):
         if certificate.statement.round_index < since_round:
             break
-        before |= {row.peer for row in certificate.statement.table}
+        before |= certificate.statement.peers
     return before | expected_group(known.view, known.grid, module) <= group
 
 
 def is_last_signed(known: Knowledge, module: str) -> bool:
     """Tell whether all of the group before are known to stand on the anchor."""
     last = known.book.get(module, known.anchors[module].digest)
-    return last is not None and last.signers == {row.peer for row in last.statement.table}
+    return last is not None and last.signers == last.statement.peers
 
 
 def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:

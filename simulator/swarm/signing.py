@@ -118,6 +118,6 @@ class Signing:
 
 def _behind(me: str, certificate: Certificate) -> list[str]:
     """Return who has not signed, beginning with the member after this one."""
-    peers = sorted({row.peer for row in certificate.statement.table} - certificate.signers)
+    peers = sorted(certificate.statement.peers - certificate.signers)
     place = bisect.bisect(peers, me)
     return peers[place:] + peers[:place]
