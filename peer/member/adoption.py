@@ -345,11 +345,13 @@ class Adoption:
             del self._refused[next(iter(self._refused))]
 
     def _makers(self, state: StateReference) -> frozenset[str]:
-        """Return those who signed a state and have shown themselves."""
+        """Return those who signed a state and have shown themselves, or, if none has, who trains
+        on it: it is believed on their word."""
         known = self._known
         certificate = known.book.get(state.module, state.digest)
         signers = certificate.signers if certificate is not None else frozenset[str]()
-        return frozenset(peer for peer in signers if known.doubts.has_shown_itself(peer))
+        shown = frozenset(peer for peer in signers if known.doubts.has_shown_itself(peer))
+        return shown or known.standing_on(state.module, (state.digest,))
 
     def _is_refused(self, state: StateReference) -> bool:
         """Tell whether a state is one that was refused, or goes on from it on the same word.

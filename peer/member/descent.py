@@ -3,7 +3,9 @@
 The chain with more certified contributors since the common ancestor wins, then the one with more
 tokens in its certificates since then, then the smaller digest. So one fast machine that was alone
 never outweighs many, and nothing that a peer says of itself decides. Invented contributors weigh
-nothing (`quorum.weigh`). Among several the oldest fork is decided first.
+nothing (`quorum.weigh`). Who cannot be called may be unable to show itself to another one that
+cannot: where none of the contributors has, a trainer that has, and stands on their chain, speaks
+for one of them. Among several the oldest fork is decided first.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ from dipaco.modules.state import StateReference
 
 
 class Descent:
-    """What a member asks its book of certificates. `weigh`: what contributors weigh together."""
+    """What a member asks its book of certificates.
+
+    `weigh`: what contributors weigh together; `standing_on`: who of those that have shown
+    themselves trains a module on one of some states.
+    """
 
     def __init__(
-        self, book: CertificateBook, weigh: Callable[[Collection[str]], int] = len
+        self,
+        book: CertificateBook,
+        weigh: Callable[[Collection[str]], int] = len,
+        standing_on: Callable[[str, Collection[str]], Collection[str]] = lambda *_: (),
     ) -> None:
         self.book = book
         self.weigh = weigh
+        self._standing_on = standing_on
 
     def is_certified(self, state: StateReference) -> bool:
         """Tell whether somebody who contributed to a state has signed that."""
@@ -65,7 +75,21 @@ class Descent:
             return False
         if not self.is_certified(own):
             return candidate.version >= own.version
-        return self.weigh(self.parted(candidate, own)) > 0
+        common = self.book.common_ancestor(candidate.module, candidate.digest, own.digest)
+        return self._weight(candidate, common) > 0
+
+    def _weight(self, state: StateReference, ancestor: str | None) -> int:
+        """Return what those weigh who contributed to a state since an ancestor.
+
+        Never more than there are of them, or than peers that have shown themselves.
+        """
+        contributors = self.book.contributors_since(state.module, state.digest, ancestor)
+        weight = self.weigh(contributors)
+        if weight or not contributors:
+            return weight
+        line = self.book.ancestors(state.module, state.digest)
+        since = itertools.takewhile(lambda digest: digest != ancestor, line)
+        return int(bool(self._standing_on(state.module, frozenset(since))))
 
     def parted(self, state: StateReference, other: StateReference) -> frozenset[str]:
         """Return who contributed to a state since it and another one parted."""
@@ -149,13 +173,12 @@ class Descent:
 
     def _merit(self, state: StateReference, ancestor: str | None) -> tuple[int, int, int]:
         """Return what orders chains that part at `ancestor`."""
-        contributors = self.book.contributors_since(state.module, state.digest, ancestor)
         tokens = 0
         for certificate in self.book.chain(state.module, state.digest):
             if certificate.statement.digest == ancestor:
                 break
             tokens += sum(row.tokens for row in certificate.statement.table)
-        return self.weigh(contributors), tokens, -int(state.digest[:15], 16)
+        return self._weight(state, ancestor), tokens, -int(state.digest[:15], 16)
 
     def contains(self, state: StateReference, peer: str, round_index: int) -> bool:
         """Tell whether what `peer` contributed to a module in a round is in a state."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from random import Random
@@ -32,8 +33,9 @@ CALL_PERIODS = 20
 # that reaches nobody commits nothing that others share for so long; after that the others count as
 # gone. Its commits never outweigh theirs (`descent`).
 ISOLATED_ROUNDS = 8
-# Offers to one peer that are remembered.
-GREATEST_OFFERED = 4
+# Offers to one peer that are remembered, and for how many refresh periods where it has shown since
+# then that it holds another state: by then what it took would have shown.
+GREATEST_OFFERED, OFFERED_PERIODS = 4, 4
 
 
 def is_answer_to(event: StateFetched | FetchFailed, wanted: StateReference) -> bool:
@@ -76,9 +78,9 @@ class Stand:
 
     seen: str = ""
     """What it said that it holds, the last time that the chain of that was known."""
-    offered: tuple[str, ...] = ()
+    offered: dict[str, float] = field(default_factory=dict)
     """What it was offered since then, and may have, whatever it answered; and what it said that
-    it holds, while the chain of that is not known."""
+    it holds, while the chain of that is not known. With the time when."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Knowledge:
         self.schedule = RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s)
         by_invitation = self.plan.admission == "invitation"
         self.doubts = Doubts(self.settings.me, by_invitation=by_invitation)
-        self.descent = Descent(self.book, self.doubts.weigh)
+        self.descent = Descent(self.book, self.doubts.weigh, self.standing_on)
         self.random = Random(self.settings.seed or self.settings.me)
         self.own_reachable: Reachability = "unknown" if self.settings.can_be_called else "outgoing"
         """How others call this peer, as it was tried last."""
@@ -208,11 +210,16 @@ class Knowledge:
         stand = self._stands.setdefault(module, {}).setdefault(peer, Stand())
         if not is_sure or self.book.get(module, digest) is None:
             # Of a state whose chain is not known yet, nobody can say where it parted.
-            if digest not in stand.offered:
-                stand.offered = (*stand.offered[1 - GREATEST_OFFERED :], digest)
+            stand.offered[digest] = self.now_s
+            while len(stand.offered) > GREATEST_OFFERED:
+                del stand.offered[next(iter(stand.offered))]
             return
         if digest in stand.offered:
-            stand.offered = stand.offered[stand.offered.index(digest) + 1 :]
+            for earlier in list(itertools.takewhile(lambda d: d != digest, stand.offered)):
+                del stand.offered[earlier]
+            del stand.offered[digest]
+        since_s = self.now_s - OFFERED_PERIODS * refresh_period_s(self.plan.rounds)
+        stand.offered = {d: made_s for d, made_s in stand.offered.items() if made_s > since_s}
         stand.seen = digest
 
     def stands(self, module: str) -> dict[str, Stand]:
@@ -220,6 +227,18 @@ class Knowledge:
         have not said goodbye."""
         stands = self._stands.get(module, {})
         return {p: stand for p, stand in stands.items() if self.doubts.has_shown_itself(p)}
+
+    def standing_on(self, module: str, digests: Collection[str]) -> frozenset[str]:
+        """Return who trains a module in training on one of some states: this peer, and those that
+        have shown themselves. Nobody in a run by invitation, where the invited count."""
+        if self.plan.admission == "invitation" or module not in self.anchors:
+            return frozenset()
+        found = {p for p, stand in self.stands(module).items() if stand.seen in digests}
+        if found:
+            found &= self.trainers_seen(module)
+        if self.anchors[module].digest in digests:
+            found.add(self.me)
+        return frozenset(found)
 
     @property
     def has_view(self) -> bool:
@@ -341,6 +360,10 @@ class Knowledge:
     def can_serve(self, peer: str) -> bool:
         """Tell whether others can fetch from a peer, if only through a relay."""
         return self.reachable(peer) != "outgoing"
+
+    def can_ever_answer(self, peer: str) -> bool:
+        """Tell whether a peer does not say that nobody can call it, doubted or not."""
+        return self.whole_view.reachable(peer) != "outgoing"
 
     def can_lead(self, peer: str) -> bool:
         """Tell whether others can call a peer by an address of its own, as far as is known.
