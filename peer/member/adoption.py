@@ -177,15 +177,17 @@ class Adoption:
     def catch_up(self, module: str, counting: Collection[str] | None) -> bool:
         """Fetch the state that others committed without this peer, as its round ends.
 
-        With `counting`, those who count, only one that they can have committed: what a few have
-        made is looked into beside the rounds. With fixed steps, without, only one that can be had,
-        as far as is known: who has a new one each time, and serves none, would end every round.
+        Only one that can be had, as far as is known: who has a new one each time, and serves none,
+        would end every round. With `counting`, those who count, only one that they can have
+        committed: what a few have made is looked into beside the rounds. With fixed steps, without.
         """
         fetch, best = self._fetching.get(module), self.winner(module)
         if counting is None:
             wanted = fetch.reference if fetch is not None else best
             return wanted is not None and self._is_served(wanted) and self.start(module)
-        if best is None or not is_majority(self.word(best), counting):
+        if best is None or not self._is_served(best):
+            return False
+        if not is_majority(self.word(best), counting):
             return False
         return self.start(module) if fetch is None else fetch.reference.digest == best.digest
 
