@@ -237,6 +237,25 @@ def test_work_that_others_may_have_committed_without_what_came_next_stays_apart(
     assert peer.counted() == peer.trained
 
 
+@pytest.mark.parametrize("missed", [1, 2, 3])
+def test_work_of_which_others_are_known_to_have_committed_a_part_stays_apart_from_the_rest(
+    missed: int,
+) -> None:
+    """Nothing of it is in the anchor: one group had it, and this peer stayed where it was."""
+    family = Family()
+    peer = began(family)
+    theirs = peer.anchor
+    for round_index in range(1, MOST_PARTS + 2):
+        peer.train(round_index)
+        if round_index == missed:
+            theirs = peer.miss(round_index, "AB")
+        else:
+            peer.cut(round_index)  # A group had formed, and nothing came of it.
+    assert len(peer.ledger.parts) == MOST_PARTS
+    peer.adopt(theirs)
+    assert peer.counted() == peer.trained
+
+
 @pytest.mark.parametrize("fork", range(1, 8))
 @pytest.mark.parametrize("noise", [(), (3,), (2, 6)])
 def test_parts_between_which_others_were_seen_last_are_not_joined(

@@ -62,6 +62,20 @@ def test_strangers_that_answer_count() -> None:
     assert [wanted.reference for wanted in of(a.FetchState, peer.show(made, "Pz"))] == [made]
 
 
+def test_a_trainer_that_is_there_speaks_for_who_made_its_state_and_cannot_be_called() -> None:
+    peer = Victim("Pa")
+    made = peer.family.commit(peer.anchor, 3, BARE[:3])
+    assert of(a.FetchState, peer.show(made, "Pz")) == []  # It answers, and trains nothing.
+    descent = peer.member.known.descent
+    assert not descent.wins(made, peer.anchor)
+    assert [wanted.reference for wanted in of(a.FetchState, peer.show(made, "Pa"))] == [made]
+    assert descent.wins(made, peer.anchor)
+    # However many have signed it, that is the word of one.
+    other = peer.family.commit(peer.anchor, 3, ["Pa", ME], tokens=1)
+    peer.member.known.book.add_all(peer.family.chain(other))
+    assert descent.best([made, other], peer.anchor) == other
+
+
 def test_what_strangers_put_on_top_of_a_settled_state_is_checked() -> None:
     peer = Victim("Pa", "Pc")
     honest = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])

@@ -100,6 +100,27 @@ def test_who_trains_and_was_never_seen_to_hold_a_state_may_go_on_from_genesis() 
     assert rounds_stood_on(known, MODULE) == set()
 
 
+def test_who_trains_and_cannot_be_called_may_go_on_from_genesis_whether_it_answers_or_not() -> None:
+    peer = group("Pa")
+    peer.claims.append(claim("Pn", reachable="outgoing"))
+    peer.silent.add("Pn")
+    peer.look()
+    assert rounds_stood_on(peer.member.known, MODULE) == {-1}
+
+
+def test_what_was_offered_long_ago_and_never_shown_is_forgotten_where_another_state_is() -> None:
+    peer = group("Pa")
+    known = peer.member.known
+    newest, second, first, _ = known.book.ancestors(MODULE, known.anchors[MODULE].digest)
+    known.meet(["Pk"])
+    known.note_holder("Pk", MODULE, first, is_sure=True)
+    known.note_holder("Pk", MODULE, second, is_sure=False)
+    for wait_s, rounds in ((0.0, {0, 1}), (30.0, {0})):
+        known.now_s += wait_s
+        known.note_holder("Pk", MODULE, first, is_sure=True)
+        assert rounds_stood_on(known, MODULE) == rounds
+
+
 def test_who_parted_at_genesis_goes_on_from_there() -> None:
     peer = group("Pa")
     known, family = peer.member.known, peer.family

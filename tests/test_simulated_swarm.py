@@ -75,6 +75,9 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("hostile", 5006, 5, 8),  # Two had parted at genesis, and what one did first was dropped.
     ("mixed", 5036, 5, 8),  # Counted rounds pass sooner than their limit, and each has its cost.
     ("mixed", 6249, 5, 8),  # All were slow, one more than the others.
+    ("mixed", 21316, None, None),  # Two that cannot be called, and a third on one's chain ...
+    ("mixed", 22304, None, None),  # ... who spoils reduces, or is too slow to come to any.
+    ("hostile", 30363, None, None),  # Inventors that serve nothing ended rounds by the clock.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -189,10 +189,13 @@ class Ledger:
         self, own: StateReference, descent: Descent, stood_on: Collection[int]
     ) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
-        tell. Of parts that no anchor has, the first two, whatever became of them."""
+        tell. Of parts that no anchor has, the first two of which no known chain has only one, or
+        the first two, since they have to be kept."""
         merged = [part for part in self.parts if part not in self.unmerged]
         if not merged:
-            return self.parts[0], self.parts[1]
+            unmerged = list(itertools.pairwise(self.parts))
+            together = (p for p in unmerged if not self._parts_between(*p, own, descent))
+            return next(together, unmerged[0])
         # Without the oldest, work is lost where somebody goes another way from before it.
         is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on)
         pairs = [
