@@ -256,6 +256,21 @@ def test_work_of_which_others_are_known_to_have_committed_a_part_stays_apart_fro
     assert peer.counted() == peer.trained
 
 
+def test_who_steps_alone_and_gives_way_again_and_again_loses_nothing() -> None:
+    """Its old commits lie between the parts, and lost long ago; the others go on from before."""
+    family = Family()
+    peer = began(family)
+    theirs = seen = peer.anchor
+    for round_index in range(1, 2 * MOST_PARTS):
+        peer.train(round_index)
+        peer.commit(round_index, "", stood_on={seen.last_round})
+        theirs = family.commit(theirs, round_index, "AB")
+        if round_index != MOST_PARTS:  # Once it hears of them a round later.
+            peer.adopt(theirs)
+            seen = theirs
+    assert peer.counted() == peer.trained
+
+
 @pytest.mark.parametrize("fork", range(1, 8))
 @pytest.mark.parametrize("noise", [(), (3,), (2, 6)])
 def test_parts_between_which_others_were_seen_last_are_not_joined(

@@ -111,7 +111,7 @@ def test_who_trains_and_cannot_be_called_may_go_on_from_genesis_whether_it_answe
 def test_what_was_offered_long_ago_and_never_shown_is_forgotten_where_another_state_is() -> None:
     peer = group("Pa")
     known = peer.member.known
-    newest, second, first, _ = known.book.ancestors(MODULE, known.anchors[MODULE].digest)
+    _, second, first, _ = known.book.ancestors(MODULE, known.anchors[MODULE].digest)
     known.meet(["Pk"])
     known.note_holder("Pk", MODULE, first, is_sure=True)
     known.note_holder("Pk", MODULE, second, is_sure=False)

@@ -209,7 +209,14 @@ class Ledger:
             for older, newer in sure:
                 if newer in near:
                     return older, newer
-        return next(iter((*sure, *pairs)), None) if is_needed else None
+        # What came into the anchor by one step lies together on this side. Between the parts lie
+        # chains that have lost to it: better than to do without the oldest.
+        lost = [
+            (older, newer)
+            for older, newer in itertools.pairwise(merged)
+            if self._merged_in.get(older, older) == self._merged_in.get(newer, newer)
+        ]
+        return next(iter((*sure, *pairs, *lost)), None) if is_needed else None
 
     def _is_open_between(
         self, older: int, newer: int, own: StateReference, descent: Descent
