@@ -206,6 +206,11 @@ def drive(browser: Browser, address: str, size: str, out: Path) -> tuple[list[st
     expect(page.locator("#paths .cell:not(.name)")).to_have_count(256)
     expect(page.locator("#peers .cell")).to_have_count(500)
     expect(page.locator("#modules .cell")).to_have_count(32)
+    cropped = page.evaluate(
+        "[...document.querySelectorAll('#paths .name')].filter(one => one.scrollWidth > "
+        "one.clientWidth).map(one => one.textContent)"
+    )
+    assert not cropped, cropped
     checked = ["256 paths, 32 modules and 500 peers are drawn"]
     page.screenshot(path=out / f"{size}-1-open.png")
     page.screenshot(path=out / f"{size}-2-whole.png", full_page=True)

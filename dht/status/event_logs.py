@@ -149,7 +149,7 @@ class Replayed:
         teller.last_s = now_s
         if kind == "waiting":
             teller.change(waits_for=clean_text(event["what"]))
-        elif kind in ("inner", "paused", "leaving"):
+        elif teller.record.waits_for and kind in ("inner", "paused", "leaving"):
             teller.change(waits_for="")
 
     def view(self, now_s: float) -> SwarmView:
