@@ -98,6 +98,11 @@ class Uploader:
                 written, sent = written + 1, sent + size
         except NetworkError:
             raise
+        except FileNotFoundError as error:
+            raise NetworkError(
+                f"--upload {self._address}: {str(error)[:200]}; make that bucket or repository, "
+                f"then give the same command again"
+            ) from error
         except Exception as error:  # each file system raises what its service raises
             raise NetworkError(
                 f"--upload {self._address}: {type(error).__name__}: {str(error)[:200]}; the same "

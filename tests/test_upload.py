@@ -98,6 +98,17 @@ def test_an_upload_goes_on_where_it_was_interrupted(
     assert send(run, memory) == len(blobs_of(run, run.plan())) - 2
 
 
+def test_a_bucket_that_is_not_there_is_to_be_made(run: RunFolder) -> None:
+    class Bucketless(MemoryFileSystem):
+        cachable = False
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            raise FileNotFoundError("Bucket does not exist: bucket")
+
+    with pytest.raises(NetworkError, match="not exist: bucket; make that bucket .* command again"):
+        send(run, Bucketless())
+
+
 def test_a_place_that_damages_files_is_named(run: RunFolder, memory: MemoryFileSystem) -> None:
     system = Failing()
     system.left, system.damages = 99, True
