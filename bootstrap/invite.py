@@ -81,6 +81,15 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
     )
 
 
+def keep_revocations(earlier: Path, folder: Path) -> None:
+    """Put the operator's list of a run into the folder of a successor with the same invitations,
+    unless that has one: later lists go on from it."""
+    source, file = earlier / REVOCATIONS, folder / REVOCATIONS
+    with storage_errors(file):
+        if source.exists() and not file.exists():
+            atomic_write(file, [source.read_bytes()])
+
+
 def invite_own_nodes(
     folder: Path, plan: RunPlan, key: Ed25519PrivateKey, say: Callable[[str], None]
 ) -> None:

@@ -40,7 +40,7 @@ from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
 from .import_base import ImportedBase
-from .invite import invite_own_nodes
+from .invite import invite_own_nodes, keep_revocations
 from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
@@ -437,6 +437,8 @@ class Preparation:
         atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
         shutil.rmtree(self.work / "pieces", ignore_errors=True)
         if plan.admission == "invitation":
+            if self.predecessor:
+                keep_revocations(self.predecessor.folder.path, self.out)
             invite_own_nodes(self.out, plan, key, self.display.say)
         return plan, True
 

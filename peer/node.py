@@ -188,10 +188,19 @@ class Node:
             for sha256 in core_blobs(node.plan):
                 if self.blobs.has(sha256):
                     node.blobs.add_file(self.blobs.path(sha256))
+            self._hand_revocations_on(node)
         except BaseException:
             node.release()
             raise
         return node
+
+    def _hand_revocations_on(self, successor: Node) -> None:
+        """Who is out stays out of a successor with the same invitations."""
+        mine, next_one = self.gate, successor.gate
+        if mine is None or next_one is None or mine.envelope is None:
+            return
+        if mine.run_id == next_one.run_id:
+            successor.directory.revoke(mine.envelope)
 
     def serve_run(self) -> None:
         """Let the exchange serve this run, and by hash what was served before it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.bootstrap.invite import invite, revoke
+from dipaco.bootstrap.invite import invite, keep_revocations, revoke
 from dipaco.dht.admission import (
     ADMISSION_BYTES,
     IDENTITIES_PER_PLACE,
@@ -433,6 +433,21 @@ def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
     load_or_create_operator_key(tmp_path / "other.pem")
     with pytest.raises(ManifestError, match="is not the key that signed"):
         invite(tmp_path, 1, operator_key=tmp_path / "other.pem")
+
+
+def test_a_successor_s_folder_has_the_list_and_goes_on_from_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    keep_revocations(old, new)
+    assert list(new.iterdir()) == []
+    for version, revoked in ((1, "a"), (2, "b")):
+        (old / "revocations.json").write_bytes(
+            sign_revocations(RUN, version, [revoked * 16], OPERATOR)
+        )
+        keep_revocations(old, new)
+    kept = read_revocations((new / "revocations.json").read_bytes())
+    assert (kept.version, kept.revoked) == (1, {"a" * 16}), "what it has is left alone"
 
 
 # -- plans
