@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -56,7 +57,7 @@ def test_another_protocol_version_is_said_in_one_line(nodes: Nodes) -> None:
 def test_a_plain_hivemind_node_is_recognised(nodes: Nodes) -> None:
     client = nodes.asking()
     with pytest.raises(ProtocolVersionError, match="does not speak dipaco's protocol"):
-        client.hello(str(nodes.server_dht.peer_id))
+        client.hello(str(nodes.server_dht.peer_id), timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,30 @@ def test_a_stream_that_is_reset_is_opened_again(
     with pytest.raises(expected):
         asyncio.run(asking)
     assert answers == []
+
+
+def test_a_stream_that_is_reset_is_opened_again_until_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy machine takes seconds to learn what another one speaks."""
+    now_s = 0.0
+
+    class Stub:
+        async def rpc_hello(self, request: object, timeout: float) -> None:
+            raise RuntimeError("stream reset" if now_s < 4.5 else "protocols not supported")
+
+    async def sleep(delay_s: float) -> None:
+        nonlocal now_s
+        now_s += delay_s
+
+    monkeypatch.setattr(hello.ExchangeService, "get_stub", lambda *_, **__: Stub())
+    monkeypatch.setattr(hello, "asyncio", SimpleNamespace(sleep=sleep))
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=time.time)
+    monkeypatch.setattr(hello, "time", clock)
+    stranger = "12D3KooWNDVktXNXL3VHw1f4eXXwnvXC1BdcEPAUxipXmRtn4LKu"
+    asking = hello.say_hello(object(), stranger, "test", 1, 5.0)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolVersionError):
+        asyncio.run(asking)
 
 
 def test_who_resets_every_stream_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ from .service import NAMESPACE, ExchangeService
 SOFTWARE = f"dipaco/{version('dipaco')}"
 ReplyT = TypeVar("ReplyT", bound=Message)
 
-RESET_WAIT_S = 0.05
-"""How long to wait after the first reset of a stream; twice as long after each further one."""
+RESET_WAIT_S, LONGEST_RESET_WAIT_S = 0.05, 0.4
+"""How long to wait after the first reset of a stream; twice as long after each further one, up to
+the second."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ async def _unless_reset(
     """Make a call again for as long as its stream is reset, in `timeout_s` at most.
 
     Before it has learned a peer's protocols libp2p opens a stream in the hope of the best, and one
-    who does not speak ours resets it. Once they are known, which takes moments, the answer is that.
+    who does not speak ours resets it. Once they are known the answer is that; it takes moments, and
+    seconds on a busy machine.
     """
     until_s = time.monotonic() + timeout_s
     wait_s = RESET_WAIT_S
@@ -91,7 +93,7 @@ async def _unless_reset(
             if not was_reset(error) or time.monotonic() + wait_s > until_s:
                 raise
         await asyncio.sleep(wait_s)
-        wait_s *= 2
+        wait_s = min(2 * wait_s, LONGEST_RESET_WAIT_S)
 
 
 async def say_hello(
