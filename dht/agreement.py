@@ -12,12 +12,12 @@ from .view import SwarmView
 
 def expected_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     """Return the peers that should come to a module's outer round: those that train it now."""
-    return view.groups(grid, trains=True).get(module, frozenset())
+    return view.group(grid, module, joining=False)
 
 
 def possible_group(view: SwarmView, grid: Grid, module: str) -> frozenset[str]:
     """Return the expected group and those who are about to join it."""
-    return view.groups(grid, trains=False).get(module, frozenset())
+    return view.group(grid, module, joining=True)
 
 
 def awaited_group(view: SwarmView, grid: Grid, module: str, round_index: int) -> frozenset[str]:

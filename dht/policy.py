@@ -103,7 +103,7 @@ def _stranded(view: SwarmView, grid: Grid) -> frozenset[str]:
     """Return the modules whose trainers can all not be called."""
     place = "stranded"
     if place not in view.worked_out:
-        leaders, groups = _leaders(view), view.groups(grid, trains=False)
+        leaders, groups = _leaders(view), view.trainers(grid, joining=True)
         view.worked_out[place] = frozenset(
             module for module, group in groups.items() if leaders.isdisjoint(group)
         )

@@ -158,25 +158,40 @@ class SwarmView:
         """What `claimants` was asked for before."""
         return {}
 
-    def groups(self, grid: Grid, *, trains: bool) -> Mapping[str, frozenset[str]]:
-        """Return who claims a path through each module, or only who trains one.
+    def trainers(self, grid: Grid, *, joining: bool) -> Mapping[str, Sequence[str]]:
+        """Return who trains a path through each module; with `joining` those too who are about to.
 
         All modules at once: who chooses among many paths asks for many modules.
         """
-        groups = self._groups.get((grid, trains))
-        if groups is None:
-            found: dict[str, set[str]] = {}
+        place = grid, joining
+        if place not in self._trainers:
+            found: dict[str, list[str]] = {}
             for path, claims in self._by_path.items():
-                peers = [c.peer_id for c in claims if c.state == "training" or not trains]
+                peers = [c.peer_id for c in claims if joining or c.state == "training"]
                 if peers and path < grid.path_count:
                     for module in grid.modules_of_path(path):
-                        found.setdefault(module, set()).update(peers)
-            groups = {module: frozenset(peers) for module, peers in found.items()}
-            self._groups[grid, trains] = groups
-        return groups
+                        if module in found:
+                            found[module] += peers
+                        else:
+                            found[module] = peers[:]
+            self._trainers[place] = found
+        return self._trainers[place]
 
     @cached_property
-    def _groups(self) -> dict[tuple[Grid, bool], dict[str, frozenset[str]]]:
+    def _trainers(self) -> dict[tuple[Grid, bool], dict[str, list[str]]]:
+        return {}
+
+    def group(self, grid: Grid, module: str, *, joining: bool) -> frozenset[str]:
+        """Return who trains a path through a module; with `joining` those too who are about to."""
+        place = grid, module, joining
+        found = self._groups.get(place)
+        if found is None:
+            peers = self.trainers(grid, joining=joining).get(module, ())
+            found = self._groups[place] = frozenset(peers)
+        return found
+
+    @cached_property
+    def _groups(self) -> dict[tuple[Grid, str, bool], frozenset[str]]:
         return {}
 
     def states(self, module: str) -> tuple[StateReference, ...]:
