@@ -137,6 +137,21 @@ def test_three_states_that_each_win_over_the_next_are_in_one_order(family: Famil
         assert not descent.wins(own, one, among=states)
 
 
+def test_in_such_a_circle_nobody_gives_up_contributors_for_fewer(family: Family) -> None:
+    """If all that remains are tokens, a side counts by its heaviest state."""
+    base = family.commit(genesis(), 0, "Z")
+    one = family.commit(base, 1, "A", tokens=1_000_000)
+    side = family.commit(base, 1, "D", tokens=1)
+    two, three = family.commit(side, 2, "F", tokens=1), family.commit(side, 2, "D", tokens=2)
+    descent = Descent(family.book)
+    assert descent.wins(three, two)
+    assert descent.wins(two, one)
+    assert descent.wins(one, three)
+    states = [one, two, three]
+    for own in states:
+        assert descent.best(states, own) == (None if own is three else three)
+
+
 @given(st.integers(0, 2**32))
 def test_all_with_the_same_book_choose_the_same_state_whatever_they_hold(seed: int) -> None:
     family, states = random_tree(seed)

@@ -79,6 +79,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 22304, None, None),  # ... who spoils reduces, or is too slow to come to any.
     ("hostile", 30363, None, None),  # Inventors that serve nothing ended rounds by the clock.
     ("mixed", 30481, None, None),  # Who gave way again and again dropped what it did first.
+    ("mixed", 51000, None, None),  # Three chains won over each other in a circle.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -11,7 +11,7 @@ for one of them. Among several the oldest fork is decided first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from dipaco.dht.certificates import CertificateBook
 from dipaco.modules.state import StateReference
@@ -132,7 +132,7 @@ class Descent:
                 made = [*children.get(last, ())]
             sides.append([*side, *self._side(last, made, known, children)])
         if len(sides) > 1:
-            merits = {side[-1].digest: self._merit(side[-1], fork) for side in sides}
+            merits = {side[-1].digest: self._merit(side, fork) for side in sides}
             left = set() if fork is not None else self._left_behind(sides, merits)
             sides.sort(key=lambda s: (s[-1].digest not in left, merits[s[-1].digest]))
         return list(itertools.chain.from_iterable(sides))
@@ -140,7 +140,7 @@ class Descent:
     def _left_behind(
         self,
         sides: Collection[list[StateReference]],
-        merits: Mapping[str, tuple[int, int, int]],
+        merits: Mapping[str, tuple[int, int, int, int]],
     ) -> set[str]:
         """Return the best state of each side that ends before what is known of another begins.
 
@@ -171,14 +171,22 @@ class Descent:
                 left.add(best)
         return left
 
-    def _merit(self, state: StateReference, ancestor: str | None) -> tuple[int, int, int]:
-        """Return what orders chains that part at `ancestor`."""
-        tokens = 0
-        for certificate in self.book.chain(state.module, state.digest):
+    def _merit(
+        self, side: Sequence[StateReference], ancestor: str | None
+    ) -> tuple[int, int, int, int]:
+        """Return what orders sides that part at `ancestor`: what their best states, the last ones,
+        weigh, then the heaviest state of each, and only then tokens.
+
+        The best of a side may have fewer contributors than another state of it, if they parted
+        later. Who holds that one would give them up for fewer, if tokens came before it.
+        """
+        best, tokens = side[-1], 0
+        for certificate in self.book.chain(best.module, best.digest):
             if certificate.statement.digest == ancestor:
                 break
             tokens += sum(row.tokens for row in certificate.statement.table)
-        return self._weight(state, ancestor), tokens, -int(state.digest[:15], 16)
+        weights = [self._weight(state, ancestor) for state in side]
+        return weights[-1], max(weights), tokens, -int(best.digest[:15], 16)
 
     def contains(self, state: StateReference, peer: str, round_index: int) -> bool:
         """Tell whether what `peer` contributed to a module in a round is in a state."""
