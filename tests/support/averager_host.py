@@ -24,7 +24,14 @@ from dipaco.peer.averaging.group import averager_prefix
 from hivemind.proto import runtime_pb2
 
 from support.allreduce_harness import signing_of
-from support.host_process import ANCHOR, SILENCE_S, digest, loopback_dht, outer_gradient
+from support.host_process import (
+    ANCHOR,
+    MATCHMAKING_S,
+    SILENCE_S,
+    digest,
+    loopback_dht,
+    outer_gradient,
+)
 
 
 class DeadlyCodec(PartCodec):
@@ -112,7 +119,7 @@ def main() -> None:
         prefix=averager_prefix("test", "L0"),
         size=arguments.size,
         rule=rule,
-        matchmaking_s=3.0,
+        matchmaking_s=MATCHMAKING_S,
         paths_of_module={"L0.E0": (0, 1)},
         silence_s=SILENCE_S,
         signing=signing_of(dht.peer_id),

@@ -22,6 +22,8 @@ import torch
 
 # The digest of the anchor that all outer gradients here belong to.
 ANCHOR = hashlib.sha256(b"anchor").hexdigest()
+# All patience at a meeting is a share of this; nobody waits for its end where all come.
+MATCHMAKING_S = 10.0
 # Who says nothing for so long is given up; longer than any pause of a busy machine.
 SILENCE_S = 45.0
 
