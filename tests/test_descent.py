@@ -122,15 +122,19 @@ def random_tree(seed: int) -> tuple[Family, list[StateReference]]:
     return family, list({state.digest: state for state in states}.values())
 
 
+def assert_circle(descent: Descent, *states: StateReference) -> None:
+    """Each of the states, compared with it alone, loses to the next."""
+    for number, state in enumerate(states):
+        assert descent.wins(states[(number + 1) % len(states)], state)
+
+
 def test_three_states_that_each_win_over_the_next_are_in_one_order(family: Family) -> None:
     base = family.commit(genesis(), 0, "Z")
     one = family.commit(base, 1, "ABC", tokens=1)
     side = family.commit(base, 1, "DE")
     two, three = family.commit(side, 2, "F"), family.commit(side, 2, "DE")
     descent = Descent(family.book)
-    assert descent.wins(three, two)
-    assert descent.wins(two, one)
-    assert descent.wins(one, three)
+    assert_circle(descent, one, two, three)
     states = [one, two, three]
     for own in states:
         assert descent.best(states, own) == (None if own is one else one)
@@ -144,9 +148,7 @@ def test_in_such_a_circle_nobody_gives_up_contributors_for_fewer(family: Family)
     side = family.commit(base, 1, "D", tokens=1)
     two, three = family.commit(side, 2, "F", tokens=1), family.commit(side, 2, "D", tokens=2)
     descent = Descent(family.book)
-    assert descent.wins(three, two)
-    assert descent.wins(two, one)
-    assert descent.wins(one, three)
+    assert_circle(descent, one, two, three)
     states = [one, two, three]
     for own in states:
         assert descent.best(states, own) == (None if own is three else three)
