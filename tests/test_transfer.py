@@ -367,6 +367,22 @@ def test_many_at_once_fetch_once(blobs: BlobStore) -> None:
     assert holder.sent == len(CONTENT)
 
 
+def test_who_opens_the_file_when_another_has_just_ended_fetches_nothing(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_open = PartialFile.try_open
+
+    def open_late(partial: PartialFile) -> bool:
+        blobs.add_bytes(CONTENT)
+        return try_open(partial)
+
+    monkeypatch.setattr(PartialFile, "try_open", open_late)
+    holder = FakeHolder()
+    assert fetch(blobs, holder).read_bytes() == CONTENT
+    assert holder.offsets == []
+    assert not blobs.partial_path(SHA).exists()
+
+
 def test_threads_share_the_partial_file(blobs: BlobStore) -> None:
     holders = [FakeHolder(str(i), breaks_after=BLOCK_BYTES * 2) for i in range(3)]
     paths: list[Path] = []

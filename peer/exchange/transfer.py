@@ -139,6 +139,8 @@ async def download(
     with PartialFile(destination, sha256) as partial:
         while not destination.has(sha256):
             if await run_blocking(partial.try_open):
+                if destination.has(sha256):
+                    break  # another download ended before the file was opened
                 attempt = _Download(
                     sha256,
                     sources,
