@@ -12,7 +12,7 @@ from dipaco.peer.member.member import MERGE_BUDGET_S
 from dipaco.peer.member.outer import TRACING_S
 from dipaco.peer.member.round_under_way import EXCLUDED_ROUNDS
 from support.lone_member import ME, LoneMember, claim, of, record
-from support.outer_rounds import MODULE, answers, boundary_s, fail, group
+from support.outer_rounds import LAST, MODULE, ROUND_S, answers, boundary_s, fail, group
 
 # -- the calm case
 
@@ -406,6 +406,20 @@ def test_a_round_that_has_not_ended_keeps_the_next_from_starting() -> None:
     peer.at(boundary_s(3))
     actions = [x for x in peer.at(boundary_s(4)) if getattr(x, "module", "") == MODULE]
     assert [c.reason for c in of(a.CarryOn, actions)] == ["the round before had not ended"]
+
+
+def test_rounds_end_for_who_begins_another_outer_step_in_every_turn() -> None:
+    """An inner step takes half of a round: the boundary of one level is always near."""
+    peer, step_s = group(), 0.5 * ROUND_S
+    ended: list[int] = []
+    for half in range(8):
+        actions = peer.turn(step_s)
+        ended += [end.round_index for end in of(a.EndRound, actions)]
+        module, round_index = (MODULE, LAST)[half % 2], 3 + half // 2
+        assert of(a.TakeOuterStep, actions) == [a.TakeOuterStep(module, round_index, alone=True)]
+        peer.now_s += step_s
+        peer.stepped(module, [ME], round_index)
+    assert ended == [3, 4, 5]
 
 
 def test_a_leaving_peer_asks_nobody() -> None:

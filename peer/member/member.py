@@ -326,8 +326,11 @@ class Member:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             if have == need:
                 position.open(known.now_s)
-        outer.on_turn(turn.step_s)
-        if position.round_ended(outer.running):
+        # Where steps are long the next round of a level begins at every turn.
+        has_ended = position.round_ended(outer.running)
+        if not has_ended:
+            outer.on_turn(turn.step_s)
+        if has_ended or position.round_ended(outer.running):
             self._end_round()
             if self._phase is _Phase.LEAVING:
                 self._turn_leaving()
@@ -335,6 +338,8 @@ class Member:
             if self._phase is not _Phase.TRAINING:
                 known.do(Wait("", 0.0))
                 return
+        if has_ended:
+            outer.on_turn(turn.step_s)
         if position.may_step(known.now_s):
             self._waits_since_s = 0.0
             rank = None
