@@ -30,7 +30,6 @@ from .actions import (
     Warn,
 )
 from .adoption import Adoption
-from .catching_up import CatchingUp
 from .chains import Chains
 from .events import Answered, Averaged, AverageFailed, OuterStepFailed, OuterStepped, SnapshotTaken
 from .gathering import (
@@ -56,7 +55,7 @@ from .gathering import (
 )
 from .knowledge import Knowledge
 from .quorum import PATIENCE_ROUNDS, is_majority
-from .round_under_way import Culprits, Phase, RoundUnderWay
+from .round_under_way import CatchingUp, Culprits, Phase, RoundUnderWay
 from .rounds import Boundary, RoundPosition
 
 # With fixed steps: after this an attempt in which no group formed begins anew.

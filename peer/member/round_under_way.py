@@ -1,4 +1,5 @@
-"""What is known of an outer round from its boundary to its end, and of those that failed."""
+"""What is known of an outer round from its boundary to its end, and of those that failed or that
+others ended without this peer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .rounds import Boundary
+from .adoption import Adoption
+from .knowledge import Knowledge
+from .rounds import Boundary, RoundPosition
 
 # Who made so many rounds fail lately is not admitted by a peer that leads, for so many rounds.
 GREATEST_FAILURES, EXCLUDED_ROUNDS = 2, 4
@@ -47,6 +50,43 @@ class RoundUnderWay:
     close_s: float = 0.0
     until_s: float = math.inf
     """When the present phase ends at the latest, where nothing else ends it."""
+
+
+class CatchingUp:
+    """With fixed steps: boundaries that are open until the state is here that others committed.
+
+    The others wait for this peer at their next boundary, and it cannot meet them before it stands
+    on their state. Used by `OuterRounds`.
+    """
+
+    def __init__(self) -> None:
+        self._ended: dict[str, RoundUnderWay] = {}
+
+    @property
+    def levels(self) -> str:
+        """The levels that wait, for a line of text."""
+        return ", ".join(sorted(self._ended))
+
+    def add(self, ended: RoundUnderWay) -> None:
+        """Keep open the boundary of a round that ended because others had committed."""
+        self._ended[ended.boundary.level] = ended
+
+    def clear(self) -> None:
+        """Forget all of them: their path is left."""
+        self._ended.clear()
+
+    def go_on(self, known: Knowledge, adoption: Adoption, position: RoundPosition) -> None:
+        """Close the boundaries whose states came; where another state came, meet there again."""
+        for level, ended in list(self._ended.items()):
+            if adoption.is_fetching(ended.module):
+                continue
+            del self._ended[level]
+            anchor = known.anchors[ended.module]
+            stays = anchor.digest == ended.anchor
+            if stays or anchor.last_round >= ended.boundary.round_index:
+                position.closed(ended.boundary)
+            else:
+                position.again(ended.boundary)
 
 
 @dataclass
