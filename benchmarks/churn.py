@@ -12,8 +12,10 @@ that only one of its paths has trained for some rounds fits the other badly. The
 lives on: it is the address to join through.
 
 The languages of the four paths are made up and share no words, so paths that share a module pull
-it apart as hard as they can; --learning-rate says how fast. Peers refuse what others made of a
-module without them when it wrecks their own held-out text: `refused` counts how often.
+it apart as hard as they can; --learning-rate says how fast. While it is constant, which is the
+default, the held-out perplexity jumps from round to round; with --decay-steps it falls as in a
+real run. Peers refuse what others made of a module without them when it wrecks their own held-out
+text: `refused` counts how often.
 
 A step takes at least --step-s seconds, most of which the processor waits, as it does for a GPU:
 a few peers can then share a core, and the swarm trains about as fast calm as under churn.
@@ -70,6 +72,7 @@ from parts.common import (
 from support.swarm import Event, Member, Swarm
 from support.tiny_run import make_tiny_run
 
+DECAY_HELP = "a path's learning rate falls to a tenth over so many of its steps (0: constant)"
 LEAST_SHARE = 0.90
 GREATEST_RATIO = 1.02
 START_S = 240.0
@@ -85,6 +88,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=8, help="peers at a time (8)")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds of a step (0.1)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
+    parser.add_argument("--decay-steps", type=int, default=0, help=DECAY_HELP)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="only the calm run, for --rounds")
     parser.add_argument("--no-calm", action="store_true", help="no calm run beside it")
@@ -104,7 +108,8 @@ class World:
     modules_per_level: tuple[int, ...] = (2, 2)
     inner_steps: int = 0
     averaging: Mapping[str, Any] = {}
-    """What a benchmark sets of the run's section of that name."""
+    outer: Mapping[str, Any] = {}
+    """What a benchmark sets of the run's sections of these names."""
 
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,13 +119,14 @@ class World:
             folder / "run",
             modules_per_level=self.modules_per_level,
             averaging=dict(self.averaging),
+            outer=dict(self.outer),
             inner_steps=self.inner_steps,
             duration_s=chosen.round_s,
             start_s=time.time(),
             seed=chosen.seed,
             documents_per_path=400,
             validation_documents_per_path=32,
-            inner={"learning_rate": chosen.learning_rate},
+            inner={"learning_rate": chosen.learning_rate, "decay_steps": chosen.decay_steps},
             rounds={
                 "validation_sequences": 8,
                 "matchmaking_s": min(2.0, 0.2 * chosen.round_s),

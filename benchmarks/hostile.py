@@ -5,7 +5,8 @@
 Real `dipaco-peer` processes on loopback train a tiny run: for each of --paths paths three honest
 peers, and one that does what its kind says. All take as many steps in each round (fixed steps), so
 that a busy machine changes nothing. All train one module in common, and one
-for each path, so that every path has four trainers: a robust mean needs three at least.
+for each path, so that every path has four trainers: a robust mean needs three at least. Learning
+rates, inner and outer, fall to a tenth to the end, so that perplexities can be compared.
 
 * thousand: its contributions are a thousand times as large;
 * flipped: eight times as large, and in the other direction, which clipping lets pass;
@@ -108,6 +109,7 @@ class MixedWorld(World):
         self.modules_per_level = (1, chosen.paths)
         # Small parts, so that everybody reduces some.
         self.averaging = {"part_bytes": 1024, **MEANS[mean]}
+        self.outer = {"decay_steps": chosen.rounds}
         self.inner_steps = chosen.steps
         super().__init__(folder, chosen)
         self.honest = HONEST_OF_A_PATH * chosen.paths
@@ -196,6 +198,7 @@ def main() -> int:
     if not set(kinds) <= set(KINDS) or not set(means) <= set(MEANS):
         parser.error(f"--kinds: of {', '.join(KINDS)}; --means: of {', '.join(MEANS)}")
     chosen.peers, chosen.record = HONEST_OF_A_PATH * chosen.paths, False
+    chosen.decay_steps = HONEST_OF_A_PATH * chosen.steps * chosen.rounds
     report = Report("hostile peers", ("", "mean", "perplexity", "ratio", "commits", "carried on"))
     report.figures = {"rounds": chosen.rounds, "steps": chosen.steps, "paths": chosen.paths}
     broken: list[str] = []

@@ -20,13 +20,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from churn import START_S, World, figures_of, run_world
+from churn import DECAY_HELP, START_S, World, figures_of, run_world
 from parts.common import Report, build_parser, ratio, scratch_folder, steady_peer
 from support.split_network import SplitNetwork, can_split, split_network
 from support.swarm import BIN, Member
 
 LARGE_SIDE, SMALL_SIDE = 4, 2
-BEFORE_ROUNDS, AFTER_ROUNDS = 3, 3
+BEFORE_ROUNDS = 3
 HEALING_ROUNDS = 20
 """After which a swarm that has not agreed is given up."""
 
@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--round-s", type=float, default=12.0, help="seconds of a round (12)")
     parser.add_argument("--step-s", type=float, default=0.15, help="seconds of a step (0.15)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
+    parser.add_argument("--after-rounds", type=int, default=3, help="rounds once healed (3)")
+    parser.add_argument("--decay-steps", type=int, default=0, help=DECAY_HELP)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-calm", action="store_true", help="no run without a split beside it")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the logs here")
@@ -117,7 +119,7 @@ class SplitWorld(World):
         mended_s = time.time()
         self.say("mended")
         agreed_s = self._wait_until_agreed(mended_s)
-        self._sleep_until(time.monotonic() + AFTER_ROUNDS * round_s)
+        self._sleep_until(time.monotonic() + self.chosen.after_rounds * round_s)
         self.settle()
         self.found = {
             "commits_while_split": self._commits(cut_s, mended_s),
