@@ -245,7 +245,9 @@ class Errands:
     def _want(self, action: a.FetchState) -> None:
         key = (action.purpose, action.reference.module)
         with self._lock:
-            self._fetched.pop(key, None)
+            # What was wanted before and is wanted again is not sent for twice.
+            if key in self._fetched and self._fetched[key].digest != action.reference.digest:
+                del self._fetched[key]
             self._wanted[key] = action.reference.digest
 
     def _store(self, action: a.FetchState, state: ModuleState) -> None:
@@ -285,6 +287,9 @@ class Errands:
 
     def _state(self, action: a.FetchState) -> ModuleState:
         wanted = action.reference
+        here = self.look_up(wanted.digest) if wanted.digest else None
+        if here is not None:
+            return here
         held = self._held.get(wanted.module)
         if held is not None and held.digest == wanted.digest:
             state = self._held.load(wanted.module)

@@ -34,7 +34,7 @@ from .reporting.events import EventLog
 from .scoring.answering import Scoring
 from .settings import PeerSettings
 from .shell import Shell
-from .state_checks import StateChecks
+from .state_checks import PathStates, StateChecks
 from .successor import SuccessorWatch
 from .trainer import Comparison, PathTrainer, RateMeter, Snapshot
 
@@ -73,7 +73,8 @@ class Session:
         self._trainer = trainer_factory()
         self._meter = RateMeter()
         self._files = PathFiles(node)
-        self._state_checks = StateChecks(self._files, self._trainer)
+        path_states = PathStates(publisher, node.exchange, node.fetcher, node.held)
+        self._state_checks = StateChecks(self._files, path_states, self._trainer)
         self._path_data: PathData | None = None
         self._snapshots: dict[tuple[str, int], Snapshot] = {}
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -420,7 +421,7 @@ class Session:
         state, data = self._errands.look_up(action.digest), self._path_data
         found = Comparison()
         if state is not None and data is not None:
-            found = self._state_checks.compare(action.module, state, data.validation)
+            found = self._state_checks.compare(state, data.validation, is_rival=action.is_rival)
         return e.Checked(action.module, action.digest, *found)
 
     def _adopt(self, action: a.Adopt) -> None:

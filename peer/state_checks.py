@@ -1,72 +1,163 @@
 """By which held-out rows a foreign state is judged (design 4.4).
 
-Those of the path in training, if it has a part in what is compared. A module that others have
-trained fits the documents of their paths, and those of a path that hardly anybody has trained worse
-than its genesis state does, by many nats: who begins such a path would refuse every honest state.
-It looks at the rows of the path that has trained the module most instead. Which path that is, the
-anchor says; only one without any training believes the state itself.
+Those of the path in training, if it has had its part in what is in doubt. A module that others have
+trained fits the documents of their paths, and those of a path that has not trained it lately worse
+than its genesis state does, by many nats: who judged it by these would refuse honest states, and
+begin the module anew beside all others. So a path that has trained it has the last word, and is
+scored as a whole: beside modules of another path even a good module looks spoiled. Its rows and its
+other modules are fetched for this, in the background, once they are needed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-from dipaco.modules.errors import DipacoError
-from dipaco.modules.state import ModuleState
+from dipaco.modules.errors import DipacoError, NetworkError
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import ModuleState, StateReference
 
+from .interfaces import StateFetcher, StateHolder, Swarm
+from .member.adoption import MAX_LOSS_INCREASE
 from .path_files import PathFiles
 from .trainer import Comparison, PathTrainer
 
 logger = logging.getLogger("dipaco.peer.state_checks")
 
 LOSS_CHECK_SEQUENCES = 8
-# A path has a part in a module that has so large a part of the tokens of the one that has most.
+# A path has a part in a module that has so large a part of the tokens of the one that has most, and
+# was in one of its last rounds.
 LEAST_PART = 0.25
-# Rows of another path are waited for so long, and those of so many are remembered.
+LATELY_ROUNDS = 2
+# Rows of another path are waited for so long, and so many of those who train it are asked.
 FETCH_LIMIT_S = 20.0
-MOST_PATHS = 4
+MOST_ASKED = 4
+
+
+class OtherPeers(Protocol):
+    """Whom to ask for another path's modules: the exchange."""
+
+    def holdings(self, peer: str, module: str) -> StateReference | None:
+        """Ask what a peer holds of a module. Raises a `DipacoError` without an answer."""
+        ...
+
+
+class PathStates:
+    """Gets the newest states of paths that this peer does not train."""
+
+    def __init__(
+        self, swarm: Swarm, others: OtherPeers, fetcher: StateFetcher, held: StateHolder
+    ) -> None:
+        self._swarm, self._others, self._fetcher, self._held = swarm, others, fetcher, held
+
+    def find(self, path: int, module: str) -> ModuleState:
+        """Return the copy that is held here, or what one of those who train the path holds.
+
+        Raises a `DipacoError` when nobody gives it.
+        """
+        held = self._held.load(module)
+        if held is not None:
+            return held
+        for claim in self._swarm.view.claimants(path)[:MOST_ASKED]:
+            try:
+                reference = self._others.holdings(claim.peer_id, module)
+                if reference is not None:
+                    return self._fetcher.state(reference, (claim.peer_id,))
+            except DipacoError as error:
+                logger.debug("%s of %s: %s", module, claim.peer_id, error)
+        raise NetworkError(f"nobody who trains path {path} gives its {module}")
+
+
+@dataclass(frozen=True)
+class _OtherPath:
+    """A path that judges a state; without rows if it could not be had."""
+
+    digest: str
+    path: int
+    rows: torch.Tensor | None = None
+    states: Mapping[str, ModuleState] = field(default_factory=dict)
 
 
 class StateChecks:
     """Compares states by rows that say something of them."""
 
-    def __init__(self, files: PathFiles, trainer: PathTrainer) -> None:
-        self._files = files
+    def __init__(self, files: PathFiles, states: PathStates, trainer: PathTrainer) -> None:
+        self._files, self._states = files, states
         self._trainer = trainer
-        self._rows: dict[int, torch.Tensor] = {}
+        self._grid: Grid = trainer.grid
+        self._wanted: dict[str, _OtherPath] = {}
+        """Of each module, by which path a state of it has to be judged."""
+        self._ready: dict[str, _OtherPath] = {}
 
     def prepare(self, state: ModuleState) -> None:
-        """Fetch the rows that a state will be judged by; on the thread that has fetched it."""
-        path = self._judging_path(state)
-        if path is None or path == self._trainer.path or path in self._rows:
+        """Fetch what a state will be judged by, if a comparison of it was undecided; on the thread
+        that has fetched it."""
+        judge = self._wanted.pop(state.module, None)
+        if judge is None or judge.digest != state.digest:
             return
+        needed = [m for m in self._grid.modules_of_path(judge.path) if m != state.module]
         try:
-            rows = self._files.held_out_rows(path, FETCH_LIMIT_S)
+            rows = self._files.held_out_rows(judge.path, FETCH_LIMIT_S)[:LOSS_CHECK_SEQUENCES]
+            own = self._trainer.anchors()
+            states = {m: own[m] if m in own else self._states.find(judge.path, m) for m in needed}
+            judge = _OtherPath(judge.digest, judge.path, rows, states)
         except DipacoError as error:
             logger.info("%s is judged by this path's documents only: %s", state.module, error)
-            return
-        while len(self._rows) >= MOST_PATHS:
-            del self._rows[next(iter(self._rows))]
-        self._rows[path] = rows[:LOSS_CHECK_SEQUENCES]
+        self._ready[state.module] = judge
 
-    def compare(self, module: str, state: ModuleState, own_rows: torch.Tensor) -> Comparison:
+    def compare(
+        self, state: ModuleState, own_rows: torch.Tensor, *, is_rival: bool = False
+    ) -> Comparison:
         """Score a state of a module in place of the anchor; `own_rows` [N, T] are of the path in
-        training."""
-        path = self._judging_path(state)
-        rows = own_rows if path is None else self._rows.get(path, own_rows)
-        rows = rows[:LOSS_CHECK_SEQUENCES]
-        return self._trainer.compare(module, state, rows) if len(rows) else Comparison()
+        training. With `is_rival` the anchor is in doubt, and not the state.
 
-    def _judging_path(self, state: ModuleState) -> int | None:
-        """Return the path whose rows say something; None for the one in training."""
+        Undecided where another path has to be scored that is not here: it is there once the state
+        was fetched again.
+        """
+        module, trainer = state.module, self._trainer
+        ready = self._ready.pop(module, None)
+        own_rows = own_rows[:LOSS_CHECK_SEQUENCES]
+        own = trainer.compare(module, state, own_rows) if len(own_rows) else Comparison()
+        doubted = trainer.anchor(module) if is_rival else state
+        path = self._judging_path(doubted, looks_bad=_looks_bad(own, is_rival=is_rival))
+        if path is None:
+            return own
+        if ready is None or (ready.digest, ready.path) != (state.digest, path):
+            self._wanted[module] = _OtherPath(state.digest, path)
+            return Comparison(is_undecided=True)
+        if ready.rows is None or not len(ready.rows):
+            return own
+        return trainer.compare(module, state, ready.rows, path, ready.states)
+
+    def _judging_path(self, doubted: ModuleState, *, looks_bad: bool) -> int | None:
+        """Return the path whose rows say something of a state; None for the one in training."""
+        since_round = doubted.last_round - LATELY_ROUNDS
+        lately = {
+            path: entry.tokens
+            for path, entry in doubted.progress.items()
+            if entry.last_round > since_round
+        }
+        most = max(lately, key=lambda path: (lately[path], -path), default=None)
         own = self._trainer.path
-        try:
-            anchor = self._trainer.anchor(state.module)
-        except KeyError:
+        if own is None or most is None:
             return None
-        tokens = {p: entry.tokens for p, entry in (anchor.progress or state.progress).items()}
-        most = max(tokens, key=lambda path: (tokens[path], -path), default=None)
-        if own is None or most is None or tokens.get(own, 0) >= LEAST_PART * tokens[most]:
-            return None
-        return most
+        entry = doubted.progress.get(own)
+        if entry is None or entry.tokens < LEAST_PART * lately[most]:
+            return most
+        return most if looks_bad and own not in lately else None
+
+
+def _looks_bad(found: Comparison, *, is_rival: bool) -> bool:
+    """Tell whether what is in doubt would be refused by these losses."""
+    pairs = ((found.before, found.after), (found.coasting_before, found.coasting_after))
+    for before, after in pairs:
+        if before is None or after is None:
+            continue
+        good, bad = (after, before) if is_rival else (before, after)
+        if not (math.isfinite(bad) and bad <= good + MAX_LOSS_INCREASE):
+            return True
+    return False

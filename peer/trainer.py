@@ -108,6 +108,8 @@ class Comparison(NamedTuple):
     steps_apart: float | None = None
     coasting_before: float | None = None
     coasting_after: float | None = None
+    is_undecided: bool = False
+    """Nothing was scored yet; see the member's `Checked`."""
 
 
 class PathTrainer:
@@ -342,16 +344,28 @@ class PathTrainer:
         with self.model_of(self.path, states) as model:
             return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
 
-    def compare(self, module: str, state: ModuleState, tokens: torch.Tensor) -> Comparison:
+    def compare(
+        self,
+        module: str,
+        state: ModuleState,
+        tokens: torch.Tensor,
+        path: int | None = None,
+        others: Mapping[str, ModuleState] | None = None,
+    ) -> Comparison:
         """Score another state of a module in place of the anchor, both also one step further on.
 
-        `tokens` are rows [sequences, length], whose routing prefix is not scored.
+        `tokens` are rows [sequences, length], whose routing prefix is not scored: of the path in
+        training, or of another `path` through the module, with these states of its `others`.
         """
         own, outer = self.anchor(module), self.plan.outer
         skip_tokens = self.plan.routing.prefix_tokens
+        scored = self.path if path is None else path
+        assert scored is not None
 
         def loss(one: ModuleState) -> float | None:
-            return self.loss_of_anchors(tokens, skip_tokens, {module: one}).loss
+            states = {**self.anchors(), **(others or {}), module: one}
+            with self.model_of(scored, states) as model:
+                return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device)).loss
 
         return Comparison(
             before=loss(own),

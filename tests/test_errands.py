@@ -315,6 +315,14 @@ def test_what_lies_here_is_not_fetched(rig: Rig) -> None:
     assert rig.fetcher.asked == []
 
 
+def test_what_was_fetched_and_is_wanted_again_is_not_sent_twice(rig: Rig) -> None:
+    state = held_state(MODULE)
+    rig.fetcher.states[state.digest] = stored(state)
+    assert rig.outcome(fetch(state)) == rig.outcome(fetch(state))
+    assert rig.fetcher.asked == [state.digest]
+    assert rig.errands.take(state, "adopt").reference == state
+
+
 def test_what_should_lie_here_and_does_not_is_fetched(rig: Rig) -> None:
     """The file is damaged: an older one was read in its place."""
     state, older = held_state(MODULE, version=2, digest="b"), held_state(MODULE)

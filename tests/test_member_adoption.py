@@ -312,6 +312,19 @@ def test_a_little_worse_is_believed_and_so_is_what_cannot_be_scored(
     assert of(a.Adopt, peer.happen(e.Checked(MODULE, state.digest, *losses))) != []
 
 
+def test_a_state_that_another_path_has_to_judge_is_fetched_again_for_it() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Py", "Pz"])
+    peer.announce(state, "Pz")
+    peer.tell(state)
+    peer.happen(e.StateFetched(state, {}, (), "adopt"))
+    assert of(a.CheckState, peer.turn()) == [a.CheckState(MODULE, state.digest)]
+    undecided = e.Checked(MODULE, state.digest, None, None, is_undecided=True)
+    assert of(a.FetchState, peer.happen(undecided)) == [a.FetchState(state, ("Pz",), "adopt")]
+    assert of(a.CheckState, peer.turn()) == []
+    assert of(a.Adopt, peer.bring(state)) != []
+
+
 def test_what_most_of_those_it_trained_with_stand_on_is_settled() -> None:
     peer = Peer("Pa", "Pc", "Pd")
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])

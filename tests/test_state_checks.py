@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from dipaco.modules.errors import NetworkError
-from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.modules.state import ModuleState, PathProgress, StateReference
 from dipaco.peer.member.adoption import MAX_LOSS_INCREASE
-from dipaco.peer.state_checks import LEAST_PART, StateChecks
+from dipaco.peer.state_checks import LATELY_ROUNDS, LEAST_PART, PathStates, StateChecks
 from dipaco.peer.trainer import Comparison, PathTrainer
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
@@ -37,10 +39,24 @@ class Files:
         return torch.from_numpy(self.run.validation_tokens(self.run.plan(), path).astype("int64"))
 
 
+class OthersStates:
+    """The modules of the other path as those who train it hold them, or as nobody gives them."""
+
+    def __init__(self, states: Mapping[str, ModuleState]) -> None:
+        self.states, self.is_served = states, True
+        self.asked: list[tuple[int, str]] = []
+
+    def find(self, path: int, module: str) -> ModuleState:
+        self.asked.append((path, module))
+        if not self.is_served:
+            raise NetworkError("nobody gives it")
+        return self.states[module]
+
+
 class Newcomer:
     """Begins a path that nobody has trained, beside peers that train the other one."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, trained: Mapping[str, ModuleState]) -> None:
         plan = run.plan()
         grid = run.grid(plan)
         self.trainer = PathTrainer(plan, grid, torch.device("cpu"))
@@ -51,17 +67,28 @@ class Newcomer:
         self.files = Files(run)
         self.own_rows = self.files.held_out_rows(OWN, 1.0)
         self.files.asked.clear()
+        self.others = OthersStates(trained)
         files: Any = self.files
-        self.checks = StateChecks(files, self.trainer)
+        others: Any = self.others
+        self.checks = StateChecks(files, others, self.trainer)
 
-    def compare(self, state: ModuleState) -> Comparison:
-        self.checks.prepare(state)
-        return self.checks.compare(SHARED, state, self.own_rows)
+    def compare(self, state: ModuleState, *, is_rival: bool = False) -> Comparison:
+        """Compare as a member has it done: again, once it was fetched again."""
+        for _ in range(2):
+            self.checks.prepare(state)
+            found = self.checks.compare(state, self.own_rows, is_rival=is_rival)
+            if not found.is_undecided:
+                break
+        assert not found.is_undecided
+        return found
+
+
+Trained = tuple[RunFolder, dict[str, ModuleState]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, ModuleState]:
-    """A run, and its shared module after some rounds of the other path alone."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run, and its modules after some rounds of the other path alone."""
     folder: Path = tmp_path_factory.mktemp("run")
     run = make_tiny_run(
         folder, modules_per_level=(1, 2), inner_steps=15, hidden_size=64, feed_forward_size=128
@@ -69,56 +96,73 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Module
     swarm = ReferenceSwarm(run, peers=[SimulatedPeer(OTHER)])
     for _ in range(2):
         swarm.run_round()
-    return run, swarm.states[SHARED]
+    return run, {module: swarm.states[module] for module in run.grid(run.plan()).modules()}
 
 
 @pytest.fixture
-def newcomer(trained: tuple[RunFolder, ModuleState]) -> Newcomer:
-    return Newcomer(trained[0])
+def newcomer(trained: Trained) -> Newcomer:
+    return Newcomer(*trained)
 
 
-def is_wrecked(found: Comparison) -> bool:
+@pytest.fixture
+def state(trained: Trained) -> ModuleState:
+    """The shared module as the other path has trained it."""
+    return trained[1][SHARED]
+
+
+def is_wrecked(found: Comparison, *, is_rival: bool = False) -> bool:
     """Tell what a member says of it, who does not know how long its steps are."""
-    before, after, _, coasting_before, coasting_after = found
+    before, after, _, coasting_before, coasting_after, _ = found
     assert before is not None
     assert after is not None
     assert coasting_before is not None
     assert coasting_after is not None
-    pairs = ((before, after), (coasting_before, coasting_after))
+    pairs = [(before, after), (coasting_before, coasting_after)]
+    if is_rival:
+        pairs = [(after, before) for before, after in pairs]
     return any(not bad <= good + MAX_LOSS_INCREASE for good, bad in pairs)
 
 
+def with_progress(state: ModuleState, part: float, rounds_ago: int) -> ModuleState:
+    """Return a state in whose table the path in training has had a part, so many rounds ago."""
+    entry = state.progress[OTHER]
+    own = PathProgress(int(part * entry.tokens), entry.last_round - rounds_ago)
+    return replace(state, progress={OWN: own, OTHER: entry})
+
+
 def test_a_state_of_other_paths_is_judged_by_their_documents(
-    newcomer: Newcomer, trained: tuple[RunFolder, ModuleState]
+    newcomer: Newcomer, state: ModuleState
 ) -> None:
-    state = trained[1]
     assert is_wrecked(newcomer.trainer.compare(SHARED, state, newcomer.own_rows))
+    assert newcomer.checks.compare(state, newcomer.own_rows).is_undecided
     found = newcomer.compare(state)
     assert found.after is not None
     assert found.before is not None
     assert found.after < found.before - 1.0
     assert not is_wrecked(found)
     assert newcomer.files.asked == [OTHER]
+    # It is scored beside its own modules.
+    assert newcomer.others.asked == [(OTHER, "L1.E1")]
 
 
-def test_so_is_the_anchor_that_a_path_begins_with(
-    newcomer: Newcomer, trained: tuple[RunFolder, ModuleState]
-) -> None:
+def test_so_is_the_anchor_that_a_path_begins_with(newcomer: Newcomer, state: ModuleState) -> None:
     """The genesis state is what it is compared with."""
     genesis = newcomer.trainer.anchor(SHARED)
-    newcomer.trainer.adopt(SHARED, trained[1], on_top=())
-    found = newcomer.compare(genesis)
+    newcomer.trainer.adopt(SHARED, state, on_top=())
+    found = newcomer.compare(genesis, is_rival=True)
     assert found.before is not None
     assert found.after is not None
     assert found.before < found.after - 1.0
 
 
 @pytest.mark.parametrize("kind", ["noise", "no number", "momentum"])
+@pytest.mark.parametrize("part", [0.0, 1.0])
 def test_what_is_spoiled_is_so_by_any_documents(
-    newcomer: Newcomer, trained: tuple[RunFolder, ModuleState], kind: str
+    newcomer: Newcomer, state: ModuleState, kind: str, part: float
 ) -> None:
-    state = trained[1]
+    """Whatever part in it the path in training has had."""
     noise = torch.randn(len(state.parameters), generator=torch.Generator().manual_seed(0))
+    state = with_progress(state, part, 10)
     spoiled = {
         "noise": replace(state, parameters=state.parameters + noise),
         "no number": replace(state, parameters=state.parameters * math.nan),
@@ -127,21 +171,82 @@ def test_what_is_spoiled_is_so_by_any_documents(
     assert is_wrecked(newcomer.compare(spoiled))
 
 
-def test_a_path_with_a_part_in_the_anchor_is_judged_by_its_own(
-    newcomer: Newcomer, trained: tuple[RunFolder, ModuleState]
+@pytest.mark.parametrize(
+    ("part", "rounds_ago", "asked"),
+    [
+        (LEAST_PART, LATELY_ROUNDS - 1, []),
+        (LEAST_PART, LATELY_ROUNDS, [OTHER]),
+        (0.9 * LEAST_PART, 0, [OTHER]),
+    ],
+)
+def test_a_path_that_has_had_its_part_lately_judges_by_its_own(
+    newcomer: Newcomer, state: ModuleState, part: float, rounds_ago: int, asked: list[int]
 ) -> None:
-    """What the other state says of itself is not asked."""
-    for part, asked in ((LEAST_PART, []), (0.9 * LEAST_PART, [OTHER])):
-        progress = {OWN: PathProgress(int(1000 * part), 0), OTHER: PathProgress(1000, 0)}
-        anchor = replace(trained[1], progress=progress)
-        newcomer.trainer.adopt(SHARED, anchor, on_top=())
-        newcomer.compare(trained[1])
-        assert newcomer.files.asked == asked
+    state = with_progress(state, part, rounds_ago)
+    assert is_wrecked(newcomer.compare(state)) == (not asked)
+    assert newcomer.files.asked == asked
 
 
-def test_documents_that_nobody_serves_leave_the_own_ones(
-    newcomer: Newcomer, trained: tuple[RunFolder, ModuleState]
+def test_a_path_that_was_away_is_content_with_what_fits_it(
+    newcomer: Newcomer, state: ModuleState
 ) -> None:
-    newcomer.files.is_served = False
-    assert is_wrecked(newcomer.compare(trained[1]))
-    assert newcomer.checks.compare(SHARED, trained[1], newcomer.own_rows[:0]) == Comparison()
+    """Nothing is fetched for it, and a genesis state that is clearly worse raises no doubt."""
+    genesis = newcomer.trainer.anchor(SHARED)
+    away = replace(with_progress(state, 1.0, 10), parameters=genesis.parameters.clone())
+    away = replace(away, momentum=torch.zeros_like(away.momentum))
+    assert not is_wrecked(newcomer.compare(away))
+    newcomer.trainer.adopt(SHARED, away, on_top=())
+    worse = replace(genesis, parameters=state.parameters)
+    assert not is_wrecked(newcomer.compare(worse, is_rival=True), is_rival=True)
+    assert newcomer.files.asked == []
+
+
+@pytest.mark.parametrize("missing", ["files", "others"])
+def test_what_nobody_serves_leaves_the_own_documents(
+    newcomer: Newcomer, state: ModuleState, missing: str
+) -> None:
+    stand_in: Files | OthersStates = getattr(newcomer, missing)
+    stand_in.is_served = False
+    assert is_wrecked(newcomer.compare(state))
+
+
+def test_without_documents_nothing_is_said(newcomer: Newcomer, state: ModuleState) -> None:
+    state = with_progress(state, 1.0, 0)
+    assert newcomer.checks.compare(state, newcomer.own_rows[:0]) == Comparison()
+
+
+class Peers:
+    """Those who train the other path, of whom the first does not answer, and what is held here."""
+
+    def __init__(self, state: ModuleState) -> None:
+        self.held_here: ModuleState | None = None
+        self._state = state
+
+    @property
+    def view(self) -> Any:
+        claims = [SimpleNamespace(peer_id=peer) for peer in ("silent", "empty", "holder")]
+        return SimpleNamespace(claimants=lambda path: claims if path == OTHER else [])
+
+    def holdings(self, peer: str, module: str) -> StateReference | None:
+        if peer == "silent":
+            raise NetworkError("no answer")
+        return self._state.reference if peer == "holder" else None
+
+    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState:
+        assert (wanted, tuple(holders)) == (self._state.reference, ("holder",))
+        return self._state
+
+    def load(self, module: str) -> ModuleState | None:
+        return self.held_here
+
+
+def test_states_of_another_path_come_from_the_copy_here_or_from_who_trains_it(
+    state: ModuleState,
+) -> None:
+    peers: Any = Peers(state)
+    states = PathStates(peers, peers, peers, peers)
+    assert states.find(OTHER, SHARED) is state
+    with pytest.raises(NetworkError, match=r"nobody who trains path 0 gives its L0\.E0"):
+        states.find(OWN, SHARED)
+    peers.held_here = replace(state)
+    assert states.find(OWN, SHARED) is peers.held_here

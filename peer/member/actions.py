@@ -246,6 +246,8 @@ class CheckState:
 
     module: str
     digest: str
+    is_rival: bool = False
+    """It is the anchor that is in doubt, and not this state."""
     kind: Literal["check_state"] = "check_state"
 
 

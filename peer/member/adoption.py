@@ -257,7 +257,7 @@ class Adoption:
             anchor = known.anchors[module]
             if fetch.is_rival and module in self._unchecked:
                 fetch.is_checking = True
-                known.do(CheckState(module, fetch.reference.digest))
+                known.do(CheckState(module, fetch.reference.digest, is_rival=True))
             elif not known.descent.wins(fetch.reference, anchor, self._candidates(module)):
                 del self._fetching[module]
             elif self._is_settled(fetch.reference):
@@ -272,6 +272,11 @@ class Adoption:
         if fetch is None or fetch.reference.digest != event.digest:
             return
         fetch.is_checking = False
+        if event.is_undecided:
+            fetch.is_here = False
+            holders = self._known.holders(fetch.reference)
+            self._known.do(FetchState(fetch.reference, holders, "adopt"))
+            return
         before, after = event.loss_before, event.loss_after
         if fetch.is_rival:
             del self._fetching[event.module]

@@ -222,7 +222,8 @@ class OuterStepFailed:
 class Checked:
     """Answers `CheckState`: the held-out loss with the anchors and with the state in place of one.
 
-    None where there is nothing to score with.
+    None where there is nothing to score with. The loss is of the documents of the path in training,
+    or, where these say nothing of what is in doubt, of those of a path that has trained it.
     """
 
     module: str
@@ -235,6 +236,9 @@ class Checked:
     coasting_before: float | None = None
     """As `loss_before`, of the anchor after one more outer step without a gradient."""
     coasting_after: float | None = None
+    is_undecided: bool = False
+    """Another path has to be scored, and its states are not here: they come with the state, if it
+    is fetched again."""
     kind: Literal["checked"] = "checked"
 
 
