@@ -131,6 +131,21 @@ def test_who_was_passed_over_is_asked_again_after_a_while() -> None:
         peer.answer("Ps", is_kept=False)
 
 
+def test_all_that_take_offers_are_asked_before_the_silent_are_asked_again() -> None:
+    """An offer to who is too slow to answer takes longer than the time it is passed over for."""
+    crowd, near = tuple(f"P{number}" for number in range(60)), GREATEST_PLACE * COPIES
+    peer = Trainer()
+    peer.happen(e.CallAnswered(crowd, crowd))
+    peer.serving = list(crowd)
+    asked = peer.offered()
+    while len(asked) <= near:
+        peer.now_s += OFFER_LIMIT_S - 1.0
+        for silent in asked[1 - COPIES :]:
+            asked += peer.offered(peer.answer(silent, is_kept=False))
+    order = keepers(MODULE, crowd, near)
+    assert asked == [*order, *order[: len(asked) - near]], "the far ones would not take it"
+
+
 def test_an_offer_that_nobody_answers_for_is_made_again() -> None:
     peer = Trainer(serving=("Ps",))
     assert peer.offered() == ["Ps"]

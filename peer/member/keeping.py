@@ -167,7 +167,9 @@ class Keeping:
     def _order(self, module: str) -> tuple[str, ...]:
         """Return the other peers in the order in which they are asked to keep a module.
 
-        Those that have not answered yet come last.
+        Those that have not answered yet come last. Of the near ones, who take offers, those come
+        first that refused the fewest: of silent ones the first may be asked again by the time that
+        the last has let its offer run out, and nobody else would ever be.
         """
         known, view = self._known, self._known.view
         trainers = expected_group(view, known.grid, module)
@@ -179,8 +181,12 @@ class Keeping:
             and record.state != "leaving"
             and known.can_serve(peer)
         ]
-        order = keepers(module, others, len(others))
-        return tuple(sorted(order, key=lambda peer: not known.doubts.has_shown_itself(peer)))
+        has_shown_itself = known.doubts.has_shown_itself
+        order = sorted(keepers(module, others, len(others)), key=lambda p: not has_shown_itself(p))
+        refusals = self._care[module].refusals if module in self._care else {}
+        most = GREATEST_PLACE * known.plan.rounds.copies
+        near = sorted(order[:most], key=lambda p: (not has_shown_itself(p), refusals.get(p, 0)))
+        return (*near, *order[most:])
 
     def on_offer_answered(self, event: OfferAnswered) -> None:
         """A peer has shown that it holds a copy, or it has not in time."""
