@@ -123,7 +123,8 @@ class StateChecks:
         own_rows = own_rows[:LOSS_CHECK_SEQUENCES]
         own = trainer.compare(module, state, own_rows) if len(own_rows) else Comparison()
         doubted = trainer.anchor(module) if is_rival else state
-        path = self._judging_path(doubted, looks_bad=_looks_bad(own, is_rival=is_rival))
+        looks_bad = _looks_bad(own, is_rival=is_rival)
+        path = self._judging_path(doubted, looks_bad=looks_bad, is_anchor=is_rival)
         if path is None:
             return own
         if ready is None or (ready.digest, ready.path) != (state.digest, path):
@@ -133,22 +134,30 @@ class StateChecks:
             return own
         return trainer.compare(module, state, ready.rows, path, ready.states)
 
-    def _judging_path(self, doubted: ModuleState, *, looks_bad: bool) -> int | None:
-        """Return the path whose rows say something of a state; None for the one in training."""
+    def _judging_path(
+        self, doubted: ModuleState, *, looks_bad: bool, is_anchor: bool
+    ) -> int | None:
+        """Return the path whose rows say something of a state; None for the one in training.
+
+        An anchor that a path has begun from is given up on two paths' word, where another has
+        trained it lately: steps early in a run make a path's own loss jump.
+        """
         since_round = doubted.last_round - LATELY_ROUNDS
+        own = self._trainer.path
         lately = {
             path: entry.tokens
             for path, entry in doubted.progress.items()
             if entry.last_round > since_round
         }
-        most = max(lately, key=lambda path: (lately[path], -path), default=None)
-        own = self._trainer.path
+        is_own_lately = own in lately and not is_anchor
+        others = {path: tokens for path, tokens in lately.items() if path != own}
+        most = max(others, key=lambda path: (others[path], -path), default=None)
         if own is None or most is None:
             return None
         entry = doubted.progress.get(own)
-        if entry is None or entry.tokens < LEAST_PART * lately[most]:
+        if entry is None or entry.tokens < LEAST_PART * others[most]:
             return most
-        return most if looks_bad and own not in lately else None
+        return most if looks_bad and not is_own_lately else None
 
 
 def _looks_bad(found: Comparison, *, is_rival: bool) -> bool:

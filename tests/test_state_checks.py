@@ -201,6 +201,21 @@ def test_a_path_that_was_away_is_content_with_what_fits_it(
     assert newcomer.files.asked == []
 
 
+def test_an_anchor_is_not_given_up_on_the_word_of_one_path(
+    newcomer: Newcomer, state: ModuleState
+) -> None:
+    """Although it is one that has trained it in the last round."""
+    genesis = newcomer.trainer.anchor(SHARED)
+    newcomer.trainer.adopt(SHARED, with_progress(state, 1.0, 0), on_top=())
+    own = newcomer.trainer.compare(SHARED, genesis, newcomer.own_rows)
+    assert is_wrecked(own, is_rival=True)
+    assert not is_wrecked(newcomer.compare(genesis, is_rival=True), is_rival=True)
+    noise = torch.randn(len(state.parameters), generator=torch.Generator().manual_seed(0))
+    spoiled = replace(with_progress(state, 1.0, 0), parameters=state.parameters + noise)
+    newcomer.trainer.adopt(SHARED, spoiled, on_top=())
+    assert is_wrecked(newcomer.compare(genesis, is_rival=True), is_rival=True)
+
+
 @pytest.mark.parametrize("missing", ["files", "others"])
 def test_what_nobody_serves_leaves_the_own_documents(
     newcomer: Newcomer, state: ModuleState, missing: str
