@@ -15,10 +15,11 @@ train it, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as m
 counted and peers move: each begins its rounds when it comes, and may have to meet the others anew.
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
-`copies`: two rounds after a commit that no other chain has won over since, three peers hold that
-state or a later one, where three honest ones can be reached, and more honest peers made it, and
-each one since, than there are liars that answer calls: keepers have no documents to score a state
-with, and cannot tell one liar from one trainer.
+`copies`: two rounds after a commit that no other chain has won over since, with those who train the
+module or with the last one who did, three peers hold that state or a later one, where three honest
+ones can be reached, and more honest peers made it, and each one since, than there are liars that
+answer calls: keepers have no documents to score a state with, and cannot tell one liar from one
+trainer.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart. A counted round is as long as its steps, and shorter than its
 limit: where several passed in that time, each of them may cost as much.
@@ -114,6 +115,8 @@ class Invariants:
         self._stays: dict[tuple[str, str], list[Stay]] = {}
         self._training: dict[str, dict[str, Body]] = {}
         """Who trains a module."""
+        self._went: dict[str, SimulatedState] = {}
+        """What stood under the work of the last one that stopped training a module."""
         self._versions: dict[tuple[str, int], str] = {}
         self._forked: set[tuple[str, int]] = set()
         self._commits: dict[str, list[tuple[float, SimulatedState]]] = {}
@@ -151,6 +154,8 @@ class Invariants:
             self._stays[machine.peer, module].append(Stay(machine.steps))
         else:
             self._training[module].pop(machine.peer, None)
+            if machine.is_honest:
+                self._went[module] = machine.works[module].anchor
 
     def found_out(self, machine: Body, digest: str, table: tuple[Contribution, ...]) -> None:
         """An average is known to be wrong where it was found out and where that was told."""
@@ -314,15 +319,22 @@ class Invariants:
             )
 
     def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
-        """Tell whether all who train a module have taken another chain, which may be shorter."""
-        module, states = state.reference.module, self._world.stock.states
-        for machine in trainers:
-            anchor: SimulatedState | None = machine.works[module].anchor
-            while anchor is not None and anchor is not state:
-                anchor = states.get(anchor.parent)
-            if anchor is state:
-                return False
-        return bool(trainers)
+        """Tell whether all who train a module have taken another chain, which may be shorter.
+
+        Where nobody does, the last one who did.
+        """
+        module = state.reference.module
+        if trainers:
+            return not any(self._descends(m.works[module].anchor, state) for m in trainers)
+        last = self._went.get(module, state)
+        return not self._descends(last, state) and not self._descends(state, last)
+
+    def _descends(self, state: SimulatedState, from_: SimulatedState) -> bool:
+        """Tell whether a state is another one or was made from it."""
+        line: SimulatedState | None = state
+        while line is not None and line is not from_:
+            line = self._world.stock.states.get(line.parent)
+        return line is from_
 
     def _contributors(self, state: SimulatedState) -> list[Body]:
         """Return the honest living machines in the group that made a state."""
