@@ -386,11 +386,11 @@ def test_an_orphan_is_looked_after_by_a_holder() -> None:
     keeper = Keeper("Ps", "Pt", "Pu")
     state = keeper.state()
     keeper.keeps(state)
-    keeper.claims = []
-    actions = keeper.look()
-    holders = keepers(MODULE, [ME], 1)
-    assert holders == (ME,)
-    assert len(of(a.Offer, actions)) == COPIES - 1
+    keeper.claims = [claim("Pliar")]
+    keeper.holders = {"Pliar": [state]}
+    assert of(a.Offer, keeper.look()) == []
+    keeper.holders = {"Pliar": [replace(state, digest="00" * 32, version=99)]}
+    assert len(of(a.Offer, keeper.look())) == COPIES - 1, "it only claims to train"
 
 
 # -- dropping

@@ -103,12 +103,27 @@ class Keeping:
         # Who signed it has it for sure: not one that only claims to train, nor one that is behind.
         certificate = known.book.get(module, state.digest)
         if certificate is not None:
-            trainers = (trainers & certificate.signers) or trainers
+            trainers = (trainers & certificate.signers) or self._standing_on(state, trainers)
         if trainers:
             return min(trainers, key=lambda p: seniority(view, known.me, p)) == known.me
         holders = {known.me, *view.holders(state)}
         here = {peer for peer in holders if peer == known.me or known.is_here(peer)}
         return keepers(module, here, 1) == (known.me,)
+
+    def _standing_on(self, state: StateReference, trainers: frozenset[str]) -> frozenset[str]:
+        """Return which trainers hold a state that others made, or one that wins over it.
+
+        To claim a module is not to look after what nobody who made it trains any more.
+        """
+        known = self._known
+        announced = known.view.holdings.get(state.module, ())
+        standing = {
+            held.peer_id
+            for held in announced
+            if held.peer_id in trainers
+            and (held.digest == state.digest or known.descent.wins(held.reference, state))
+        }
+        return trainers & {known.me, *standing}
 
     def on_commit(self, module: str) -> None:
         """There is a new state of a module: others should have it soon, if only this peer does."""
