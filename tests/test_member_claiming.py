@@ -224,6 +224,24 @@ def test_a_peer_that_moves_waits_longer_for_what_is_on_its_way() -> None:
     assert beginning.has_failed
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_moves_keeps_its_state_of_a_module_that_stays_in_training(moves: bool) -> None:
+    """A state that wins may be an invented one: it is compared with the own one, in training."""
+    family, module = Family(), "L0.E0"
+    own = family.commits(genesis(module), range(2), [ME, "Pa"])
+    other = family.commit(own, 2, ["Pa", "Pb"])
+    known = knowledge(PLAN)
+    known.recall(family.chain(other))
+    known.doubts.prove(["Pa", "Pb"], START_S)
+    known.serve(own)
+    if moves:
+        known.path, known.anchors = 1, {module: own}
+    known.learn(view_of(START_S, serving=["Pa"], held={"Pa": [other]}))
+    Beginning(known, Chains(known)).begin(0)
+    wanted = [w.reference for w in of(a.FetchState, taken(known)) if w.reference.module == module]
+    assert wanted == [own if moves else other]
+
+
 def test_what_never_comes_ends_the_wait_with_its_reason() -> None:
     peer = Newcomer(pinned=0)
     peer.claim()

@@ -1,6 +1,7 @@
 """Getting what a path needs before it can be trained: its shard, and a state of every module.
 
-Of each module the best certified state is taken, or what lies on this disk, or the genesis state.
+Of each module the best certified state is taken, or what lies on this disk, or the genesis state;
+who moves keeps its own state of a module that both paths go through.
 What cannot be had is tried again: under churn a holder that has just gone is ordinary.
 """
 
@@ -126,6 +127,11 @@ class Beginning:
         if not known.view.covers_module(module):
             return  # Who holds what of it is read with the next view.
         own = known.held.get(module)
+        if own is not None and own.version and own == known.anchors.get(module):
+            # It stays in training. What wins over it is compared with it there, and here with
+            # nothing: an invented state would take its place.
+            self._fetch(own, ())
+            return
         announced = known.states(module)
         if self._chains.learn(announced, own):
             return
