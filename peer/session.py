@@ -73,7 +73,7 @@ class Session:
         self._trainer = trainer_factory()
         self._meter = RateMeter()
         self._files = PathFiles(node)
-        path_states = PathStates(publisher, node.exchange, node.fetcher, node.held)
+        path_states = PathStates(node.me, publisher, node.exchange, node.fetcher, node.held)
         self._state_checks = StateChecks(self._files, path_states, self._trainer)
         self._path_data: PathData | None = None
         self._snapshots: dict[tuple[str, int], Snapshot] = {}

@@ -4,8 +4,9 @@ Those of the path in training, if it has had its part in what is in doubt. A mod
 trained fits the documents of their paths, and those of a path that has not trained it lately worse
 than its genesis state does, by many nats: who judged it by these would refuse honest states, and
 begin the module anew beside all others. So a path that has trained it has the last word, and is
-scored as a whole: beside modules of another path even a good module looks spoiled. Its rows and its
-other modules are fetched for this, in the background, once they are needed.
+scored as a whole, with the other modules of those who train it: beside modules of another path, or
+of the other side of a split, even a good module looks spoiled. Rows and modules are fetched for
+this, in the background, once they are needed.
 """
 
 from __future__ import annotations
@@ -50,26 +51,38 @@ class PathStates:
     """Gets the newest states of paths that this peer does not train."""
 
     def __init__(
-        self, swarm: Swarm, others: OtherPeers, fetcher: StateFetcher, held: StateHolder
+        self,
+        me: str,
+        swarm: Swarm,
+        others: OtherPeers,
+        fetcher: StateFetcher,
+        held: StateHolder,
     ) -> None:
-        self._swarm, self._others, self._fetcher, self._held = swarm, others, fetcher, held
+        self._me, self._swarm, self._others = me, swarm, others
+        self._fetcher, self._held = fetcher, held
+
+    def trainers(self, path: int) -> tuple[str, ...]:
+        """Return others who train a path, those first that have for longest."""
+        claims = self._swarm.view.claimants(path)
+        return tuple(claim.peer_id for claim in claims if claim.peer_id != self._me)
 
     def find(self, path: int, module: str) -> ModuleState:
-        """Return the copy that is held here, or what one of those who train the path holds.
+        """Return what one of the others who train the path holds, or else the copy held here.
 
-        Raises a `DipacoError` when nobody gives it.
+        Modules of one path that parted from others together fit each other, and copies may be of
+        either side. Raises a `DipacoError` when nobody gives it.
         """
-        held = self._held.load(module)
-        if held is not None:
-            return held
-        for claim in self._swarm.view.claimants(path)[:MOST_ASKED]:
+        for peer in self.trainers(path)[:MOST_ASKED]:
             try:
-                reference = self._others.holdings(claim.peer_id, module)
+                reference = self._others.holdings(peer, module)
                 if reference is not None:
-                    return self._fetcher.state(reference, (claim.peer_id,))
+                    return self._fetcher.state(reference, (peer,))
             except DipacoError as error:
-                logger.debug("%s of %s: %s", module, claim.peer_id, error)
-        raise NetworkError(f"nobody who trains path {path} gives its {module}")
+                logger.debug("%s of %s: %s", module, peer, error)
+        held = self._held.load(module)
+        if held is None:
+            raise NetworkError(f"nobody else who trains path {path} gives its {module}")
+        return held
 
 
 @dataclass(frozen=True)
@@ -102,8 +115,7 @@ class StateChecks:
         needed = [m for m in self._grid.modules_of_path(judge.path) if m != state.module]
         try:
             rows = self._files.held_out_rows(judge.path, FETCH_LIMIT_S)[:LOSS_CHECK_SEQUENCES]
-            own = self._trainer.anchors()
-            states = {m: own[m] if m in own else self._states.find(judge.path, m) for m in needed}
+            states = {m: self._states.find(judge.path, m) for m in needed}
             judge = _OtherPath(judge.digest, judge.path, rows, states)
         except DipacoError as error:
             logger.info("%s is judged by this path's documents only: %s", state.module, error)
@@ -137,10 +149,12 @@ class StateChecks:
     def _judging_path(
         self, doubted: ModuleState, *, looks_bad: bool, is_anchor: bool
     ) -> int | None:
-        """Return the path whose rows say something of a state; None for the one in training.
+        """Return the path whose rows say something of a state, beside the modules that others have
+        of it; None for the one in training, beside its own.
 
-        An anchor that a path has begun from is given up on two paths' word, where another has
-        trained it lately: steps early in a run make a path's own loss jump.
+        That can be the one in training, too: where two sides have trained it apart, the modules of
+        each side fit each other. An anchor that a path has begun from is given up on two paths'
+        word, where another has trained it lately: steps early in a run make a path's loss jump.
         """
         since_round = doubted.last_round - LATELY_ROUNDS
         own = self._trainer.path
@@ -149,15 +163,18 @@ class StateChecks:
             for path, entry in doubted.progress.items()
             if entry.last_round > since_round
         }
-        is_own_lately = own in lately and not is_anchor
         others = {path: tokens for path, tokens in lately.items() if path != own}
         most = max(others, key=lambda path: (others[path], -path), default=None)
-        if own is None or most is None:
+        if own is None or not lately:
             return None
         entry = doubted.progress.get(own)
-        if entry is None or entry.tokens < LEAST_PART * others[most]:
+        if most is not None and (entry is None or entry.tokens < LEAST_PART * others[most]):
             return most
-        return most if looks_bad and not is_own_lately else None
+        if not looks_bad:
+            return None
+        if own in lately and not is_anchor:
+            return own if self._states.trainers(own) else None
+        return most
 
 
 def _looks_bad(found: Comparison, *, is_rival: bool) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from dipaco.dht.certificates import LONGEST_CHAIN
 from dipaco.dht.records import refresh_period_s
@@ -287,6 +289,22 @@ def test_what_goes_on_from_a_refused_state_is_refused_until_others_stand_on_it()
     peer.tell(others)
     assert [fetch.reference for fetch in peer.of(a.FetchState)] == [state, others]
     assert peer.anchor == before
+
+
+def test_what_goes_on_from_a_refused_state_is_tried_again_after_twice_as_long_each_time() -> None:
+    """Whoever refused it once may have been wrong, and would stay apart for ever."""
+    peer = Peer("Pa", "Pc")
+    state = peer.family.commit(peer.anchor, 3, ["Pa"])
+    tried = []
+    for round_index in range(3, 30):
+        peer.announce(state, "Pa")
+        peer.tell(state)
+        if any(fetch.reference == state for fetch in peer.of(a.FetchState)):
+            peer.bring(state, after=99.0)
+            tried.append(round_index)
+        peer.now_s += ROUND_S
+        state = peer.family.commit(state, round_index + 1, ["Pa"])
+    assert [later - first for first, later in itertools.pairwise(tried)] == [4, 8]
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:

@@ -14,7 +14,13 @@ import torch
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.state import ModuleState, PathProgress, StateReference
 from dipaco.peer.member.adoption import MAX_LOSS_INCREASE
-from dipaco.peer.state_checks import LATELY_ROUNDS, LEAST_PART, PathStates, StateChecks
+from dipaco.peer.state_checks import (
+    LATELY_ROUNDS,
+    LEAST_PART,
+    LOSS_CHECK_SEQUENCES,
+    PathStates,
+    StateChecks,
+)
 from dipaco.peer.trainer import Comparison, PathTrainer
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
@@ -44,7 +50,12 @@ class OthersStates:
 
     def __init__(self, states: Mapping[str, ModuleState]) -> None:
         self.states, self.is_served = states, True
+        self.trained: set[int] = set()
+        """The paths that others train."""
         self.asked: list[tuple[int, str]] = []
+
+    def trainers(self, path: int) -> tuple[str, ...]:
+        return ("Pa",) if path in self.trained else ()
 
     def find(self, path: int, module: str) -> ModuleState:
         self.asked.append((path, module))
@@ -230,6 +241,22 @@ def test_without_documents_nothing_is_said(newcomer: Newcomer, state: ModuleStat
     assert newcomer.checks.compare(state, newcomer.own_rows[:0]) == Comparison()
 
 
+def test_the_other_side_of_a_split_is_scored_with_its_own_modules(
+    newcomer: Newcomer, state: ModuleState
+) -> None:
+    """Two sides trained the path apart: the modules of each fit each other."""
+    genesis = newcomer.trainer.anchor("L1.E0")
+    theirs = replace(genesis, parameters=0.5 * genesis.parameters)
+    newcomer.others.trained, newcomer.others.states = {OWN}, {"L1.E0": theirs}
+    state = with_progress(state, 1.0, 0)
+    found = newcomer.compare(state)
+    assert newcomer.others.asked == [(OWN, "L1.E0")]
+    beside = {"L1.E0": theirs}
+    rows = newcomer.own_rows[:LOSS_CHECK_SEQUENCES]
+    assert found == newcomer.trainer.compare(SHARED, state, rows, OWN, beside)
+    assert found != newcomer.trainer.compare(SHARED, state, rows)
+
+
 class Peers:
     """Those who train the other path, of whom the first does not answer, and what is held here."""
 
@@ -239,10 +266,12 @@ class Peers:
 
     @property
     def view(self) -> Any:
-        claims = [SimpleNamespace(peer_id=peer) for peer in ("silent", "empty", "holder")]
-        return SimpleNamespace(claimants=lambda path: claims if path == OTHER else [])
+        peers = ("me", "silent", "empty", "holder")
+        claims = [SimpleNamespace(peer_id=peer) for peer in peers]
+        return SimpleNamespace(claimants=lambda path: claims if path == OTHER else claims[:1])
 
     def holdings(self, peer: str, module: str) -> StateReference | None:
+        assert peer != "me"
         if peer == "silent":
             raise NetworkError("no answer")
         return self._state.reference if peer == "holder" else None
@@ -255,13 +284,15 @@ class Peers:
         return self.held_here
 
 
-def test_states_of_another_path_come_from_the_copy_here_or_from_who_trains_it(
+def test_states_of_another_path_come_from_who_else_trains_it_or_from_the_copy_here(
     state: ModuleState,
 ) -> None:
     peers: Any = Peers(state)
-    states = PathStates(peers, peers, peers, peers)
+    states = PathStates("me", peers, peers, peers, peers)
     assert states.find(OTHER, SHARED) is state
-    with pytest.raises(NetworkError, match=r"nobody who trains path 0 gives its L0\.E0"):
+    assert (states.trainers(OWN), states.trainers(OTHER)[0]) == ((), "silent")
+    with pytest.raises(NetworkError, match=r"nobody else who trains path 0 gives its L0\.E0"):
         states.find(OWN, SHARED)
     peers.held_here = replace(state)
     assert states.find(OWN, SHARED) is peers.held_here
+    assert states.find(OTHER, SHARED) is state

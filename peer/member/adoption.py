@@ -65,6 +65,8 @@ class Adoption:
         # States that are not believed, and whose word they were: all who contributed to them
         # since they parted from the own anchor.
         self._refused: dict[str, frozenset[str]] = {}
+        # Until which round what goes on from them on the same word is not tried either.
+        self._refused_until: dict[str, int] = {}
         self._unavailable: dict[str, float] = {}
         # Who could not serve a state that it was said to hold, and whose states are not believed,
         # until when: an inventor has a new one each time.
@@ -92,6 +94,7 @@ class Adoption:
         self._unserved.clear()
         self._failures.clear()
         self._disbelieved.clear()
+        self._refused_until = dict.fromkeys(self._refused, 0)
 
     def is_fetching(self, module: str) -> bool:
         """Tell whether a state of a module is on its way here, or about to be put under."""
@@ -343,13 +346,18 @@ class Adoption:
 
     def _refuse(self, state: StateReference, instead_of: StateReference) -> None:
         known = self._known
+        chain = known.book.chain(state.module, state.digest)
+        refusals = sum(one.statement.digest in self._refused_until for one in chain)
+        rounds = DISBELIEVED_ROUNDS * 2 ** min(refusals, MOST_DOUBLINGS)
         self._refused[state.digest] = known.descent.parted(state, instead_of)
+        self._refused_until[state.digest] = known.present_round + rounds
         until_round = known.present_round + DISBELIEVED_ROUNDS
         self._disbelieved.update(dict.fromkeys(self._makers(state) - {known.me}, until_round))
         while len(self._disbelieved) > MOST_LEFT_ALONE:
             del self._disbelieved[next(iter(self._disbelieved))]
         while len(self._refused) > MOST_LEFT_ALONE:
-            del self._refused[next(iter(self._refused))]
+            oldest = next(iter(self._refused))
+            del self._refused[oldest], self._refused_until[oldest]
 
     def _makers(self, state: StateReference) -> frozenset[str]:
         """Return those who signed a state and have shown themselves, or, if none has, who trains
@@ -364,7 +372,8 @@ class Adoption:
         """Tell whether a state is one that was refused, or goes on from it on the same word.
 
         Who goes on alone from a refused state makes a new one each round. If each was tried, the
-        rounds of those who refuse it would end with waiting for it, and never with a commit.
+        rounds of those who refuse it would end with waiting for it, and never with a commit. One is
+        tried now and then, after twice as long each time: they may be right.
         """
         known, book = self._known, self._known.book
         if state.digest in self._refused or not self._refused:
@@ -377,6 +386,8 @@ class Adoption:
         for certificate in book.chain(state.module, state.digest):
             earlier = certificate.statement.digest
             if earlier in self._refused:
+                if present >= self._refused_until[earlier]:
+                    return False
                 since = book.contributors_since(state.module, state.digest, earlier)
                 return since <= self._refused[earlier]
         return False
