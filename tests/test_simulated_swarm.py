@@ -16,6 +16,7 @@ from dipaco.dht.certificate_check import encode_certificate
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.record_keys import record_subkey
 from dipaco.dht.records import PeerRecord, ProgressEntry, ProgressRecord, Record
+from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
 from dipaco.peer.member.events import Event
@@ -189,6 +190,27 @@ def test_work_that_is_merged_twice_is_noticed() -> None:
     machine.works["L0.E0"].shift = dict(steps)
     watch.begin_rest()
     assert "counts 2 times" in watch.violations[0].what
+
+
+@pytest.mark.parametrize("liars", [0, 1])
+def test_work_before_a_fork_older_than_all_parts_is_lost_to_liars_alone(liars: int) -> None:
+    world = World(small_plan((1,), duration_s=60.0), Engine(0, 1000.0), real_member, Trace())
+    world.watch = watch = Invariants(world, coverage=False)
+    watch.liars = liars
+    machine, other = (Machine(world, name, Link(), step_s=1.0) for name in "ab")
+    machine.link.is_up, machine.path = True, 0
+    genesis, steps = world.stock.genesis["L0.E0"], {("a", 0): 1, ("a", 5): -1}
+    machine.works = {"L0.E0": ModuleWork(genesis, 5)}
+    watch.started(machine)
+    machine.steps = 5
+    old = world.stock.step(genesis, [Contribution(0, "a", 80)], {"a": steps}, 0)
+    new = world.stock.step(genesis, [Contribution(0, "b", 90)], {"b": {}}, 1)
+    machine.works["L0.E0"].anchor = old
+    watch.adopted(machine, Adopt("L0.E0", new.reference, (), False, 1.0, save=False), old)
+    machine.works["L0.E0"].adopt(new, ())
+    watch.begin_rest()
+    assert ["is lost" in found.what for found in watch.violations] == ([] if liars else [True])
+    assert other.steps == 0
 
 
 def test_a_fork_that_stays_is_noticed() -> None:

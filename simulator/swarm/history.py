@@ -12,8 +12,9 @@ from dipaco.peer.member.knowledge import MemberSettings
 from dipaco.peer.member.member import Member
 
 from .engine import Engine
+from .findings import Figures, Violation
 from .hostile import BareIdentities, Braggart, Falsifier, Liar, Saboteur
-from .invariants import Figures, Invariants, Violation
+from .invariants import Invariants
 from .machine import Machine
 from .network import Link
 from .scenario import Scenario, draw_scenario, small_plan

@@ -6,7 +6,9 @@ behind, but on no fork: it decides between two steps, and the others go on meanw
 slow, behind the newest of them.
 `work`: at rest, every step that an honest peer trained is in that state once or in the peer's
 unmerged remainder once. Of a stay on a path that ended (a crash, a leave, a move, parameters that
-were no numbers) the last steps may be missing: those after its last merged boundary.
+were no numbers) the last steps may be missing: those after its last merged boundary. Where liars
+could take the copies of a chain (see `copies`), somebody may go on from before the parts that a
+peer keeps apart: what is older than these may be gone.
 `descent`: no honest member replaces a chain by one with fewer certified contributors that train
 since their common ancestor, as far as its certificates go. Of two peers that cannot be called none
 can show itself to the other, and what has not shown itself weighs nothing (design 4.4).
@@ -33,12 +35,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from dipaco.modules.outer import Contribution
 from dipaco.peer.member.actions import Adopt, Commit
 from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
+from .findings import Figures, Stay, Violation
 from .work import SimulatedState, contents_by_peer, counts_of
 from .world import Body, World
 
@@ -63,40 +65,6 @@ REQUESTS_PER_MODULE, REQUESTS = 150, 150
 STATES_PER_MODULE, STATES = 12, 12
 
 
-@dataclass(frozen=True)
-class Violation:
-    """What did not hold, when, and at whom."""
-
-    invariant: str
-    time_s: float
-    what: str
-
-
-@dataclass
-class Stay:
-    """Steps of a peer while it trained a module: [begin, end); no end while it lasts."""
-
-    begin: int
-    end: int | None = None
-
-
-@dataclass
-class Figures:
-    """What a history came to, besides violations."""
-
-    commits: int = 0
-    forks: int = 0
-    adoptions: int = 0
-    put_back: int = 0
-    trained_steps: int = 0
-    kept_steps: int = 0
-    greatest_requests: int = 0
-    greatest_states: float = 0.0
-    rounds_to_rest: float = 0.0
-    found_out: int = 0
-    """How often a member heard that a reducer had averaged wrongly."""
-
-
 class Invariants:
     """The watch of one world."""
 
@@ -115,6 +83,8 @@ class Invariants:
         self._stays: dict[tuple[str, str], list[Stay]] = {}
         self._training: dict[str, dict[str, Body]] = {}
         """Who trains a module."""
+        self._gone: dict[tuple[str, str], set[int]] = {}
+        """Steps that may be missing."""
         self._went: dict[str, SimulatedState] = {}
         """What stood under the work of the last one that stopped training a module."""
         self._versions: dict[tuple[str, int], str] = {}
@@ -194,6 +164,7 @@ class Invariants:
             return
         self.figures.adoptions += 1
         self.figures.put_back += len(action.on_top)
+        self._note_gone(machine, action, old)
         book, module = machine.book, action.module
         new, before = action.reference.digest, old.reference.digest
         if old.reference.version == 0 or not old.is_sound:
@@ -215,6 +186,19 @@ class Invariants:
                 f"{machine.peer} takes {new[:8]} of {module}, with {sorted(theirs)} since "
                 f"{ancestor[:8]}, for {before[:8]}, with {sorted(mine)}",
             )
+
+    def _note_gone(self, machine: Body, action: Adopt, old: SimulatedState) -> None:
+        """Note the own steps of a chain given up that are in no part, if liars can be why."""
+        peer, states = machine.peer, self._world.stock.states
+        new, work = states[action.reference.digest], machine.works[action.module]
+        line, makers = states.get(old.reference.digest), math.inf
+        while line is not None and not self._descends(new, line):
+            makers = min(makers, len(self._contributors(line)))
+            line = states.get(line.parent)
+        if makers <= self.liars:
+            kept = (_steps_of(content, peer) for content in (new.content, *work.parts.values()))
+            gone = _steps_of(old.content, peer).difference(*kept)
+            self._gone.setdefault((peer, action.module), set()).update(gone)
 
     # -- while it runs
 
@@ -485,6 +469,8 @@ class Invariants:
                 self.figures.kept_steps += count
                 if count == 1 and not is_missing:
                     continue
+                if count == 0 and step in self._gone.get((machine.peer, module), ()):
+                    continue
                 where = f"step {step} of {machine.peer} in {module} (its stay: {stay})"
                 if count not in (0, 1):
                     self._violated("work", f"{where} counts {count} times")
@@ -499,6 +485,11 @@ class Invariants:
         if any(counts.values()):
             step = next(step for step, count in sorted(counts.items()) if count)
             self._violated("work", f"step {step} of {machine.peer} is in {module}; not its work")
+
+
+def _steps_of(content: Mapping[tuple[str, int], int], peer: str) -> set[int]:
+    """Return the steps of a peer that are in a content."""
+    return {step for begin, end, _ in counts_of(content, peer) for step in range(begin, end)}
 
 
 def _is_in_reach(machine: Body) -> bool:
