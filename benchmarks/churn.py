@@ -2,6 +2,7 @@
 
     python benchmarks/churn.py [--json]
     python benchmarks/churn.py --rounds 10 --peers 4 --no-calm --out DIR --record
+    python benchmarks/churn.py --closed 2
 
 Real `dipaco-peer` processes on loopback train a tiny run of four paths (2x2) by the clock. Every
 peer has a mean life of five rounds; then it gets SIGKILL, or SIGINT (a clean leave), or SIGSTOP,
@@ -16,6 +17,9 @@ it apart as hard as they can; --learning-rate says how fast. While it is constan
 default, the held-out perplexity jumps from round to round; with --decay-steps it falls as in a
 real run. Peers refuse what others made of a module without them when it wrecks their own held-out
 text: `refused` counts how often.
+
+With --closed the last so many peers, and who takes their places, are each behind a router with real
+NAT, in a network namespace, and nobody can call them. Needs root, iproute2 and nftables.
 
 A step takes at least --step-s seconds, most of which the processor waits, as it does for a GPU:
 a few peers can then share a core, and the swarm trains about as fast calm as under churn.
@@ -69,7 +73,8 @@ from parts.common import (
     scratch_folder,
     steady_peer,
 )
-from support.swarm import Event, Member, Swarm
+from parts.home_lines import Homes, can_make_homes, homes
+from support.swarm import BIN, Event, Member, Swarm
 from support.tiny_run import make_tiny_run
 
 DECAY_HELP = "a path's learning rate falls to a tenth over so many of its steps (0: constant)"
@@ -86,6 +91,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=45, help="rounds under churn (45)")
     parser.add_argument("--round-s", type=float, default=8.0, help="seconds of a round (8)")
     parser.add_argument("--peers", type=int, default=8, help="peers at a time (8)")
+    parser.add_argument("--closed", type=int, default=0, help="of these behind routers (0)")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds of a step (0.1)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
     parser.add_argument("--decay-steps", type=int, default=0, help=DECAY_HELP)
@@ -97,6 +103,10 @@ def options() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.record and chosen.out is None:
         parser.error("--record needs --out DIR")
+    if chosen.closed and not can_make_homes():
+        parser.error("--closed needs root, iproute2 and nftables")
+    if not 0 <= chosen.closed < chosen.peers:
+        parser.error(f"--closed {chosen.closed}: fewer than the {chosen.peers} peers")
     if chosen.calm and chosen.no_calm:
         parser.error("give --calm or --no-calm, not both")
     return chosen
@@ -152,11 +162,17 @@ class World:
         extra = []
         if self.chosen.record:
             extra = ["--record", str(self.folder / f"life{len(self.endings)}-{name}.record")]
-        program = steady_peer(self.chosen.step_s)
-        peer = self.swarm.start_peer(self.entry, *extra, name=name, program=program)
+        peer = self._start_peer(slot, name, *extra)
         self.slots[slot] = peer
         self.endings[peer] = "stayed"
         return peer
+
+    def _start_bootstrap(self) -> Member:
+        return self.swarm.start_bootstrap()
+
+    def _start_peer(self, slot: int, name: str, *extra: str) -> Member:
+        program = steady_peer(self.chosen.step_s)
+        return self.swarm.start_peer(self.entry, *extra, name=name, program=program)
 
     def happen(self, fault: Fault) -> None:
         """Do what the schedule says, if the peer still lives; count it."""
@@ -205,7 +221,7 @@ class World:
 
     def begin(self) -> None:
         """Start all peers and wait until they train."""
-        self.entry = self.swarm.start_bootstrap().address(START_S)
+        self.entry = self._start_bootstrap().address(START_S)
         peers = [self.start(slot) for slot in range(self.chosen.peers)]
         self.swarm.wait(peers, "training", timeout_s=START_S)
         self.swarm.wait(peers, "commit", timeout_s=START_S)
@@ -310,12 +326,46 @@ class World:
         return LossSum.total(sums).perplexity or math.inf
 
 
+class HomesWorld(World):
+    """Every slot is a home with an address of its own, the last ones behind routers."""
+
+    def __init__(self, folder: Path, chosen: argparse.Namespace, network: Homes) -> None:
+        super().__init__(folder, chosen)
+        self.network = network
+
+    def _start_bootstrap(self) -> Member:
+        listen = f"/ip4/{self.network.address(0)}/tcp/31337"
+        serve = (str(BIN / "dipaco-bootstrap"), "serve", str(self.run.path))
+        command = [*self.network.prefix(0), *serve, "--host-maddrs", listen]
+        return self.swarm._add("bootstrap", command)
+
+    def _start_peer(self, slot: int, name: str, *extra: str) -> Member:
+        return self.swarm._add(
+            name,
+            [
+                *self.network.prefix(slot + 1), *steady_peer(self.chosen.step_s),
+                "--initial-peers", self.entry, "--threads", "1", "--nice", "0",
+                "--cache-dir", str(self.folder / f"{name}-cache"), *extra,
+            ],
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def make_world(folder: Path, chosen: argparse.Namespace) -> Iterator[World]:
+    """Give a world on loopback, or one of homes."""
+    if not chosen.closed:
+        yield World(folder, chosen)
+        return
+    routers = [0] * (1 + chosen.peers - chosen.closed) + [1] * chosen.closed
+    with homes(*routers) as network:
+        yield HomesWorld(folder, chosen, network)
+
+
 def run_world(
     folder: Path, chosen: argparse.Namespace, faults: Sequence[Fault], tokens: int = 0
 ) -> tuple[Counts, dict[str, Any]]:
     """Let a swarm live through the faults, or until it has trained so many tokens."""
-    world = World(folder, chosen)
-    with world.swarm:
+    with make_world(folder, chosen) as world, world.swarm:
         world.begin()
         if tokens:
             world.train_until(tokens)
@@ -362,7 +412,8 @@ def main() -> int:
         name = "calm" if chosen.calm else "churn"
         counts, found = run_world(folder / name, chosen, faults)
         report.figures = {"rounds": chosen.rounds, "round_s": chosen.round_s}
-        report.figures |= {"peers": chosen.peers, "seed": chosen.seed, name: found}
+        report.figures |= {"peers": chosen.peers, "closed": chosen.closed, "seed": chosen.seed}
+        report.figures[name] = found
         beside = found if chosen.calm else {}
         if not chosen.calm and not chosen.no_calm:
             _, beside = run_world(folder / "calm", chosen, [], counts.final_tokens)

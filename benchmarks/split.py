@@ -46,7 +46,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if not can_split():
         parser.error("network namespaces need root and iproute2")
-    chosen.peers, chosen.record = LARGE_SIDE + SMALL_SIDE, False
+    chosen.peers, chosen.closed, chosen.record = LARGE_SIDE + SMALL_SIDE, 0, False
     with scratch_folder() as scratch:
         folder = chosen.out or scratch
         with split_network() as network:
