@@ -27,7 +27,11 @@ from support.host_process import (
 
 pytestmark = pytest.mark.swarm
 
+# Thirteen parts: each of four peers reduces three or four.
 SIZE = 400_000
+# What a reducer of four parts decodes of its own and of two others' contributions, and one more:
+# the third has heard of the group then. Whoever has not knows nobody whom it could name.
+PARTS_OF_ALL = 13
 # In a first attempt all come in the seconds before it closes; in a later one at any time. The limit
 # only matters if somebody does not.
 LIMIT_S = 60.0
@@ -102,7 +106,7 @@ def test_all_peers_hold_the_digest_of_the_reference(hosts: list[Host], codec: st
 
 def test_death_in_the_middle_of_a_reduce_changes_nothing(hosts: list[Host]) -> None:
     start(hosts, 3)
-    victim = Host(3, hosts[0].addresses, "--die-after-parts=6")
+    victim = Host(3, hosts[0].addresses, f"--die-after-parts={PARTS_OF_ALL}")
     close_s = time.time() + LIMIT_S
     tell([*hosts, victim], [victim, *hosts], round=0, attempt=1, close_s=close_s)
     victim.process.wait(LIMIT_S)
