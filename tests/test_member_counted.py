@@ -9,7 +9,7 @@ from dipaco.peer.member import events as e
 from dipaco.peer.member.outer import AGAIN_AFTER_S
 from support.family import genesis
 from support.lone_member import ME, LoneMember, claim, of, small_plan
-from support.outer_rounds import MODULE, answers, fail
+from support.outer_rounds import LAST, MODULE, answers, fail
 
 
 def counted(*peers: str, steps: int = 4, round_index: int = 0) -> LoneMember:
@@ -174,3 +174,44 @@ def test_what_is_waited_for_is_said() -> None:
     (wait,) = of(a.Wait, peer.happen(e.Turn(0.0, {"L0": 2})))
     assert wait.what == "the outer step of L0: have 2 of 3 peers"
     assert wait.limit_s > 0
+
+
+def round_of_all(peer: LoneMember, round_index: int, present: list[str]) -> frozenset[str]:
+    """Have a member take both outer steps of a round; return whom the first waited for."""
+    others = ("Pa", "Pc", "Pd")
+    peer.claims = [claim(other, round=round_index) for other in others]
+    peer.look()
+    waited_for = []
+    for module in (MODULE, LAST):
+        peer.turn()
+        meeting = peer.of(a.Average)[-1]
+        assert (meeting.module, meeting.round_index) == (module, round_index)
+        waited_for.append(meeting.awaited or frozenset())
+        peer.averaged(module, present)
+        peer.stepped(module, present, round_index)
+        peer.turn()
+        for _ in range(2):
+            peer.happen(e.Stepped(10))
+    return waited_for[0]
+
+
+def test_who_does_not_come_in_two_rounds_is_waited_for_again_after_some() -> None:
+    """A claim that nobody stands behind would make every round last to its limit."""
+    peer = counted("Pa", "Pc", "Pd")
+    present = ["Pa", ME, "Pc"]
+    waited = [n for n in range(20) if "Pd" in round_of_all(peer, n, present)]
+    assert waited == [0, 1, 6, 15]
+    # It came, without being waited for.
+    round_of_all(peer, 20, [*present, "Pd"])
+    assert all("Pd" in round_of_all(peer, n, present) for n in (21, 22))
+
+
+def test_who_would_be_left_alone_waits_for_those_who_did_not_come() -> None:
+    peer = counted("Pa", "Pc", "Pd")
+    for round_index in range(2):
+        round_of_all(peer, round_index, [ME, "Pd"])
+    assert round_of_all(peer, 2, [ME, "Pd"]) == {ME, "Pd"}
+    peer.claims = [claim("Pa", round=3)]
+    peer.look()
+    peer.turn()
+    assert peer.of(a.Average)[-1].awaited == {"Pa", ME}

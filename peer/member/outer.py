@@ -55,7 +55,7 @@ from .gathering import (
 )
 from .knowledge import Knowledge
 from .quorum import PATIENCE_ROUNDS, is_majority
-from .round_under_way import CatchingUp, Culprits, Phase, RoundUnderWay
+from .round_under_way import Absentees, CatchingUp, Culprits, Phase, RoundUnderWay
 from .rounds import Boundary, RoundPosition
 
 # With fixed steps: after this an attempt in which no group formed begins anew.
@@ -80,6 +80,7 @@ class OuterRounds:
     _in_vain: Counter[str] = field(default_factory=Counter)
     _stood_on: dict[str, str] = field(default_factory=dict)
     _culprits: Culprits = field(default_factory=Culprits)
+    _absentees: Absentees = field(default_factory=Absentees)
     _catching_up: CatchingUp = field(default_factory=CatchingUp)
 
     @property
@@ -239,13 +240,14 @@ class OuterRounds:
         """Return whom a meeting with fixed steps waits for; None for nobody any more."""
         if self.is_leaving:
             return None
-        return awaited(
-            self.known,
-            running.module,
-            running.boundary.round_index,
-            excluded=running.culprits,
-            alive=running.alive,
-        )
+        known, module, round_index = self.known, running.module, running.boundary.round_index
+        absent = self._absentees.unawaited(module, round_index)
+        # Whoever is left alone by this waits for those all the same.
+        for excluded in dict.fromkeys((running.culprits | absent, running.culprits)):
+            found = awaited(known, module, round_index, excluded=excluded, alive=running.alive)
+            if found is not None:
+                return found
+        return None
 
     def _average(
         self, running: RoundUnderWay, possible: frozenset[str], close_s: float, end_s: float
@@ -283,6 +285,8 @@ class OuterRounds:
         self._culprits.blame(event.culprits, running.boundary.round_index)
         group = frozenset(row.peer for row in event.table)
         self.known.meet(group)
+        round_index = running.boundary.round_index
+        self._absentees.note(running.module, round_index, running.awaited or (), group)
         counting = self._counting(running)
         running.expected = len(counting | group)
         if not is_majority(group, counting):

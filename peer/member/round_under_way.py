@@ -14,6 +14,9 @@ from .rounds import Boundary, RoundPosition
 
 # Who made so many rounds fail lately is not admitted by a peer that leads, for so many rounds.
 GREATEST_FAILURES, EXCLUDED_ROUNDS = 2, 4
+# Who was waited for in vain so often in a row is not waited for, for twice as many rounds each
+# time and so many at most.
+GREATEST_ABSENCES, GREATEST_UNAWAITED_ROUNDS = 2, 64
 REMEMBERED = 256
 
 
@@ -120,3 +123,43 @@ class Culprits:
             if is_recent and record.failures >= GREATEST_FAILURES:
                 found.add(peer)
         return tuple(sorted(found))
+
+
+@dataclass
+class _Absence:
+    times: int = 0
+    last_round: int = -1
+
+
+class Absentees:
+    """With fixed steps: who claims to train a module and does not come to its groups, over rounds.
+
+    A claim that nobody stands behind, or somebody whom no group admits, would hold up every round
+    to its limit. Whoever comes is waited for as all are.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], _Absence] = {}
+
+    def note(
+        self, module: str, round_index: int, awaited: Collection[str], group: Collection[str]
+    ) -> None:
+        """Note who was in the group of a round, of those who were waited for."""
+        for peer in group:
+            self._records.pop((module, peer), None)
+        for peer in sorted(set(awaited) - set(group)):
+            record = self._records.setdefault((module, peer), _Absence())
+            record.times += record.last_round != round_index
+            record.last_round = round_index
+        while len(self._records) > REMEMBERED:
+            del self._records[next(iter(self._records))]
+
+    def unawaited(self, module: str, round_index: int) -> frozenset[str]:
+        """Return who is not waited for at a module in a round."""
+        return frozenset(
+            peer
+            for (of_module, peer), record in self._records.items()
+            if of_module == module
+            and record.times >= GREATEST_ABSENCES
+            and round_index - record.last_round <= min(2**record.times, GREATEST_UNAWAITED_ROUNDS)
+        )
