@@ -334,7 +334,7 @@ class Errands:
                 logger.debug("%s does not answer: %s", peer, error)
 
         _all_at_once(ask, action.peers)
-        self._report(e.Answered(action.module, dict(sorted(held.items()))))
+        self._report(e.Answered(action.module, action.round_index, dict(sorted(held.items()))))
 
     def _call(self, action: a.Call) -> None:
         answered: list[str] = []
@@ -396,7 +396,7 @@ def _failure(action: a.Action, reason: str) -> e.Event | None:
         case a.FetchChain(reference=state):
             return e.ChainFetched(state, ())
         case a.Ask():
-            return e.Answered(action.module, {})
+            return e.Answered(action.module, action.round_index, {})
         case a.Call():
             return e.CallAnswered(action.peers, ())
         case a.Offer(reference=state):

@@ -83,7 +83,7 @@ class OuterSteps:
         self._executor = ThreadPoolExecutor(len(grid.level_names) + 1, thread_name_prefix="outer")
         self._stopping = threading.Event()
         self._awaited: dict[str, frozenset[str] | None] = {}
-        self._outcomes: dict[str, AveragingOutcome] = {}
+        self._outcomes: dict[tuple[str, int], AveragingOutcome] = {}
         self._steps: dict[str, Step] = {}
         self._began: dict[str, tuple[float, float]] = {}
 
@@ -112,7 +112,11 @@ class OuterSteps:
         except DipacoError as error:
             # What the others make of it without this peer is not known.
             return e.AverageFailed(
-                action.module, action.attempt, str(error), members=action.candidates
+                action.module,
+                action.round_index,
+                action.attempt,
+                str(error),
+                members=action.candidates,
             )
         self._awaited[action.module] = action.awaited
         self._executor.submit(self._average, action, snapshot, averager)
@@ -123,7 +127,7 @@ class OuterSteps:
         self._awaited[action.module] = action.peers
 
     def _average(self, action: a.Average, snapshot: Snapshot, averager: ExactAverager) -> None:
-        module, attempt = action.module, action.attempt
+        module, round_index, attempt = action.module, action.round_index, action.attempt
         try:
             outcome = self._meet(action, snapshot, averager)
         except AveragingFailed as failure:
@@ -131,6 +135,7 @@ class OuterSteps:
             self._report(
                 e.AverageFailed(
                     module,
+                    round_index,
                     attempt,
                     str(failure),
                     tuple(failure.culprits),
@@ -144,14 +149,15 @@ class OuterSteps:
             self._report(
                 e.AverageFailed(
                     module,
+                    round_index,
                     attempt,
                     f"{type(error).__name__}: {error}",
                     members=action.candidates,
                 )
             )
         else:
-            self._outcomes[module] = outcome
-            self._report(e.Averaged(module, attempt, outcome.table, outcome.culprits))
+            self._outcomes[module, round_index] = outcome
+            self._report(e.Averaged(module, round_index, attempt, outcome.table, outcome.culprits))
 
     def _meet(
         self, action: a.Average, snapshot: Snapshot, averager: ExactAverager
@@ -180,7 +186,12 @@ class OuterSteps:
 
     def take_step(self, action: a.TakeOuterStep, snapshot: Snapshot) -> None:
         """Begin to compute the state after an outer step."""
-        outcome = None if action.alone else self._outcomes.pop(action.module)
+        outcome = None
+        if not action.alone:
+            outcome = self._outcomes.pop((action.module, action.round_index))
+        # What rounds that were given up came to is needed by nobody.
+        for place in [place for place in self._outcomes if place[0] == action.module]:
+            del self._outcomes[place]
         self._executor.submit(self._step, action, snapshot, outcome)
 
     def _step(
@@ -199,11 +210,12 @@ class OuterSteps:
             )
             certificate = self._sign(state.reference, snapshot.anchor.digest, outcome.table)
         except IntegrityError as error:
-            self._report(e.OuterStepFailed(module, str(error)))
+            self._report(e.OuterStepFailed(module, action.round_index, str(error)))
             return
         except Exception as error:
             logger.debug("outer step of %s failed", module, exc_info=True)
-            self._report(e.OuterStepFailed(module, f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            self._report(e.OuterStepFailed(module, action.round_index, reason))
             return
         begin_s, started = self._began[module]
         self._steps[state.digest] = Step(

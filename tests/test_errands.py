@@ -226,10 +226,10 @@ def test_who_answers_is_there_also_with_another_protocol(rig: Rig) -> None:
 def test_what_others_hold_is_what_those_say_that_answer(rig: Rig) -> None:
     state = held_state(MODULE)
     rig.others.held = {"B": [state], "A": [None]}
-    assert rig.outcome(a.Ask(MODULE, ("A", "B", "C"))) == e.Answered(
-        MODULE, {"A": None, "B": state}
+    assert rig.outcome(a.Ask(MODULE, 3, ("A", "B", "C"))) == e.Answered(
+        MODULE, 3, {"A": None, "B": state}
     )
-    assert rig.outcome(a.Ask(MODULE, ())) == e.Answered(MODULE, {})
+    assert rig.outcome(a.Ask(MODULE, 4, ())) == e.Answered(MODULE, 4, {})
 
 
 # -- states
@@ -438,7 +438,7 @@ def everything() -> Sequence[a.Action]:
         fetch(state, "begin"),
         fetch(state, "keep"),
         a.FetchChain(state, ("A",)),
-        a.Ask(MODULE, ("A", "B")),
+        a.Ask(MODULE, 3, ("A", "B")),
         a.Call(("A", "B")),
         offer(),
     )

@@ -171,11 +171,9 @@ def test_it_waits_while_its_level_averages() -> None:
     peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
     assert of(a.Average, peer.turn()) != []
     assert of(a.CheckState, peer.bring(state)) == []
-    peer.happen(e.AverageFailed(MODULE, 0, "it broke"))
-    peer.happen(e.Answered(MODULE, {}))
-    for attempt in (1,):
-        peer.happen(e.AverageFailed(MODULE, attempt, "it broke"))
-        peer.happen(e.Answered(MODULE, {}))
+    for attempt in (0, 1):
+        peer.average_failed(MODULE, attempt)
+        peer.answered(MODULE, {})
     actions = peer.turn()
     for check in of(a.CheckState, actions):
         actions += peer.happen(e.Checked(check.module, check.digest, 1.0, 1.0))
@@ -434,14 +432,14 @@ def missed(peer: Peer, *group: str) -> StateReference:
     """Let a meeting break here after the group had formed, and go well elsewhere."""
     peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
     peer.turn()
-    peer.happen(e.AverageFailed(MODULE, 0, "it broke", (), group))
+    peer.average_failed(MODULE, members=group)
     return peer.family.commit(peer.anchor, 3, group)
 
 
 def test_own_work_that_the_group_merged_is_merged_by_name() -> None:
     peer = Peer("Pa", "Pc")
     state = missed(peer, "Pa", ME, "Pc")
-    peer.happen(e.Answered(MODULE, {"Pa": state}))
+    peer.answered(MODULE, {"Pa": state})
     peer.happen(e.ChainFetched(state, peer.family.chain(state)))
     actions = peer.bring(state)
     assert [(adopted.on_top, adopted.is_merged) for adopted in of(a.Adopt, actions)] == [((), True)]
@@ -451,7 +449,7 @@ def test_own_work_that_the_group_left_out_stays_on_top() -> None:
     peer = Peer("Pa", "Pc")
     missed(peer, "Pa", ME, "Pc")
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
-    peer.happen(e.Answered(MODULE, {"Pa": state}))
+    peer.answered(MODULE, {"Pa": state})
     peer.happen(e.ChainFetched(state, peer.family.chain(state)))
     actions = peer.bring(state)
     found = [(adopted.on_top, adopted.is_merged) for adopted in of(a.Adopt, actions)]

@@ -87,7 +87,7 @@ def test_who_is_overtaken_takes_the_others_state() -> None:
     peer.held = {"Pa": [state], "Pc": [state]}
     peer.look()
     assert of(a.Average, actions := peer.turn()) == []
-    assert of(a.Ask, actions) == [a.Ask(MODULE, ("Pa", "Pc"))]
+    assert of(a.Ask, actions) == [a.Ask(MODULE, 0, ("Pa", "Pc"))]
     answers(peer, Pa=state, Pc=state)
     assert [wanted.reference for wanted in peer.of(a.FetchChain)][-1] == state
     peer.happen(e.ChainFetched(state, peer.family.chain(state)))
@@ -128,7 +128,7 @@ def test_a_chain_that_shows_itself_as_weaker_ends_no_round_in_vain() -> None:
     """Rounds without a commit would follow each other in no time, and then a commit alone."""
     peer, alone = after_a_fork()
     assert of(a.Average, actions := peer.turn()) == []
-    assert of(a.Ask, actions) == [a.Ask(MODULE, ("Pa", "Pc"))]
+    assert of(a.Ask, actions) == [a.Ask(MODULE, 3, ("Pa", "Pc"))]
     answers(peer, "Pa", Pc=alone)
     peer.happen(e.ChainFetched(alone, peer.family.chain(alone)))
     assert peer.of(a.CarryOn) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dipaco.dht.policy import rendezvous
+from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
@@ -207,7 +208,7 @@ def test_survivors_meet_again_under_another_attempt_without_the_culprits() -> No
     peer = group("Pa", "Pc", "Pd")
     peer.at(boundary_s(3))
     actions = fail(peer, 0, (ME, "Pa", "Pc", "Pd"), ("Pd",))
-    assert of(a.Ask, actions) == [a.Ask(MODULE, ("Pa", "Pc", "Pd"))]
+    assert of(a.Ask, actions) == [a.Ask(MODULE, 3, ("Pa", "Pc", "Pd"))]
     (again,) = of(a.Average, answers(peer, "Pa", "Pc"))
     assert (again.attempt, again.excluded) == (1, ("Pd",))
     peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)
@@ -387,7 +388,7 @@ def test_an_average_that_no_state_can_be_made_of_changes_nothing() -> None:
     before = peer.member.anchors
     peer.at(boundary_s(3))
     peer.averaged(MODULE, ["Pa", ME])
-    actions = peer.happen(e.OuterStepFailed(MODULE, "not finite"))
+    actions = peer.happen(e.OuterStepFailed(MODULE, 3, "not finite"))
     assert [c.reason for c in of(a.CarryOn, actions)] == ["not finite"]
     assert peer.member.anchors == before
 
@@ -429,6 +430,24 @@ def test_a_leaving_peer_asks_nobody() -> None:
     peer.now_s += MERGE_BUDGET_S
     peer.turn()
     assert of(a.Ask, fail(peer)) == []
+
+
+def test_what_a_round_came_to_that_was_given_up_is_no_answer_to_another() -> None:
+    """A clock that was ahead is put back: the meeting of a round far ahead ends later."""
+    peer = group("Pa")
+    peer.at(boundary_s(53) - 1.0)
+    (ahead,) = of(a.Average, peer.at(boundary_s(53)))
+    carried_on = of(a.CarryOn, peer.at(boundary_s(3) - 1.0))
+    assert [carry_on.reason for carry_on in carried_on] == ["the clock was put back"]
+    (meeting,) = of(a.Average, peer.at(boundary_s(3)))
+    table = (Contribution(0, "Pa", 10), Contribution(0, ME, 10))
+    assert peer.happen(e.AverageFailed(MODULE, 53, 0, "nobody came")) == []
+    assert peer.happen(e.Averaged(MODULE, 53, 0, table)) == []
+    assert peer.happen(e.OuterStepFailed(MODULE, 53, "not finite")) == []
+    assert (ahead.round_index, meeting.round_index) == (53, 3)
+    assert len(of(a.Ask, fail(peer))) == 1
+    assert peer.happen(e.Answered(MODULE, 53, {"Pa": None})) == []
+    assert [m.attempt for m in of(a.Average, answers(peer, "Pa"))] == [1]
 
 
 # -- culprits

@@ -294,6 +294,6 @@ def test_answers_that_come_in_a_pause_change_nothing() -> None:
     peer.happen(e.PauseWanted("its owner plays"))
     peer.now_s += MERGE_BUDGET_S + 1.0
     assert len(of(a.Pause, peer.turn())) == 1
-    assert peer.happen(e.AverageFailed(MODULE, 0, "nobody came")) == []
+    assert peer.average_failed(MODULE) == []
     peer.averaged(MODULE, ["Pa", ME])
     assert peer.of(a.Commit) == []

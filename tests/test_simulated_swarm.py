@@ -84,6 +84,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("latency", 61660, None, None),  # Rounds never ended for steps of half a round.
     ("latency", 100010, None, None),  # Two too slow to take a copy were asked in turn.
     ("suspend", 100716, None, None),  # The chain of who slept had won, and nobody trained then.
+    ("mixed", 111393, None, None),  # A meeting of a round that was given up ended in the next one.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

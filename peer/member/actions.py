@@ -182,6 +182,7 @@ class Ask:
     """Ask peers what they hold of a module. Answered by `Answered` within seconds."""
 
     module: str
+    round_index: int
     peers: tuple[str, ...]
     kind: Literal["ask"] = "ask"
 

@@ -157,6 +157,7 @@ class Averaged:
     """Answers `Average`: the group holds one average of its contributions."""
 
     module: str
+    round_index: int
     attempt: int
     table: tuple[Contribution, ...]
     """The canonical rows of the group."""
@@ -170,6 +171,7 @@ class AverageFailed:
     """Answers `Average`: nothing was averaged here; it may have been elsewhere."""
 
     module: str
+    round_index: int
     attempt: int
     reason: str
     culprits: tuple[str, ...] = ()
@@ -184,6 +186,7 @@ class Answered:
     """Answers `Ask`: who answered, and what they hold of the module."""
 
     module: str
+    round_index: int
     holdings: Mapping[str, StateReference | None]
     """What each peer that answered holds; None for nothing."""
     kind: Literal["answered"] = "answered"
@@ -214,6 +217,7 @@ class OuterStepFailed:
     """Answers `TakeOuterStep`: the average is not one that a state can be made of."""
 
     module: str
+    round_index: int
     reason: str
     kind: Literal["outer_step_failed"] = "outer_step_failed"
 

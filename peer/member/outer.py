@@ -173,8 +173,8 @@ class OuterRounds:
 
     def on_snapshot(self, event: SnapshotTaken) -> None:
         """The copy is there: average it, unless it is not fit for that."""
-        running = self._of(event.module, Phase.COPYING)
-        if running is None or running.boundary.round_index != event.round_index:
+        running = self._of(event.module, event.round_index, Phase.COPYING)
+        if running is None:
             return
         ledger, anchor = self.adoption.ledgers[event.module], self.known.anchors[event.module]
         stood_on = rounds_stood_on(self.known, event.module)
@@ -279,7 +279,7 @@ class OuterRounds:
 
     def on_averaged(self, event: Averaged) -> None:
         """The group holds an average: step, if the group may."""
-        running = self._of(event.module, Phase.MEETING)
+        running = self._of(event.module, event.round_index, Phase.MEETING)
         if running is None or event.attempt != running.attempt:
             return
         self._culprits.blame(event.culprits, running.boundary.round_index)
@@ -299,7 +299,7 @@ class OuterRounds:
 
     def on_average_failed(self, event: AverageFailed) -> None:
         """Nothing was averaged here; ask the others whether it was there."""
-        running = self._of(event.module, Phase.MEETING)
+        running = self._of(event.module, event.round_index, Phase.MEETING)
         if running is None or event.attempt != running.attempt:
             return
         known = self.known
@@ -317,7 +317,8 @@ class OuterRounds:
 
     def _ask(self, running: RoundUnderWay, peers: frozenset[str]) -> None:
         running.phase, running.asked = Phase.ASKING, peers - {self.known.me}
-        self.known.do(Ask(running.module, tuple(sorted(running.asked))))
+        asked = tuple(sorted(running.asked))
+        self.known.do(Ask(running.module, running.boundary.round_index, asked))
 
     def _may_meet_again(self, running: RoundUnderWay) -> bool:
         still_s = running.close_s - self.known.now_s
@@ -330,7 +331,7 @@ class OuterRounds:
             if state is not None and state.version > 0:
                 known.hear(state, peer)
         known.meet(event.holdings)
-        running = self._of(event.module, Phase.ASKING)
+        running = self._of(event.module, event.round_index, Phase.ASKING)
         if running is None:
             return
         silent = running.asked - event.holdings.keys()
@@ -348,9 +349,10 @@ class OuterRounds:
 
     def on_chain(self, module: str) -> None:
         """Certificates of a module came, or there are none."""
-        running = self._of(module, Phase.TRACING)
-        if running is not None and not self.chains.is_wanted(module):
-            self._after_answers(running)
+        traced = [r for r in self._running.values() if r.phase is Phase.TRACING]
+        for running in traced:
+            if running.module == module and not self.chains.is_wanted(module):
+                self._after_answers(running)
 
     def _after_answers(self, running: RoundUnderWay) -> None:
         """Take what the others committed, or try again with those that are alive."""
@@ -427,12 +429,13 @@ class OuterRounds:
 
     def on_stepped(self, event: OuterStepped) -> None:
         """Commit."""
-        running = self._of(event.module, Phase.STEPPING)
+        round_index = event.certificate.statement.round_index
+        running = self._of(event.module, round_index, Phase.STEPPING)
         if running is None:
             return
         known, module, state = self.known, event.module, event.reference
         known.take_certificates((event.certificate,))
-        ledger, round_index = self.adoption.ledgers[module], running.boundary.round_index
+        ledger = self.adoption.ledgers[module]
         earlier = [part for part in ledger.parts if part < round_index]
         ledger.committed(
             round_index,
@@ -451,14 +454,16 @@ class OuterRounds:
 
     def on_step_failed(self, event: OuterStepFailed) -> None:
         """The average was no good: nothing changes."""
-        running = self._of(event.module, Phase.STEPPING)
+        running = self._of(event.module, event.round_index, Phase.STEPPING)
         if running is not None:
             self._end(running, event.reason)
 
-    def _of(self, module: str, phase: Phase) -> RoundUnderWay | None:
-        """Return the round of a module if it is in a phase: late answers are nobody's."""
-        running = next((r for r in self._running.values() if r.module == module), None)
-        return running if running is not None and running.phase is phase else None
+    def _of(self, module: str, round_index: int, phase: Phase) -> RoundUnderWay | None:
+        """Return the round that an answer names, if it is in a phase: late ones are nobody's."""
+        for running in self._running.values():
+            if (running.module, running.boundary.round_index) == (module, round_index):
+                return running if running.phase is phase else None
+        return None
 
     # -- without a commit
 

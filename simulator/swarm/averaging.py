@@ -35,7 +35,7 @@ WRONG = "averaged wrongly"
 # The numbers of a machine's calls, for each meeting.
 NUMBERS = 10_000
 
-OnAveraged = Callable[[str, tuple[Contribution, ...], dict[str, Content]], None]
+OnAveraged = Callable[[Average, tuple[Contribution, ...], dict[str, Content]], None]
 
 
 class _Average:
@@ -258,13 +258,14 @@ class Averaging:
                 return
             if shifts is None:
                 if reason.endswith(WRONG):
-                    self._world.watch.found_out(machine, average.action.anchor, table)
+                    self._world.watch.found_out(machine, action.anchor, table)
                 self._fail(average, reason, culprits)
                 return
             self._close(average)
-            module, attempt = average.action.module, average.action.attempt
-            self._on_averaged(module, table, shifts)
-            machine.deliver(events.Averaged(module, attempt, table))
+            self._on_averaged(action, table, shifts)
+            machine.deliver(
+                events.Averaged(action.module, action.round_index, action.attempt, table)
+            )
 
         reduces[place].come(machine, average.snapshot.shift, done)
 
@@ -286,9 +287,11 @@ class Averaging:
         if average.is_over:
             return
         self._close(average)
-        module, attempt = average.action.module, average.action.attempt
+        action, members = average.action, average.group
         self._machine.deliver(
-            events.AverageFailed(module, attempt, reason, culprits, average.group)
+            events.AverageFailed(
+                action.module, action.round_index, action.attempt, reason, culprits, members
+            )
         )
 
     def _close(self, average: _Average) -> None:

@@ -42,7 +42,9 @@ class Carrying:
         self.signing = Signing(machine)
         self._unheard: set[str] = set()
         """Digests of offers that the member has not been told of yet."""
-        self._averages: dict[str, tuple[tuple[Contribution, ...], dict[str, Content]]] = {}
+        self._averages: dict[
+            tuple[str, int], tuple[tuple[Contribution, ...], dict[str, Content]]
+        ] = {}
         self._computed: dict[str, SimulatedState] = {}
         self._offers: dict[str, list[Reply]] = {}
         self._methods: dict[type, Callable[[Any], None]] = {
@@ -115,7 +117,8 @@ class Carrying:
         found: dict[str, StateReference | None] = {}
 
         def finish() -> None:
-            self._machine.deliver(events.Answered(action.module, dict(sorted(found.items()))))
+            held = dict(sorted(found.items()))
+            self._machine.deliver(events.Answered(action.module, action.round_index, held))
 
         def heard(peer: str, answer: Any) -> None:
             if answer is not None:
@@ -240,17 +243,20 @@ class Carrying:
             self._wrong(f"drops a part of {action.module}, but {error} is not remembered")
 
     def _averaged(
-        self, module: str, table: tuple[Contribution, ...], shifts: dict[str, Content]
+        self,
+        action: actions.Average,
+        table: tuple[Contribution, ...],
+        shifts: dict[str, Content],
     ) -> None:
         """A reduce has ended here with an average."""
-        self._averages[module] = (table, shifts)
+        self._averages[action.module, action.round_index] = (table, shifts)
 
     def _take_outer_step(self, action: actions.TakeOuterStep) -> None:
-        module = action.module
+        module, round_index = action.module, action.round_index
         work = self._work(module)
-        snapshot = work.snapshots.get(action.round_index) if work is not None else None
+        snapshot = work.snapshots.get(round_index) if work is not None else None
         if snapshot is None:
-            self._wrong(f"steps {module} of round {action.round_index} without a snapshot")
+            self._wrong(f"steps {module} of round {round_index} without a snapshot")
             return
         delay_s = self._between(0.05, 0.4)
         if action.alone:
@@ -260,12 +266,13 @@ class Carrying:
             usual = Usual.of(anchor.progress, anchor.reference.version)
             table = bounded_table([Contribution(path, me, max(1, snapshot.tokens))], usual)
             shifts = {me: snapshot.shift}
-        elif module in self._averages:
-            table, shifts = self._averages.pop(module)
+        elif (module, round_index) in self._averages:
+            table, shifts = self._averages.pop((module, round_index))
         else:
-            self._answer(delay_s, events.OuterStepFailed(module, "there is no average"))
+            failed = events.OuterStepFailed(module, round_index, "there is no average")
+            self._answer(delay_s, failed)
             return
-        state = self._world.stock.step(snapshot.anchor, table, shifts, action.round_index)
+        state = self._world.stock.step(snapshot.anchor, table, shifts, round_index)
         self._computed[module] = state
         self._machine.later(delay_s, self._outer_stepped, state)
 

@@ -95,7 +95,7 @@ class CalmPeer:
                 ].append((self, action))
             case a.Ask():
                 asked = {p: world.peers[p].held.get(action.module) for p in action.peers}
-                return e.Answered(action.module, asked)
+                return e.Answered(action.module, action.round_index, asked)
             case a.Call():
                 return e.CallAnswered(action.peers, action.peers)
             case a.CheckState():
@@ -246,7 +246,7 @@ class CalmWorld:
             )
             for peer, _ in members:
                 if len(members) == 1:
-                    peer.happen(e.AverageFailed(module, attempt, "no other peer came"))
+                    peer.happen(e.AverageFailed(module, round_index, attempt, "no other peer came"))
                 else:
                     peer.tables[module] = table
-                    peer.happen(e.Averaged(module, attempt, table))
+                    peer.happen(e.Averaged(module, round_index, attempt, table))

@@ -156,6 +156,8 @@ class LoneMember:
         self.tokens = STEP_TOKENS
         self.is_finite = True
         self.silent: set[str] = set()
+        self.asked_in: dict[str, int] = {}
+        """The round of each module whose average, or what others hold, was wanted last."""
         self.worse: dict[str, float] = {}
         """By the digest of a genesis state: the loss of what a path began from beside it."""
         self.done: list[a.Action] = []
@@ -229,7 +231,26 @@ class LoneMember:
     def averaged(self, module: str, peers: Iterable[str], attempt: int = 0) -> list[a.Action]:
         """Let a meeting of `peers` succeed."""
         table = tuple(Contribution(0, peer, self.tokens) for peer in sorted(peers))
-        return self.happen(e.Averaged(module, attempt, table))
+        return self.happen(e.Averaged(module, self.asked_in[module], attempt, table))
+
+    def average_failed(
+        self,
+        module: str,
+        attempt: int = 0,
+        members: tuple[str, ...] = (),
+        culprits: tuple[str, ...] = (),
+    ) -> list[a.Action]:
+        """Let a meeting fail."""
+        round_index = self.asked_in[module]
+        return self.happen(
+            e.AverageFailed(module, round_index, attempt, "it broke", culprits, members)
+        )
+
+    def answered(
+        self, module: str, holdings: Mapping[str, StateReference | None]
+    ) -> list[a.Action]:
+        """Let those that were asked say what they hold."""
+        return self.happen(e.Answered(module, self.asked_in[module], holdings))
 
     def stepped(self, module: str, peers: Iterable[str], round_index: int) -> StateReference:
         """Let the outer step succeed; returns the new state."""
@@ -259,6 +280,8 @@ class LoneMember:
             case a.Call():
                 answered = tuple(peer for peer in action.peers if peer not in self.silent)
                 return e.CallAnswered(action.peers, answered)
+            case a.Average() | a.Ask():
+                self.asked_in[action.module] = action.round_index
             case a.TakeSnapshot():
                 return e.SnapshotTaken(
                     action.module, action.round_index, self.tokens, self.is_finite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
-from dipaco.peer.member import events as e
 
 from .family import Family, genesis
 from .lone_member import ME, LoneMember, claim
@@ -46,9 +45,9 @@ def fail(
     members: tuple[str, ...] = (),
     culprits: tuple[str, ...] = (),
 ) -> list[a.Action]:
-    return peer.happen(e.AverageFailed(MODULE, attempt, "it broke", culprits, members))
+    return peer.average_failed(MODULE, attempt, members, culprits)
 
 
 def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Action]:
     found: dict[str, StateReference | None] = dict.fromkeys(alive)
-    return peer.happen(e.Answered(MODULE, {**found, **held}))
+    return peer.answered(MODULE, {**found, **held})
