@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from dipaco.peer.member.calls import Absent, Awaiting, Confirm, Join, Leave, Refused
+from dipaco.peer.member.gathering import meeting_times
 from dipaco.peer.member.meeting import Meeting
 from dipaco.peer.member.reception import GREATEST_GROUP, GREATEST_HELD, Reception
 from support.meeting_net import Faults, MeetingNet
@@ -36,6 +37,9 @@ def by_the_clock(
     excluded: Sequence[str] = (),
 ) -> None:
     close_s = start_s + WINDOW_S
+    end_s = close_s + 10.0
+    begin_s, give_up_s = meeting_times(close_s, end_s, 0, WINDOW_S, is_awaited=False)
+    assert begin_s == start_s
     net.add(
         name,
         comes_s,
@@ -48,7 +52,7 @@ def by_the_clock(
             window_s=WINDOW_S,
             start_s=start_s,
             close_s=close_s,
-            give_up_s=close_s + 0.5 * WINDOW_S + 0.5,
+            give_up_s=give_up_s,
             undialable=undialable,
             excluded=excluded,
         ),
@@ -64,7 +68,10 @@ def at_any_time(
     close_s: float = 60.0,
     awaited: frozenset[str] | None = None,
     undialable: Sequence[str] = (),
+    end_s: float | None = None,
 ) -> None:
+    end_s = close_s + 10.0 if end_s is None else end_s
+    _, give_up_s = meeting_times(close_s, end_s, 0, WINDOW_S, is_awaited=True)
     net.add(
         name,
         comes_s,
@@ -76,7 +83,7 @@ def at_any_time(
             now_s=now_s,
             window_s=WINDOW_S,
             close_s=close_s,
-            give_up_s=close_s + 10.0,
+            give_up_s=give_up_s,
             awaited=awaited,
             undialable=undialable,
         ),
@@ -273,6 +280,17 @@ def test_awaited_peers_come_one_after_the_other() -> None:
             at_any_time(net, name, everybody, comes_s=comes[name], awaited=awaited)
         net.run()
         assert together_at(net) < max(comes.values()) + 2.5, f"seed {seed}"
+
+
+def test_a_leader_whose_limit_is_later_is_waited_for() -> None:
+    """With fixed steps limits begin when a peer enters its round, and somebody does not come."""
+    net, everybody = MeetingNet(1, Faults(latency_s=(0.0, 0.2))), ["a", "b", "c", "never"]
+    for comes_s, (name, close_s) in enumerate((("a", 40.0), ("b", 20.0), ("c", 25.0))):
+        limits = {"comes_s": float(comes_s), "close_s": close_s, "end_s": 90.0}
+        at_any_time(net, name, everybody, awaited=frozenset(everybody), **limits)
+    net.run()
+    assert groups(net) == [("a", "b", "c")]
+    assert 40.0 <= together_at(net) < 42.0
 
 
 def test_who_is_awaited_may_change() -> None:

@@ -97,6 +97,16 @@ def test_what_was_found_is_mended(
     assert result.violations == [], result.command
 
 
+def test_a_leader_that_closes_late_and_says_too_much_is_waited_for_and_then_left_out() -> None:
+    """Rounds are counted, and limits are a peer's own. The leader is an insider."""
+    result = run_history(111588, "mixed", trace=Trace(keep=True))
+    assert result.violations == [], result.command
+    refused = [line for line in result.trace.lines if "group refused: peer p9: " in line]
+    assert any("p1 hears  average_failed" in line and "culprits=(p9)" in line for line in refused)
+    meetings = [line for line in result.trace.lines if "p1 wants  average " in line]
+    assert any("excluded=(p9)" in line for line in meetings)
+
+
 def test_a_line_that_needs_more_than_half_of_the_window_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -34,6 +34,7 @@ from dipaco.modules.outer import (
     canonical_table,
 )
 from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.peer.member.gathering import meeting_times
 from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
@@ -196,16 +197,17 @@ class ExactAverager(multiprocessing.Process):
             rules.check_row(own.to_bytes(), self.peer_id.to_base58())
         except BadRowError as error:
             raise AveragingFailed(f"own contribution would be refused: {error.reason}") from None
-        together = attempt == 0 and awaited is None
-        give_up_s = end_s if awaited is not None else close_s + 0.5 * self._matchmaking_s + 0.5
+        start_s, give_up_s = meeting_times(
+            close_s, end_s, attempt, self._matchmaking_s, is_awaited=awaited is not None
+        )
         request = AveragingRequest(
             rules=rules,
             key=meeting_key(module, round_index, attempt, anchor_digest),
             candidates=tuple(candidates),
             window_s=self._matchmaking_s,
-            start_s=close_s - self._matchmaking_s if together else None,
+            start_s=start_s,
             close_s=close_s,
-            give_up_s=min(end_s, give_up_s),
+            give_up_s=give_up_s,
             end_s=end_s,
             latest_s=max(end_s, latest_s),
             awaited=None if awaited is None else awaited() or frozenset(),

@@ -37,6 +37,21 @@ def close_after_s(rounds: RoundsConfig, attempt: int) -> float:
     return max(rounds.window_s / 2, 2 * rounds.matchmaking_s)
 
 
+def meeting_times(
+    close_s: float, end_s: float, attempt: int, window_s: float, *, is_awaited: bool
+) -> tuple[float | None, float]:
+    """Return when all come to a meeting that closes at `close_s`, None for at any time, and until
+    when this peer waits, whoever leads; `window_s` is what a group has to form.
+
+    By the clock a group closes at the same instant for all, and its leader's list is here a moment
+    later. With fixed steps each peer has a limit of its own, and that of who leads may be much
+    later than this one's.
+    """
+    start_s = None if is_awaited or attempt > 0 else close_s - window_s
+    give_up_s = end_s if is_awaited else close_s + 0.5 * window_s + 0.5
+    return start_s, min(end_s, give_up_s)
+
+
 def takes_long(close_s: float, end_s: float, needed_s: float) -> bool:
     """Tell whether a reduce is to have all that is left of the window, since the slowest line of
     its group needs so long for its bytes alone."""

@@ -19,7 +19,7 @@ from dipaco.dht.view import greatest_contribution
 from dipaco.modules.outer import Contribution, Usual, bounded_table, canonical_table, sections
 from dipaco.peer.member import calls, events
 from dipaco.peer.member.actions import Average, Await
-from dipaco.peer.member.gathering import takes_long
+from dipaco.peer.member.gathering import meeting_times, takes_long
 from dipaco.peer.member.meeting import Meeting
 from dipaco.peer.member.reception import Reception
 
@@ -79,6 +79,14 @@ class Averaging:
         rounds = self._world.plan.rounds
         now_s = self._world.now_s
         close_s = machine.true_s(action.close_s)
+        is_counted = rounds.inner_steps > 0
+        start_s, give_up_s = meeting_times(
+            close_s,
+            machine.true_s(action.end_s),
+            action.attempt,
+            rounds.matchmaking_s,
+            is_awaited=is_counted,
+        )
         self._meetings += 1
         average.meeting = Meeting(
             machine.peer,
@@ -87,9 +95,9 @@ class Averaging:
             lambda peer, row: self._objection(average, peer, row),
             now_s=now_s,
             window_s=rounds.matchmaking_s,
-            start_s=None if rounds.inner_steps else machine.true_s(action.begin_s),
+            start_s=start_s,
             close_s=close_s,
-            give_up_s=min(machine.true_s(action.end_s), close_s + 2 * rounds.matchmaking_s),
+            give_up_s=give_up_s,
             awaited=action.awaited,
             excluded=action.excluded,
             undialable=action.undialable,
@@ -235,9 +243,15 @@ class Averaging:
     # -- how it ends
 
     def _met(self, average: _Average, group: calls.Group) -> None:
-        """The group is closed: reduce."""
-        average.meeting, average.group = None, group.peers
+        """The group is closed: reduce, if its leader's list is one that others could be told."""
+        average.meeting = None
         self._reception.end(average.key)
+        for peer, row in zip(group.peers, group.rows, strict=True):
+            objection = self._objection(average, peer, row)
+            if objection is not None:
+                self._fail(average, f"group refused: peer {peer}: {objection}", (peer,))
+                return
+        average.group = group.peers
         place = (average.key, group.peers)
         reduces, machine = self._world.reduces, self._machine
         if place not in reduces:

@@ -183,12 +183,13 @@ class Falsifier(Machine):
 
 
 class Braggart(Machine):
-    """An insider that says of every boundary that it trained as much as can be believed."""
+    """An insider that says of every boundary that it trained as much as can be believed by the
+    clock: where rounds are counted, and fewer have passed, more than that."""
 
     is_honest = False
 
     def claimed_tokens(self, work: ModuleWork) -> int:
-        """Return the greatest number that is not refused."""
+        """Return the greatest number that is not refused, as the clock says."""
         now_round = self.world.plan.rounds.round_at(self.believed_s - self.world.plan.start_s)
         return greatest_contribution(self.world.plan, self.believed_s - 1.0, max(0, now_round))
 
