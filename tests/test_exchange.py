@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
@@ -85,28 +86,34 @@ def test_a_stream_that_is_reset_is_opened_again(
     assert answers == []
 
 
-def test_a_stream_that_is_reset_is_opened_again_until_the_end(
+def test_who_resets_every_stream_is_asked_on_a_new_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A busy machine takes seconds to learn what another one speaks."""
-    now_s = 0.0
+    """What one says of its protocols can overtake what it said before, and is not said again."""
+    now_s, disconnected_s = 0.0, []
 
     class Stub:
         async def rpc_hello(self, request: object, timeout: float) -> None:
-            raise RuntimeError("stream reset" if now_s < 4.5 else "protocols not supported")
+            raise RuntimeError("protocols not supported" if disconnected_s else "stream reset")
 
     async def sleep(delay_s: float) -> None:
         nonlocal now_s
         now_s += delay_s
 
+    async def disconnect(peer_id: object) -> None:
+        disconnected_s.append(now_s)
+
     monkeypatch.setattr(hello.ExchangeService, "get_stub", lambda *_, **__: Stub())
-    monkeypatch.setattr(hello, "asyncio", SimpleNamespace(sleep=sleep))
+    namespace = SimpleNamespace(sleep=sleep, wait_for=asyncio.wait_for)
+    monkeypatch.setattr(hello, "asyncio", namespace)
     clock = SimpleNamespace(monotonic=lambda: now_s, time=time.time)
     monkeypatch.setattr(hello, "time", clock)
+    p2p: Any = SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect))
     stranger = "12D3KooWNDVktXNXL3VHw1f4eXXwnvXC1BdcEPAUxipXmRtn4LKu"
-    asking = hello.say_hello(object(), stranger, "test", 1, 5.0)  # type: ignore[arg-type]
     with pytest.raises(ProtocolVersionError):
-        asyncio.run(asking)
+        asyncio.run(hello.say_hello(p2p, stranger, "test", 1, 60.0))
+    assert len(disconnected_s) == 1
+    assert 4.0 <= disconnected_s[0] < 5.0
 
 
 def test_who_resets_every_stream_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 RESET_WAIT_S, LONGEST_RESET_WAIT_S = 0.05, 0.4
 """How long to wait after the first reset of a stream; twice as long after each further one, up to
 the second."""
+RECONNECT_AFTER_S = 4.0
+"""After so many seconds of resets, or half of a call's time, the connection is made anew."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,14 @@ async def ask(
     when it is reached but knows no such service.
     """
     try:
-        stub = ExchangeService.get_stub(p2p, PeerID.from_base58(peer), namespace=NAMESPACE)
+        peer_id = PeerID.from_base58(peer)
+        stub = ExchangeService.get_stub(p2p, peer_id, namespace=NAMESPACE)
         request = runtime_pb2.ExpertRequest(metadata=encode(message))
-        response = await _unless_reset(getattr(stub, method), request, timeout_s)
+
+        async def disconnect() -> None:
+            await p2p._client.disconnect(peer_id)
+
+        response = await _unless_reset(getattr(stub, method), request, timeout_s, disconnect)
         return decode(reply, response.metadata)
     except MessageError as error:
         raise NetworkError(f"peer {peer} answered nonsense: {error}") from None
@@ -77,21 +84,28 @@ async def _unless_reset(
     call: Callable[..., Awaitable[runtime_pb2.ExpertResponse]],
     request: runtime_pb2.ExpertRequest,
     timeout_s: float,
+    disconnect: Callable[[], Awaitable[None]],
 ) -> runtime_pb2.ExpertResponse:
     """Make a call again for as long as its stream is reset, in `timeout_s` at most.
 
     Before it has learned a peer's protocols libp2p opens a stream in the hope of the best, and one
     who does not speak ours resets it. Once they are known the answer is that; it takes moments, and
-    seconds on a busy machine.
+    seconds on a busy machine. What a peer says of its protocols when they change can overtake what
+    it said before, and is never said again: a new connection is, with all of them.
     """
-    until_s = time.monotonic() + timeout_s
-    wait_s = RESET_WAIT_S
+    began_s = time.monotonic()
+    until_s, wait_s = began_s + timeout_s, RESET_WAIT_S
+    reconnect_s = began_s + min(RECONNECT_AFTER_S, timeout_s / 2)
     while True:
         try:
             return await call(request, timeout=until_s - time.monotonic())
         except Exception as error:
             if not was_reset(error) or time.monotonic() + wait_s > until_s:
                 raise
+        if time.monotonic() >= reconnect_s:
+            reconnect_s = until_s
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(disconnect(), until_s - time.monotonic())
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, LONGEST_RESET_WAIT_S)
 
