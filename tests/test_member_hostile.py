@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
@@ -62,18 +63,34 @@ def test_strangers_that_answer_count() -> None:
     assert [wanted.reference for wanted in of(a.FetchState, peer.show(made, "Pz"))] == [made]
 
 
-def test_a_trainer_that_is_there_speaks_for_who_made_its_state_and_cannot_be_called() -> None:
+@pytest.mark.parametrize("holder", ["Pa", "keeper"])
+def test_a_holder_that_is_there_speaks_for_who_made_its_state_and_cannot_be_called(
+    holder: str,
+) -> None:
     peer = Victim("Pa")
+    peer.serving = ["keeper"]
     made = peer.family.commit(peer.anchor, 3, BARE[:3])
-    assert of(a.FetchState, peer.show(made, "Pz")) == []  # It answers, and trains nothing.
+    assert of(a.FetchState, peer.show(made, BARE[0])) == []
     descent = peer.member.known.descent
     assert not descent.wins(made, peer.anchor)
-    assert [wanted.reference for wanted in of(a.FetchState, peer.show(made, "Pa"))] == [made]
+    assert [wanted.reference for wanted in of(a.FetchState, peer.show(made, holder))] == [made]
     assert descent.wins(made, peer.anchor)
     # However many have signed it, that is the word of one.
     other = peer.family.commit(peer.anchor, 3, ["Pa", ME], tokens=1)
     peer.member.known.book.add_all(peer.family.chain(other))
     assert descent.best([made, other], peer.anchor) == other
+
+
+def test_keepers_are_not_blamed_for_what_they_cannot_judge() -> None:
+    """All of them together are not believed for a while, where nobody else speaks for a state."""
+    peer = Victim("Pa")
+    peer.serving = ["keeper", "other keeper"]
+    peer.refuse(peer.family.commit(peer.anchor, 3, BARE[:1]), "keeper")
+    peer.done.clear()
+    another = peer.family.commit(peer.anchor, 3, BARE[1:2])
+    assert of(a.FetchState, peer.show(another, "other keeper")) == []
+    good = peer.family.commit(peer.anchor, 3, ["keeper"])
+    assert [wanted.reference for wanted in of(a.FetchState, peer.show(good, "keeper"))] == [good]
 
 
 def test_what_strangers_put_on_top_of_a_settled_state_is_checked() -> None:

@@ -85,6 +85,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("latency", 100010, None, None),  # Two too slow to take a copy were asked in turn.
     ("suspend", 100716, None, None),  # The chain of who slept had won, and nobody trained then.
     ("mixed", 111393, None, None),  # A meeting of a round that was given up ended in the next one.
+    ("latency", 110553, None, None),  # Only keepers had seen who made the chain that won.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -361,12 +361,18 @@ class Adoption:
 
     def _makers(self, state: StateReference) -> frozenset[str]:
         """Return those who signed a state and have shown themselves, or, if none has, who trains
-        on it: it is believed on their word."""
+        on it: it is believed on their word.
+
+        Where only keepers hold it, the module stands for all of them. They cannot judge what they
+        keep, so nothing else of theirs is to be doubted for it.
+        """
         known = self._known
         certificate = known.book.get(state.module, state.digest)
         signers = certificate.signers if certificate is not None else frozenset[str]()
         shown = frozenset(peer for peer in signers if known.doubts.has_shown_itself(peer))
-        return shown or known.standing_on(state.module, (state.digest,))
+        standing = known.standing_on(state.module, (state.digest,))
+        training = {known.me, *known.trainers_seen(state.module)}
+        return shown or standing & training or frozenset({state.module})
 
     def _is_refused(self, state: StateReference) -> bool:
         """Tell whether a state is one that was refused, or goes on from it on the same word.

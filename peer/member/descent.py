@@ -4,7 +4,7 @@ The chain with more certified contributors since the common ancestor wins, then 
 tokens in its certificates since then, then the smaller digest. So one fast machine that was alone
 never outweighs many, and nothing that a peer says of itself decides. Invented contributors weigh
 nothing (`quorum.weigh`). Who cannot be called may be unable to show itself to another one that
-cannot: where none of the contributors has, a trainer that has, and stands on their chain, speaks
+cannot: where none of the contributors has, whoever has, and holds a state of their chain, speaks
 for one of them. Among several the oldest fork is decided first.
 """
 
@@ -21,7 +21,7 @@ class Descent:
     """What a member asks its book of certificates.
 
     `weigh`: what contributors weigh together; `standing_on`: who of those that have shown
-    themselves trains a module on one of some states.
+    themselves holds one of some states of a module.
     """
 
     def __init__(

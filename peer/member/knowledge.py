@@ -229,13 +229,14 @@ class Knowledge:
         return {p: stand for p, stand in stands.items() if self.doubts.has_shown_itself(p)}
 
     def standing_on(self, module: str, digests: Collection[str]) -> frozenset[str]:
-        """Return who trains a module in training on one of some states: this peer, and those that
-        have shown themselves. Nobody in a run by invitation, where the invited count."""
+        """Return who holds one of some states of a module in training: this peer, and those that
+        have shown themselves. Nobody in a run by invitation, where the invited count.
+
+        A keeper takes only what weighs something for it, so who made that has shown itself there.
+        """
         if self.plan.admission == "invitation" or module not in self.anchors:
             return frozenset()
         found = {p for p, stand in self.stands(module).items() if stand.seen in digests}
-        if found:
-            found &= self.trainers_seen(module)
         if self.anchors[module].digest in digests:
             found.add(self.me)
         return frozenset(found)
