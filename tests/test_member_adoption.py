@@ -119,6 +119,28 @@ def test_certificates_that_come_while_a_level_averages_start_nothing() -> None:
     assert of(a.FetchState, peer.happen(e.ChainFetched(state, peer.family.chain(state)))) == []
 
 
+@pytest.mark.parametrize(("begins", "last_round"), [(1, 2), (1, 4), (0, 4)])
+def test_what_a_round_under_way_cannot_come_to_is_fetched_meanwhile(
+    begins: int, last_round: int
+) -> None:
+    """A slow peer steps alone on its fork round after round, and hardly ever is in none."""
+    peer = Peer("Pa")
+    fork = peer.family.chain(peer.anchor)[begins].reference
+    assert of(a.Average, peer.at(3.5 * ROUND_S)) != []
+    peer.now_s += 2 * ROUND_S
+    rounds = range(fork.last_round + 1, last_round + 1)
+    state = peer.family.commits(fork, rounds, ["Pc", "Pd", "Pe"])
+    assert of(a.FetchChain, peer.announce(state, "Pc")) == [a.FetchChain(state, ("Pc",))]
+    assert of(a.FetchState, peer.tell(state)) == [a.FetchState(state, ("Pc",), "adopt")]
+    assert of(a.CheckState, peer.bring(state)) == []
+    peer.averaged(MODULE, ["Pa", ME])
+    peer.stepped(MODULE, ["Pa", ME], 3)
+    actions = peer.turn()
+    for check in of(a.CheckState, actions):
+        actions += peer.happen(e.Checked(check.module, check.digest, 1.0, 1.0))
+    assert [adopted.reference for adopted in of(a.Adopt, actions)] == [state]
+
+
 def test_counts_that_nobody_signed_move_nothing() -> None:
     peer = Peer("Pa")
     invented = StateReference(MODULE, 99, "f" * 64, 2**53, 98, 1)

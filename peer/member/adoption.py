@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,23 +147,41 @@ class Adoption:
             and self._chains.is_seen(state, known.anchors[module])
         ]
 
-    def look(self, running: Collection[str]) -> None:
-        """See whether a state of a module wins over its anchor; levels that are `running` wait."""
+    def look(self, running: Mapping[str, int]) -> None:
+        """See whether a state of a module wins over its anchor.
+
+        `running` are the levels with a round under way, and its index. What that round may come to
+        itself waits for its end. All else is fetched meanwhile, and applied then: a slow peer is in
+        a round nearly always.
+        """
         known = self._known
         for module, anchor in known.anchors.items():
-            if module in self._fetching or known.grid.level_of(module) in running:
+            if module in self._fetching:
                 continue
-            states = [s for s in known.states(module) if s.digest not in self._refused]
+            under_way = running.get(known.grid.level_of(module))
+            states = [
+                state
+                for state in known.states(module)
+                if state.digest not in self._refused and state.last_round != under_way
+            ]
             self._chains.learn(states, anchor)
-            self.start(module)
+            self._start_beside(module, under_way)
 
-    def on_chain(self, module: str, running: Collection[str]) -> None:
+    def on_chain(self, module: str, running: Mapping[str, int]) -> None:
         """Certificates of a module came: once all are here that are on their way, see who wins."""
-        known = self._known
-        if module not in known.anchors or known.grid.level_of(module) in running:
-            return
-        if not self._chains.is_wanted(module):
-            self.start(module)
+        if module in self._known.anchors and not self._chains.is_wanted(module):
+            self._start_beside(module, running.get(self._known.grid.level_of(module)))
+
+    def _start_beside(self, module: str, under_way: int | None) -> None:
+        """Fetch the state that wins, unless the round `under_way` may come to it itself."""
+        if under_way is not None:
+            best, anchor = self.winner(module), self._known.anchors[module]
+            if best is None:
+                return
+            common = self._known.book.common_ancestor(module, best.digest, anchor.digest)
+            if best.last_round == under_way and common == anchor.digest:
+                return
+        self.start(module)
 
     def start(self, module: str) -> bool:
         """Fetch the state that wins, if one does. Returns whether one is on its way."""

@@ -138,7 +138,6 @@ class Member:
 
     def _on_answer(self, event: e.Event) -> None:
         """Hand what came of an action to the part that wanted it."""
-        running = self._outer.running
         match event:
             case e.LookFailed():
                 self._on_look_failed(event)
@@ -154,7 +153,7 @@ class Member:
                 self._chains.on_fetched(event)
                 self._outer.on_chain(event.reference.module)
                 if self._phase is _Phase.TRAINING:
-                    self._adoption.on_chain(event.reference.module, running)
+                    self._adoption.on_chain(event.reference.module, self._outer.running)
                 self._keeping.on_chain()
             case e.SnapshotTaken():
                 self._outer.on_snapshot(event)
@@ -172,7 +171,7 @@ class Member:
             case e.OuterStepFailed():
                 self._outer.on_step_failed(event)
             case e.Checked():
-                self._adoption.on_checked(event, running)
+                self._adoption.on_checked(event, self._outer.running)
             case e.Offered():
                 self.known.meet([event.peer])
                 self._keeping.on_offered(event)

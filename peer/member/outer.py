@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dipaco.dht.agreement import expected_group
@@ -84,9 +84,9 @@ class OuterRounds:
     _catching_up: CatchingUp = field(default_factory=CatchingUp)
 
     @property
-    def running(self) -> Collection[str]:
-        """Levels that have an outer round under way."""
-        return self._running.keys()
+    def running(self) -> Mapping[str, int]:
+        """Levels that have an outer round under way, and which round that is."""
+        return {level: one.boundary.round_index for level, one in self._running.items()}
 
     def begin_path(self) -> None:
         """Forget the last path; what was under way for it is answered to nobody.
