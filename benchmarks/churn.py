@@ -264,11 +264,15 @@ class World:
     def settle(self) -> None:
         """Wait until all peers have the same states, for some rounds at most; then all leave."""
         deadline = time.monotonic() + SETTLE_ROUNDS * self.chosen.round_s
-        while not self._is_at_rest() and time.monotonic() < deadline:
+        while True:
+            # All is counted as it was at this moment: the members of a group commit one by one.
+            self.ended_s = time.time()
+            is_at_rest = self._is_at_rest()
+            if is_at_rest or time.monotonic() > deadline:
+                break
             time.sleep(POLL_S)
             self.watch()
-        self.say("at rest" if self._is_at_rest() else "not at rest")
-        self.ended_s = time.time()
+        self.say("at rest" if is_at_rest else "not at rest")
         for peer in self.slots.values():
             self.note_id(peer)
         for member in self.endings:
