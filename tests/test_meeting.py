@@ -293,6 +293,20 @@ def test_a_leader_whose_limit_is_later_is_waited_for() -> None:
     assert 40.0 <= together_at(net) < 42.0
 
 
+def test_where_nobody_can_lead_all_give_up_soon_after_their_limits() -> None:
+    """With fixed steps they take no further step as long as they wait."""
+    net, everybody = MeetingNet(2, Faults(latency_s=(0.0, 0.2))), ["a", "b", "never"]
+    for name, close_s in (("a", 20.0), ("b", 30.0)):
+        limits = {"comes_s": 1.0, "close_s": close_s, "end_s": 90.0}
+        at_any_time(
+            net, name, everybody, awaited=frozenset(everybody), undialable=["a", "b"], **limits
+        )
+    net.run()
+    assert groups(net) == []
+    ended = {peer.name: peer.ended_s for peer in net.peers.values()}
+    assert ended == {"a": 20.0 + 2 * WINDOW_S, "b": 30.0 + 2 * WINDOW_S}
+
+
 def test_who_is_awaited_may_change() -> None:
     everybody = names(4)
     net = MeetingNet(5, Faults())

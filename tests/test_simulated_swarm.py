@@ -87,6 +87,8 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 111393, None, None),  # A meeting of a round that was given up ended in the next one.
     ("latency", 110553, None, None),  # Only keepers had seen who made the chain that won.
     ("latency", 111684, None, None),  # Of steps of 0.6 of a round each outer round met the next.
+    ("mixed", 115111, None, None),  # Whom liars had wait at their meetings waited too long ...
+    ("closed", 115151, None, None),  # ... and so did those of whom nobody can lead.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -36,6 +36,9 @@ PATIENCE_SHARE, LEAST_PATIENCE_S = 0.25, 0.5
 BEAT_SHARE, AWAITED_BEAT_SHARE = 0.25, 1.0
 # Beats that a member can miss.
 MISSED_BEATS = 2.4
+# Of these seconds: how long a peer that has no leader looks for one when its group should have
+# closed, or when its leader went away after that.
+SEARCH_SHARE = 2.0
 
 
 class Pace:
@@ -46,6 +49,7 @@ class Pace:
         self.beat_s = window_s * (AWAITED_BEAT_SHARE if is_awaited else BEAT_SHARE)
         self.silence_s = MISSED_BEATS * self.beat_s + self.patience_s
         self.closing_s = max(self.patience_s, LEAST_PATIENCE_S)
+        self.search_s = SEARCH_SHARE * window_s
 
 
 class Status(Enum):

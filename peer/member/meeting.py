@@ -88,7 +88,7 @@ class Meeting:
     :param window_s: seconds in which a group is to form
     :param start_s: by the clock: when all come; None when they come at any time
     :param close_s: when the group closes, whoever is missing; its list is there a moment later
-    :param give_up_s: when this peer stops to wait, whoever leads
+    :param give_up_s: when this peer stops to wait, whoever leads; sooner when nobody does
     :param awaited: the group is complete when these are in it; None: when all candidates are
     :param excluded: peers that are neither called nor admitted
     :param undialable: candidates that cannot be called: they never lead
@@ -151,6 +151,7 @@ class Meeting:
         self._callers = Callers()
         self._invited: dict[str, int] = {}
         self._searched_s = self._heard_s = now_s
+        self._search_until_s = give_up_s
         self._next_beat_s = self._limit_s = float("inf")
         self._notices: dict[str, str] = {}
         self._refusals: dict[str, str] = {}
@@ -179,7 +180,7 @@ class Meeting:
         if phase is _Phase.EARLY:
             times.append(self._begin_s)
         if phase is _Phase.SEARCHING:
-            times.append(self._searched_s + self._again_s)
+            times += [self._searched_s + self._again_s, self._search_until_s]
         if phase in (_Phase.SEARCHING, _Phase.FOLLOWING, _Phase.LEADING):
             times += self._calls.deadlines()
         if phase is _Phase.FOLLOWING:
@@ -319,7 +320,8 @@ class Meeting:
         phase = None
         while phase is not self._phase:
             phase = self._phase
-            if phase is not _Phase.OVER and self._now >= self._give_up_s:
+            until_s = self._search_until_s if phase is _Phase.SEARCHING else self._give_up_s
+            if phase is not _Phase.OVER and self._now >= min(until_s, self._give_up_s):
                 self._end(Missed(self._why_alone()))
             elif phase is _Phase.EARLY and self._now >= self._begin_s:
                 self._search()
@@ -338,6 +340,7 @@ class Meeting:
             self._calls.begin_again(self._leader.peer)
         self._phase, self._leader = _Phase.SEARCHING, None
         self._searched_s = self._now
+        self._search_until_s = max(self._now, self._close_s) + self._pace.search_s
         for peer in self._callers:
             self._tell_state(peer)
 
