@@ -96,6 +96,8 @@ def test_who_trains_and_was_never_seen_to_hold_a_state_may_go_on_from_genesis() 
     peer.claims.pop()
     peer.look()
     assert rounds_stood_on(known, MODULE) == {-1}  # Out of sight, without a goodbye.
+    known.note_holder("Pn", MODULE, "9" * 64, is_sure=True)
+    assert rounds_stood_on(known, MODULE) == {-1}  # Where its state comes from is not known yet.
     known.note_holder("Pn", MODULE, known.anchors[MODULE].digest, is_sure=True)
     assert rounds_stood_on(known, MODULE) == set()
 

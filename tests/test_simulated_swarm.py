@@ -89,6 +89,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("latency", 111684, None, None),  # Of steps of 0.6 of a round each outer round met the next.
     ("mixed", 115111, None, None),  # Whom liars had wait at their meetings waited too long ...
     ("closed", 115151, None, None),  # ... and so did those of whom nobody can lead.
+    ("split", 115184, None, None),  # What the others held was seen sooner than where it came from.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

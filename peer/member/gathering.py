@@ -257,8 +257,9 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
 
     Somebody was seen last to hold the state of such a round, or one that parted from it, and is
     not known to have gone on with this peer. When a split shows, it is too late to ask. Round -1
-    stands for the genesis state: of who trains and neither held nor signed another one, or cannot
-    be called, so that it may never show itself here, and others take over what it makes.
+    stands for the genesis state: of who trains and neither held nor signed another one whose chain
+    is known, or cannot be called, so that it may never show itself here, and others take over what
+    it makes.
     """
     book, anchor = known.book, known.anchors[module]
     rounds: dict[str, list[int]] = {}
@@ -285,7 +286,8 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
         least = seen if seen is not None else -2
         found.update((least, *(later for later in maybe if later is not None and later > least)))
     found.discard(-2)
-    unseen = known.trainers_seen(module) - known.stands(module).keys() - signed.keys()
+    seen_to_hold = {peer for peer, stand in known.stands(module).items() if stand.seen}
+    unseen = known.trainers_seen(module) - seen_to_hold - signed.keys()
     if any(known.doubts.has_shown_itself(p) or not known.can_ever_answer(p) for p in unseen):
         found.add(-1)
     return frozenset(found - {anchor.last_round})
