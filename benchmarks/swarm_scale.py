@@ -340,8 +340,9 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
         "ends": dict(swarm.ends),
         "violations": dict(broken),
         "first_violations": [
-            f"{v.invariant} at {v.time_s - START_S:.0f} s: {v.what[:200]}"
-            for v in watch.violations[:10]
+            f"{v.invariant} at {v.time_s - START_S:.0f} s: {v.what[:1000]}"
+            for invariant in broken
+            for v in [v for v in watch.violations if v.invariant == invariant][:10]
         ],
         "costs": costs,
         "seconds": round(seconds, 1),

@@ -23,8 +23,9 @@ ones can be reached, and more honest peers made it, and each one since, than the
 answer calls: keepers have no documents to score a state with, and cannot tell one liar from one
 trainer.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
-reading the swarm is counted apart. A counted round is as long as its steps, and shorter than its
-limit: where several passed in that time, each of them may cost as much.
+reading the swarm is counted apart. A bootstrap node may serve a shard to each who begins a path
+besides: where all are new, nobody else has one. A counted round is as long as its steps, and
+shorter than its limit: where several passed in that time, each of them may cost as much.
 `checks`: who found out a reducer, or was shown what it did, does not commit what that group made.
 `contract`: a member answers every turn, wants only what the contract allows, and never raises.
 """
@@ -40,6 +41,7 @@ from dipaco.modules.outer import Contribution
 from dipaco.peer.member.actions import Adopt, Commit
 from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
+from .carrying import SHARD_BYTES
 from .findings import Figures, Stay, Violation
 from .work import SimulatedState, contents_by_peer, counts_of
 from .world import Body, World
@@ -96,6 +98,8 @@ class Invariants:
         self._trained: dict[int, tuple[float, int]] = {}
         self._seen_steps: Counter[str] = Counter()
         self._traffic: dict[str, tuple[int, float]] = {}
+        self._begun = 0
+        """Paths that somebody has begun in the present round."""
         self._found_out: dict[str, set[tuple[str, tuple[Contribution, ...]]]] = {}
         self._unsettled: set[str] = set()
         world.engine.after(self._round_s / 2, self._sample)
@@ -112,6 +116,7 @@ class Invariants:
 
     def started(self, machine: Body) -> None:
         """A machine begins to train a path."""
+        self._begun += 1
         for module in machine.works:
             self._stays.setdefault((machine.peer, module), []).append(Stay(machine.steps))
             self._training.setdefault(module, {})[machine.peer] = machine
@@ -345,6 +350,7 @@ class Invariants:
         world = self._world
         world.engine.after(self._round_s, self._count_traffic)
         levels, passed = len(world.grid.level_names), self._rounds_passed()
+        shards, self._begun = self._begun * SHARD_BYTES / world.state_bytes, 0
         for machine in self._honest():
             traffic = machine.link.traffic
             before = self._traffic.get(machine.peer, (0, 0.0))
@@ -355,7 +361,8 @@ class Invariants:
             self.figures.greatest_states = max(self.figures.greatest_states, states)
             most_requests = REQUESTS + REQUESTS_PER_MODULE * levels
             most_states = STATES + STATES_PER_MODULE * levels
-            if requests > passed * most_requests or states > passed * most_states:
+            served = 0.0 if machine.trains else shards
+            if requests > passed * most_requests or states > passed * most_states + served:
                 self._violated(
                     "cost",
                     f"{machine.peer} made {requests} requests and moved {states:.1f} states "
