@@ -59,6 +59,11 @@ class Scope:
         buckets = (range(bucket, path_count, self.bucket_count) for bucket in self.buckets)
         return sorted(path for bucket in buckets for path in bucket)
 
+    def paths_in_sight(self, grid: Grid) -> set[int]:
+        """Return the paths of which it is read who claims them: by their bucket or a module."""
+        by_bucket = self.paths(grid.path_count)
+        return set(by_bucket).union(*map(grid.paths_of_module, self.modules))
+
     def with_buckets(self, buckets: Iterable[int]) -> Scope:
         """Return a scope that reads further buckets too."""
         return replace(self, buckets=tuple(sorted({*self.buckets, *buckets})))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from dipaco.dht.coverage import scope_of
 from dipaco.dht.records import refresh_period_s
+from dipaco.dht.view import view_of_records
 from dipaco.peer.member import actions as a
 from dipaco.peer.member.gathering import SIGHT_PERIODS, rounds_stood_on
 from support.family import genesis
-from support.lone_member import ME, LoneMember, claim, of, record
+from support.lone_member import ME, LoneMember, claim, knowledge, of, record, small_plan
 from support.outer_rounds import MODULE, answers, boundary_s, fail, group
 
 
@@ -145,3 +147,20 @@ def test_who_was_in_a_group_may_stand_on_its_commit_whether_it_has_signed_or_not
     known.book.add_all(family.chain(alone))
     known.anchors[MODULE] = alone
     assert rounds_stood_on(known, MODULE) == {2, 3}
+
+
+def test_who_says_that_it_trains_a_path_that_does_not_exist_is_read_all_the_same() -> None:
+    known = knowledge(small_plan())
+    now_s, grid = known.now_s, known.grid
+    view = view_of_records(
+        now_s=now_s,
+        plan=known.plan,
+        grid=grid,
+        peers=[record("Px", path=10**6), record("Py", path=0)],
+        modules={},
+        progress=[],
+        scope=scope_of(grid.modules(), (0,), grid),
+    )
+    known.learn(view)
+    assert known.trainers_seen("L0.E0") == {"Py"}
+    assert known.last_seen_s("Px") == now_s

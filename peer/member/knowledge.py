@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from random import Random
 
-from dipaco.dht.agreement import possible_group, round_of_others
+from dipaco.dht.agreement import round_of_others
 from dipaco.dht.certificates import Certificate, CertificateBook
-from dipaco.dht.coverage import Scope
 from dipaco.dht.policy import CANNOT_LEAD
 from dipaco.dht.records import Claim, PeerRecord, Reachability, refresh_period_s
 from dipaco.dht.view import SwarmView, plausible_state, present_round
@@ -72,7 +71,7 @@ class MemberSettings:
     """What its random waits depend on; the peer id, unless something else is said."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Stand:
     """Which state of a module another peer holds, as far as this one knows."""
 
@@ -119,7 +118,10 @@ class Knowledge:
         self._believed: SwarmView | None = None
         self.outlook: SwarmView | None = None
         """The newest view with the buckets that were sampled for it, if any were."""
-        self._known: dict[str, tuple[float, int | None]] = {}
+        self._known: dict[str, PeerRecord | Claim] = {}
+        """What each of the others said last that has not said goodbye since."""
+        self._seen_s: dict[str, float] = {}
+        """When these were in a view last."""
         self._stands: dict[str, dict[str, Stand]] = {}
 
     @property
@@ -170,18 +172,18 @@ class Knowledge:
             # What was said a while ago may be of the round before.
             if rounds and statistics.median_high(rounds) + 1 >= self.present_round:
                 self._leapt_s = None
-        for peer, record in said.items():
-            if record.state == "leaving":
-                self._known.pop(peer, None)
-            elif peer != self.me:
-                self._known[peer] = view.now_s, record.path
+        self._known.update(said)
+        self._seen_s.update(dict.fromkeys(said, view.now_s))
+        leaving = [peer for peer, record in said.items() if record.state == "leaving"]
+        self._lose_sight({self.me, *leaving})
         if view.scope is not None:
             # Who is out of sight because this member looks elsewhere is not missing.
-            paths = {path for _, path in self._known.values()}
-            in_sight = {path for path in paths if self._covers(view.scope, path)}
-            for peer, path in [(p, path) for p, (_, path) in self._known.items()]:
-                if path not in in_sight and not view.scope.covers_peer(peer, path):
-                    del self._known[peer]
+            in_sight = view.scope.paths_in_sight(self.grid)
+            self._lose_sight(
+                peer
+                for peer, record in list(self._known.items())
+                if record.path not in in_sight and not view.scope.covers_peer(peer, record.path)
+            )
         self._stands = {module: self._stands.get(module, {}) for module in self.anchors}
         gone = said.keys() - self._known.keys()
         for module, stands in self._stands.items():
@@ -198,16 +200,20 @@ class Knowledge:
             for peer in gone:
                 stands.pop(peer, None)
 
-    def _covers(self, scope: Scope, path: int | None) -> bool:
-        """Tell whether peers that claim a path are in sight by one of its modules."""
-        return path is not None and any(map(scope.covers_module, self.grid.modules_of_path(path)))
+    def _lose_sight(self, peers: Iterable[str]) -> None:
+        for peer in peers:
+            self._known.pop(peer, None)
+            self._seen_s.pop(peer, None)
 
     def note_holder(self, peer: str, module: str, digest: str, *, is_sure: bool) -> None:
         """Note that another peer holds a state, or may have taken it: once it is out of sight, it
         may go on from there."""
         if peer == self.me or module not in self.anchors:
             return
-        stand = self._stands.setdefault(module, {}).setdefault(peer, Stand())
+        stands = self._stands.setdefault(module, {})
+        stand = stands.get(peer)
+        if stand is None:
+            stand = stands[peer] = Stand()
         if not is_sure or self.book.get(module, digest) is None:
             # Of a state whose chain is not known yet, nobody can say where it parted.
             stand.offered[digest] = self.now_s
@@ -218,8 +224,9 @@ class Knowledge:
             for earlier in list(itertools.takewhile(lambda d: d != digest, stand.offered)):
                 del stand.offered[earlier]
             del stand.offered[digest]
-        since_s = self.now_s - OFFERED_PERIODS * refresh_period_s(self.plan.rounds)
-        stand.offered = {d: made_s for d, made_s in stand.offered.items() if made_s > since_s}
+        if stand.offered:
+            since_s = self.now_s - OFFERED_PERIODS * refresh_period_s(self.plan.rounds)
+            stand.offered = {d: made_s for d, made_s in stand.offered.items() if made_s > since_s}
         stand.seen = digest
 
     def stands(self, module: str) -> dict[str, Stand]:
@@ -319,18 +326,17 @@ class Knowledge:
     @property
     def isolated_since_s(self) -> float:
         """When the last of the others was in sight."""
-        return max((seen_s for seen_s, _ in self._known.values()), default=0.0)
+        return max(self._seen_s.values(), default=0.0)
 
     def last_seen_s(self, peer: str) -> float:
         """Return when a peer was in a view last that has not said goodbye since; -inf for never."""
-        seen_s, _ = self._known.get(peer, (float("-inf"), None))
-        return seen_s
+        return self._seen_s.get(peer, float("-inf"))
 
     def trainers_seen(self, module: str) -> set[str]:
         """Return the others that trained a module when they were in a view last, and have not said
         goodbye since."""
         paths = set(self.grid.paths_of_module(module))
-        return {peer for peer, (_, path) in self._known.items() if path in paths}
+        return {peer for peer, record in self._known.items() if record.path in paths}
 
     def states(self, module: str) -> tuple[StateReference, ...]:
         """Return the announced states of a module, each once, genesis states left out."""
@@ -428,9 +434,12 @@ class Knowledge:
         """
         view, latest = self.whole_view, self.present_round - 2
         paths = {path for path in view.paths(self.grid) if view.last_round(path) < latest}
-        stale = {peer for peer, claim in view.claims.items() if claim.path in paths}
-        for module in self.anchors:
-            stale |= possible_group(view, self.grid, module)
+        shared = set().union(*map(self.grid.paths_of_module, self.anchors))
+        stale = {
+            peer
+            for peer, claim in view.claims.items()
+            if claim.path in paths or (claim.path in shared and claim.state != "leaving")
+        }
         since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds)
         peers = self.doubts.to_call(view, stale, since_s)
         if peers:
