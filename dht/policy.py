@@ -69,10 +69,8 @@ def _best_fit(
     """Return the path that fits a peer best, then the one that has waited longest; of several the
     one that rendezvous hashing names."""
     if len(paths) > 1:
-        places = {
-            path: (_fit(view, grid, path, peer, can_lead=can_lead), view.last_round(path))
-            for path in paths
-        }
+        fits = _fits(view, grid, paths, peer, can_lead=can_lead)
+        places = {path: (fits[path], view.last_round(path)) for path in paths}
         first = min(places.values())
         paths = [path for path, place in places.items() if place == first]
     return min(paths, key=lambda path: rendezvous(peer, path))
@@ -84,19 +82,22 @@ def _others(view: SwarmView, path: int, me: str) -> int:
     return view.claim_count(path) - is_mine
 
 
-def _fit(view: SwarmView, grid: Grid, path: int, me: str, *, can_lead: bool) -> int:
-    """Return how ill a peer fits to a path, by its modules whose trainers can all not be called:
+def _fits(
+    view: SwarmView, grid: Grid, paths: Collection[int], me: str, *, can_lead: bool
+) -> dict[int, int]:
+    """Return how ill a peer fits to each path, by its modules whose trainers can all not be called:
     more of these never meet, and one that can be called has them meet."""
-    mine, stranded = view.claims.get(me), _stranded(view, grid)
-    modules = grid.modules_of_path(path)
-    count = sum(module in stranded for module in modules)
+    mine, leaders, stranded = view.claims.get(me), _leaders(view), set(_stranded(view, grid))
     if mine is not None and mine.state != "leaving":
         # Of its own modules only the others count.
-        leaders = _leaders(view)
-        for module in {*modules} & {*grid.modules_of_path(mine.path)}:
+        for module in grid.modules_of_path(mine.path):
             others = possible_group(view, grid, module) - {me}
-            count += (bool(others) and leaders.isdisjoint(others)) - (module in stranded)
-    return -count if can_lead else count
+            if others and leaders.isdisjoint(others):
+                stranded.add(module)
+            else:
+                stranded.discard(module)
+    sign = -1 if can_lead else 1
+    return {path: sign * len(stranded.intersection(grid.modules_of_path(path))) for path in paths}
 
 
 def _stranded(view: SwarmView, grid: Grid) -> frozenset[str]:

@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -97,41 +98,39 @@ class SwarmView:
         buckets = tuple(b for b in self.scope.buckets if b in scope.buckets)
         kept = replace(self.scope, buckets=buckets)
         holders = {holding.peer_id for held in self.holdings.values() for holding in held}
-
-        # Of many claims on few paths: what is asked of a path is asked once.
-        paths: dict[int, bool] = {}
-        claims = {}
-        for peer, claim in self.claims.items():
-            path = claim.path
-            is_kept = paths.get(path)
-            if is_kept is None:
-                modules = grid.modules_of_path(path)
-                is_kept = kept.covers_path(path) or any(map(kept.covers_module, modules))
-                paths[path] = is_kept
-            if is_kept or peer in holders:
-                claims[peer] = claim
+        in_sight = kept.paths_in_sight(grid)
         return replace(
             self,
-            claims=claims,
+            claims={p: c for p, c in self.claims.items() if c.path in in_sight or p in holders},
             peers={p: r for p, r in self.peers.items() if kept.covers_peer(p, r.path)},
             progress={p: s for p, s in self.progress.items() if kept.covers_path(p)},
             bests={p: b for p, b in self.bests.items() if kept.covers_path(p)},
             scope=kept,
         )
 
+    def without(self, doubted: Iterable[str]) -> SwarmView:
+        """Return the view without the claims and the records of some peers."""
+        claims, peers = dict(self.claims), dict(self.peers)
+        for peer in doubted:
+            claims.pop(peer, None)
+            peers.pop(peer, None)
+        return replace(self, claims=claims, peers=peers)
+
     @cached_property
     def from_elsewhere(self) -> frozenset[str]:
         """Who claims or holds something here and has its own record where it was not read."""
         if self.scope is None:
             return frozenset()
+        scope, peers, claims = self.scope, self.peers, self.claims
         holders = {holding.peer_id for held in self.holdings.values() for holding in held}
-        others = (self.claims.keys() | holders) - self.peers.keys()
-        claimed = [(peer, self.claims.get(peer)) for peer in others]
-        return frozenset(
+        silent = holders - claims.keys() - peers.keys()
+        found = {peer for peer in silent if not scope.covers_peer(peer, None)}
+        found.update(
             peer
-            for peer, claim in claimed
-            if not self.scope.covers_peer(peer, claim.path if claim is not None else None)
+            for peer, claim in claims.items()
+            if peer not in peers and not scope.covers_path(claim.path)
         )
+        return frozenset(found)
 
     def at(self, now_s: float) -> SwarmView:
         """Return the same records at another moment, with what was worked out of them before."""
@@ -147,11 +146,11 @@ class SwarmView:
     @cached_property
     def _by_path(self) -> dict[int, list[Claim]]:
         """The claims on each path by peers that mean to stay, in no order."""
-        found: dict[int, list[Claim]] = {}
+        found: defaultdict[int, list[Claim]] = defaultdict(list)
         for claim in self.claims.values():
             if claim.state != "leaving":
-                found.setdefault(claim.path, []).append(claim)
-        return found
+                found[claim.path].append(claim)
+        return dict(found)
 
     @cached_property
     def _in_order(self) -> dict[int, tuple[Claim, ...]]:
@@ -161,7 +160,7 @@ class SwarmView:
     def trainers(self, grid: Grid, *, joining: bool) -> Mapping[str, Sequence[str]]:
         """Return who trains a path through each module; with `joining` those too who are about to.
 
-        All modules at once: who chooses among many paths asks for many modules.
+        All modules at once, for who chooses among many paths.
         """
         place = grid, joining
         if place not in self._trainers:
@@ -186,8 +185,13 @@ class SwarmView:
         place = grid, module, joining
         found = self._groups.get(place)
         if found is None:
-            peers = self.trainers(grid, joining=joining).get(module, ())
-            found = self._groups[place] = frozenset(peers)
+            by_path, paths = self._by_path, grid.paths_of_module(module)
+            found = self._groups[place] = frozenset(
+                claim.peer_id
+                for path in paths
+                for claim in by_path.get(path, ())
+                if joining or claim.state == "training"
+            )
         return found
 
     @cached_property
@@ -377,16 +381,13 @@ def plausible_holdings(
     Many peers hold the same state: it is looked at once.
     """
     found: list[Holding] = []
-    last: Holding | None = None
+    last: tuple[str, int, int, int] | None = None
     for holding in held:
         if holding.module != module:
             continue
-        is_same = last is not None and (
-            (holding.digest, holding.version, holding.tokens, holding.round)
-            == (last.digest, last.version, last.tokens, last.round)
-        )
-        if is_same or _is_plausible(holding.reference, plan, grid, rounds):
-            last = holding
+        said = holding.digest, holding.version, holding.tokens, holding.round
+        if said == last or _is_plausible(holding.reference, plan, grid, rounds):
+            last = said
             found.append(holding)
     return tuple(found)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 
 from dipaco.dht.view import SwarmView
 
@@ -67,14 +66,10 @@ class Doubts:
 
     def believed(self, view: SwarmView) -> SwarmView:
         """Return a view without those who are doubted."""
-        doubted = self._doubted & (view.claims.keys() | view.peers.keys()) - {self._me}
+        doubted = {p for p in self._doubted if p in view.claims or p in view.peers} - {self._me}
         if not doubted:
             return view
-        return replace(
-            view,
-            claims={peer: c for peer, c in view.claims.items() if peer not in doubted},
-            peers={peer: p for peer, p in view.peers.items() if peer not in doubted},
-        )
+        return view.without(doubted)
 
     def has_shown_itself(self, peer: str) -> bool:
         """Tell whether a peer has answered, called or averaged with this member since it began."""

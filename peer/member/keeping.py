@@ -105,7 +105,9 @@ class Keeping:
         if certificate is not None:
             trainers = (trainers & certificate.signers) or self._standing_on(state, trainers)
         if trainers:
-            return min(trainers, key=lambda p: seniority(view, known.me, p)) == known.me
+            mine = seniority(view, known.me, known.me)
+            is_first = not any(seniority(view, known.me, peer) < mine for peer in trainers)
+            return known.me in trainers and is_first
         holders = {known.me, *view.holders(state)}
         here = {peer for peer in holders if peer == known.me or known.is_here(peer)}
         return keepers(module, here, 1) == (known.me,)

@@ -362,7 +362,7 @@ class Reduce:
         """A member is ready; `done` gets everybody's contribution, or why there is none."""
         peer = machine.peer
         self._lives[peer] = machine.link.life
-        self._shifts[peer] = dict(shift)
+        self._shifts[peer] = shift
         self._done[peer] = done
         if len(self._lives) == len(self._peers):
             self._world.engine.after(self._half_s, self._half)

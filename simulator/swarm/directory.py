@@ -101,7 +101,9 @@ class _Key:
             if newest.visible_s <= now_s and not newest.split:
                 del self._unsettled[owner]
                 self._settled[owner] = newest.record
-                self._contents = None
+                contents = self._contents
+                if contents is not None and not contents.renew(owner, newest.record):
+                    self._contents = None
         return self._unsettled
 
     def seen(self, others: Mapping[str, Any]) -> Mapping[str, Any]:

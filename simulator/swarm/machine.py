@@ -265,7 +265,7 @@ class Machine(Body):
 
     def read(self, is_answer: bool, further: tuple[int, ...] = ()) -> None:
         """Read what the member watches, and `further` buckets, and tell it."""
-        scope = self.scope.with_buckets(further)
+        scope = self.scope.with_buckets(further) if further else self.scope
         view = self.world.directory.read(self.peer, self.believed_s, scope)
         revoked = self.world.directory.revoked
         if revoked != self._known_revoked:

@@ -8,12 +8,12 @@ that takes more than putting together, `joined_view` says so, and all records ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dipaco.dht.coverage import Scope
-from dipaco.dht.records import Claim, Holding, PeerRecord
+from dipaco.dht.records import Claim, Holding
 from dipaco.dht.view import (
     CLOCK_SLACK_S,
     ROUND_SLACK,
@@ -27,44 +27,60 @@ from dipaco.dht.view import (
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
-Ages = dict[str, tuple[float, int, int]]
-
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
-    """What peers say of themselves under a key, by peer."""
+class _Said:
+    """What peers claim, and the ages of their records, by which the newest is found."""
 
-    records: dict[str, Any]
-    ages: Ages
     claims: dict[str, Claim | None]
-    latest_s: float
-    """When the latest claim began."""
-    greatest_path: int
+    ages: dict[str, tuple[float, int, int]]
 
 
 class Contents:
-    """What stands under one key, worked out when it is asked for."""
+    """What stands under one key: of each peer one record, the peers in order; and what these say.
 
-    def __init__(self, records: Sequence[Any]) -> None:
-        self.records = records
-        self._standing: _Standing | None = None
+    That is worked out when it is asked for, and kept up record by record.
+    """
+
+    def __init__(self, records: Iterable[Any]) -> None:
+        self.by_peer: dict[str, Any] = {record.peer_id: record for record in records}
+        self._said: _Said | None = None
+        self.latest_s = 0.0
+        """No claim here began later."""
+        self.greatest_path = 0
+        """None is on a path with a greater number."""
         self._holdings: dict[int, tuple[Holding, ...]] = {}
         self._progress: tuple[dict[int, PathService], int] | None = None
 
-    def standing(self) -> _Standing:
-        """Return what the peers say of themselves."""
-        if self._standing is None:
-            records = {record.peer_id: record for record in self.records}
-            claims = {peer: record.claim for peer, record in records.items()}
-            made = [claim for claim in claims.values() if claim is not None]
-            self._standing = _Standing(
-                records,
-                {peer: record.age for peer, record in records.items()},
-                claims,
-                max((claim.since_s for claim in made), default=0.0),
-                max((claim.path for claim in made), default=0),
-            )
-        return self._standing
+    @property
+    def records(self) -> Collection[Any]:
+        """The records."""
+        return self.by_peer.values()
+
+    def renew(self, peer: str, record: Any) -> bool:
+        """Take what a peer says now, None for nothing; tells whether it has its place here."""
+        if record is None or peer not in self.by_peer:
+            return False
+        self.by_peer[peer] = record
+        if self._said is not None:
+            self._note(self._said, peer, record)
+        self._holdings, self._progress = {}, None
+        return True
+
+    def said(self) -> _Said:
+        """Return what each peer claims, and how old that is."""
+        if self._said is None:
+            self._said = _Said({}, {})
+            for peer, record in self.by_peer.items():
+                self._note(self._said, peer, record)
+        return self._said
+
+    def _note(self, said: _Said, peer: str, record: Any) -> None:
+        said.ages[peer] = record.age
+        claim = said.claims[peer] = record.claim
+        if claim is not None:
+            self.latest_s = max(self.latest_s, claim.since_s)
+            self.greatest_path = max(self.greatest_path, claim.path)
 
     def holdings(self, module: str, plan: RunPlan, grid: Grid, rounds: int) -> tuple[Holding, ...]:
         """Return what is held of a module and can have got this far in so many rounds."""
@@ -107,13 +123,18 @@ def joined_view(
         if not services.keys().isdisjoint(found):
             return None
         services = {**services, **found} if services else found
-    standings = [contents.standing() for contents in (*peers, *modules.values())]
+    everything = _Joined()
+    for contents in peers:
+        everything.take(contents)
+    said = everything.records
+    for contents in modules.values():
+        everything.take(contents)
+    claims = {peer: claim for peer, claim in everything.claims.items() if claim is not None}
     if any(
-        said.latest_s > now_s + CLOCK_SLACK_S or said.greatest_path >= grid.path_count
-        for said in standings
+        contents.latest_s > now_s + CLOCK_SLACK_S or contents.greatest_path >= grid.path_count
+        for contents in (*peers, *modules.values())
     ):
         return None
-    said, claims = _joined(standings, len(peers))
     rounds = greatest_rounds(plan, now_s)
     return SwarmView(
         now_s=now_s,
@@ -131,23 +152,23 @@ def joined_view(
     )
 
 
-def _joined(
-    standings: Sequence[_Standing], peer_keys: int
-) -> tuple[dict[str, PeerRecord], dict[str, Claim]]:
-    """Return peer records and claims: of what a peer says under several keys the newest.
+class _Joined:
+    """What peers say under several keys: of each peer the newest, where it was said first."""
 
-    The first `peer_keys` are those of buckets.
-    """
-    said: dict[str, PeerRecord] = {}
-    ages: Ages = {}
-    claims: dict[str, Claim | None] = {}
-    for number, standing in enumerate(standings):
-        # Whoever stands there already keeps its place.
-        common = ages.keys() & standing.ages.keys()
-        older = [peer for peer in common if standing.ages[peer] <= ages[peer]]
-        if number < peer_keys:
-            kept = {peer: said[peer] for peer in older}
-            said = {**said, **standing.records, **kept}
-        claims = {**claims, **standing.claims, **{peer: claims[peer] for peer in older}}
-        ages = {**ages, **standing.ages, **{peer: ages[peer] for peer in older}}
-    return said, {peer: claim for peer, claim in claims.items() if claim is not None}
+    def __init__(self) -> None:
+        self.records: dict[str, Any] = {}
+        self.claims: dict[str, Claim | None] = {}
+        self._ages: dict[str, tuple[float, int, int]] = {}
+
+    def take(self, contents: Contents) -> None:
+        """Take what stands under another key, without a change to what was joined before."""
+        said, ages = contents.said(), self._ages
+        common = ages.keys() & said.ages.keys()
+        older = [peer for peer in common if said.ages[peer] <= ages[peer]]
+        self.records = {**self.records, **contents.by_peer, **_picked(self.records, older)}
+        self.claims = {**self.claims, **said.claims, **_picked(self.claims, older)}
+        self._ages = {**ages, **said.ages, **_picked(ages, older)}
+
+
+def _picked(found: Mapping[str, Any], peers: Iterable[str]) -> dict[str, Any]:
+    return {peer: found[peer] for peer in peers}

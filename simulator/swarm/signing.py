@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 
-from dipaco.dht.certificates import Certificate
+from dipaco.dht.certificates import Certificate, CommitStatement
 from dipaco.peer.member import events
 
 from .network import CALL_BYTES, CERTIFICATES, Reply
@@ -58,7 +58,8 @@ class Signing:
             while len(self._gathered) > GREATEST_EARLY:
                 del self._gathered[next(iter(self._gathered))]
             pause_s = GATHER_PAUSES_S[0]
-            self._machine.later(pause_s, self._gather, state, 0, frozenset())
+            others = _others_in_order(me, statement)
+            self._machine.later(pause_s, self._gather, state, others, 0, frozenset())
             return
         for row in statement.table:
             other = self._world.machines.get(row.peer)
@@ -72,14 +73,19 @@ class Signing:
                     kind=CERTIFICATES,
                 )
 
-    def _gather(self, state: SimulatedState, passes: int, asked: frozenset[str]) -> None:
-        """Ask the members whose signatures are missing, as `peer.exchange.certifier` does."""
+    def _gather(
+        self, state: SimulatedState, others: tuple[str, ...], passes: int, asked: frozenset[str]
+    ) -> None:
+        """Ask the members whose signatures are missing, as `peer.exchange.certifier` does.
+
+        `others`: all of the group, in the order in which they are asked.
+        """
         digest, me = state.reference.digest, self._machine.peer
         own = self._gathered.get(digest)
         if own is None:
             return
-        missing = _behind(me, own) if len(own.signers) < len(own.statement.table) else []
-        peer = next((peer for peer in missing if peer not in asked), None)
+        is_complete = len(own.signers) == len(own.statement.table)
+        peer = next((p for p in others if p not in own.signers and p not in asked), None)
         if peer is not None and len(asked) < GATHER_QUESTIONS:
 
             def answered(answer: Certificate | None) -> None:
@@ -87,16 +93,16 @@ class Signing:
                 world = self._world
                 if answer is not None and known and world.is_signed(answer, known):
                     self._gathered[digest] = self._world.stock.shared(known.merged(answer))
-                self._gather(state, passes, asked | {peer})
+                self._gather(state, others, passes, asked | {peer})
 
             self._world.network.call(
                 me, peer, "certificate", digest, answered, limit_s=ANSWER_LIMIT_S
             )
             return
         self._machine.deliver(events.ChainFetched(state.reference, (own,)))
-        if missing and passes + 1 < len(GATHER_PAUSES_S):
+        if not is_complete and passes + 1 < len(GATHER_PAUSES_S):
             pause_s = GATHER_PAUSES_S[passes + 1]
-            self._machine.later(pause_s, self._gather, state, passes + 1, frozenset())
+            self._machine.later(pause_s, self._gather, state, others, passes + 1, frozenset())
 
     def hear(self, certificate: Certificate) -> None:
         """A member of a group has signed what it committed."""
@@ -116,8 +122,8 @@ class Signing:
         reply(found, CALL_BYTES if found is None else CALL_BYTES + certificate_bytes(found))
 
 
-def _behind(me: str, certificate: Certificate) -> list[str]:
-    """Return who has not signed, beginning with the member after this one."""
-    peers = sorted(certificate.statement.peers - certificate.signers)
+def _others_in_order(me: str, statement: CommitStatement) -> tuple[str, ...]:
+    """Return the others of a group, beginning with the member after this one."""
+    peers = sorted(statement.peers - {me})
     place = bisect.bisect(peers, me)
-    return peers[place:] + peers[:place]
+    return (*peers[place:], *peers[:place])
