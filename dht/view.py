@@ -99,10 +99,17 @@ class SwarmView:
         kept = replace(self.scope, buckets=buckets)
         holders = {holding.peer_id for held in self.holdings.values() for holding in held}
         in_sight = kept.paths_in_sight(grid)
+        # Of many peers on few paths: what is asked of a path is asked once.
+        paths = {path for record in self.peers.values() if (path := record.path) is not None}
+        covered = set(filter(kept.covers_path, paths))
         return replace(
             self,
             claims={p: c for p, c in self.claims.items() if c.path in in_sight or p in holders},
-            peers={p: r for p, r in self.peers.items() if kept.covers_peer(p, r.path)},
+            peers={
+                peer: record
+                for peer, record in self.peers.items()
+                if record.path in covered or (record.path is None and kept.covers_peer(peer, None))
+            },
             progress={p: s for p, s in self.progress.items() if kept.covers_path(p)},
             bests={p: b for p, b in self.bests.items() if kept.covers_path(p)},
             scope=kept,

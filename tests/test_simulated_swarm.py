@@ -21,12 +21,13 @@ from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
 from dipaco.peer.member.events import Event
 from dipaco.simulator.swarm import averaging
+from dipaco.simulator.swarm.carrying import SHARD_BYTES
 from dipaco.simulator.swarm.directory import record_bytes
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import _History, real_member, run_history
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
-from dipaco.simulator.swarm.network import Link, Network
+from dipaco.simulator.swarm.network import STATES, Link, Network
 from dipaco.simulator.swarm.publishing import make_standing, module_record, peer_record
 from dipaco.simulator.swarm.scenario import PROFILES, draw_scenario, small_plan
 from dipaco.simulator.swarm.signing import GREATEST_TOLD, certificate_bytes
@@ -262,6 +263,25 @@ def test_who_averages_again_with_a_reducer_that_it_found_out_is_noticed() -> Non
     honest = run_history(14, "falsified", members=4, paths=1, rounds=4)
     assert honest.violations == []
     assert honest.figures.found_out > 0
+
+
+@pytest.mark.parametrize(("trains", "broken"), [(True, ["cost"]), (False, [])])
+def test_a_bootstrap_node_alone_may_serve_a_shard_to_each_who_begins(
+    trains: bool, broken: list[str]
+) -> None:
+    plan = small_plan((1,), duration_s=60.0)
+    world = World(plan, Engine(0, 1000.0), real_member, Trace(), state_bytes=SHARD_BYTES)
+    world.watch = watch = Invariants(world, coverage=False, stops=False)
+    node = Machine(world, "b", Link(), step_s=1.0, trains=trains)
+    node.link.is_up = True
+    for _ in range(50):
+        watch.started(node)
+    node.link.traffic.move(STATES, 50 * SHARD_BYTES)
+    world.engine.run(1061.0)
+    assert [violation.invariant for violation in watch.violations] == broken
+    node.link.traffic.move(STATES, 50 * SHARD_BYTES)
+    world.engine.run(1121.0)
+    assert [violation.invariant for violation in watch.violations] == [*broken, "cost"]
 
 
 def test_a_turn_without_an_answer_is_noticed() -> None:

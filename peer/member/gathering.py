@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 
 from dipaco.dht.agreement import (
@@ -270,6 +271,7 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
         for row in said.table:
             rounds.setdefault(row.peer, []).append(said.round_index)
 
+    @functools.cache
     def last_shared(digest: str) -> int | None:
         common = book.common_ancestor(module, digest, anchor.digest)
         fork = book.get(module, common) if common is not None else None
@@ -277,7 +279,8 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
         return fork.statement.round_index if fork is not None else -1 if common else None
 
     found: set[int] = set()
-    for peer, stand in known.stands(module).items():
+    stands = known.stands(module)
+    for peer, stand in stands.items():
         seen, maybe = last_shared(stand.seen), [last_shared(digest) for digest in stand.offered]
         if book.common_ancestor(module, stand.seen, anchor.digest) == stand.seen:
             # A view is late: who has signed a later state has that, and who was in the group may.
@@ -286,7 +289,7 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
         least = seen if seen is not None else -2
         found.update((least, *(later for later in maybe if later is not None and later > least)))
     found.discard(-2)
-    seen_to_hold = {peer for peer, stand in known.stands(module).items() if stand.seen}
+    seen_to_hold = {peer for peer, stand in stands.items() if stand.seen}
     unseen = known.trainers_seen(module) - seen_to_hold - signed.keys()
     if any(known.doubts.has_shown_itself(p) or not known.can_ever_answer(p) for p in unseen):
         found.add(-1)

@@ -232,6 +232,9 @@ class Invariants:
             self._seen_steps[machine.peer] = machine.steps
         honest = self._honest()
         untrained = sum(m.path is None and m.trains for m in honest)
+        moves = sum(m.trains for m in honest) < world.grid.path_count
+        is_counted = world.plan.rounds.inner_steps > 0
+        rounds = LIVENESS_ROUNDS * (2 if moves and is_counted else 1)
         before_s = world.now_s - COPY_ROUNDS * self._round_s
         # A keeper decides thrice before it has a copy, each time between two of its steps.
         reachable = sum(
@@ -241,13 +244,14 @@ class Invariants:
             for m in honest
         )
         for module in world.grid.modules():
-            self._check_liveness(module, untrained)
+            self._check_liveness(module, untrained, rounds)
             self._check_copies(module, before_s, reachable)
         if self._checks_coverage:
             self._check_coverage()
 
-    def _check_liveness(self, module: str, untrained: int) -> None:
-        """Does the module commit while it could? `untrained` peers may be about to train it."""
+    def _check_liveness(self, module: str, untrained: int, rounds: int) -> None:
+        """Does the module commit in so many rounds while it could? `untrained` peers may be about
+        to train it."""
         now_s = self._world.now_s
         trainers = self._trainers(module)
         # Who is slow has nothing to contribute in most rounds.
@@ -264,9 +268,6 @@ class Invariants:
             self._alive_since.pop(module, None)
             return
         since_s = self._alive_since.setdefault(module, now_s)
-        moves = sum(m.trains for m in self._honest()) < self._world.grid.path_count
-        is_counted = self._world.plan.rounds.inner_steps > 0
-        rounds = LIVENESS_ROUNDS * (2 if moves and is_counted else 1)
         if now_s - since_s > (rounds + 0.5) * self._round_s:
             self._violated(
                 "liveness",

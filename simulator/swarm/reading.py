@@ -126,7 +126,7 @@ def joined_view(
     everything = _Joined()
     for contents in peers:
         everything.take(contents)
-    said = everything.records
+    said = dict(everything.records)
     for contents in modules.values():
         everything.take(contents)
     claims = {peer: claim for peer, claim in everything.claims.items() if claim is not None}
@@ -161,14 +161,17 @@ class _Joined:
         self._ages: dict[str, tuple[float, int, int]] = {}
 
     def take(self, contents: Contents) -> None:
-        """Take what stands under another key, without a change to what was joined before."""
+        """Take what stands under another key."""
         said, ages = contents.said(), self._ages
         common = ages.keys() & said.ages.keys()
         older = [peer for peer in common if said.ages[peer] <= ages[peer]]
-        self.records = {**self.records, **contents.by_peer, **_picked(self.records, older)}
-        self.claims = {**self.claims, **said.claims, **_picked(self.claims, older)}
-        self._ages = {**ages, **said.ages, **_picked(ages, older)}
+        _update(self.records, contents.by_peer, older)
+        _update(self.claims, said.claims, older)
+        _update(ages, said.ages, older)
 
 
-def _picked(found: Mapping[str, Any], peers: Iterable[str]) -> dict[str, Any]:
-    return {peer: found[peer] for peer in peers}
+def _update(found: dict[str, Any], others: Mapping[str, Any], but: Sequence[str]) -> None:
+    """Take the values of `others`, `but` those of some peers."""
+    kept = {peer: found[peer] for peer in but}
+    found.update(others)
+    found.update(kept)
