@@ -77,7 +77,7 @@ class Certificate:
     @cached_property
     def signers(self) -> frozenset[str]:
         """Members of the group whose signature is here."""
-        return self.statement.peers & self.signatures.keys()
+        return self.statement.peers & frozenset(self.signatures)
 
     @property
     def reference(self) -> StateReference:

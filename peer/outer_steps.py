@@ -140,6 +140,7 @@ class OuterSteps:
                     str(failure),
                     tuple(failure.culprits),
                     tuple(failure.peers_seen),
+                    failure.is_proven,
                 )
             )
         except Exception as error:

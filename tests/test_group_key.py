@@ -151,11 +151,7 @@ def test_rows_are_small() -> None:
 def test_failures_cross_processes() -> None:
     import pickle
 
-    failure = AveragingFailed("peer Qm failed", ("a", "b"), ("a",), ("note",))
+    failure = AveragingFailed("peer Qm failed", ("a", "b"), ("a",), ("note",), "b", True)
     copied = pickle.loads(pickle.dumps(failure))
-    assert (str(copied), copied.peers_seen, copied.culprits, copied.notices) == (
-        "peer Qm failed",
-        ("a", "b"),
-        ("a",),
-        ("note",),
-    )
+    assert vars(copied) == vars(failure)
+    assert (str(copied), copied.reported, copied.is_proven) == ("peer Qm failed", "b", True)

@@ -469,6 +469,30 @@ def test_who_makes_two_rounds_fail_is_left_out_of_the_next_ones() -> None:
         peer.stepped(MODULE, ["Pa", ME, "Pc"], round_index)
 
 
+@pytest.mark.parametrize("accuses", [False, True])
+def test_a_proven_liar_is_left_out_at_once_and_for_longer_each_time(accuses: bool) -> None:
+    peer = group("Pa", "Pc", "Pd")
+    lied_in, spells = 3, [8, 16, 32, 64, 64]
+    for times, spell in enumerate(spells):
+        peer.at(boundary_s(lied_in))
+        if accuses:
+            table = tuple(Contribution(0, p, 10) for p in (ME, "Pa", "Pc", "Pd"))
+            peer.happen(e.Averaged(MODULE, lied_in, 0, table, culprits=("Pd",)))
+        else:
+            fail(peer, 0, (ME, "Pa", "Pc", "Pd"), ("Pd",), is_proven=True)
+            answers(peer, "Pa", "Pc", "Pd")
+            peer.averaged(MODULE, ["Pa", ME, "Pc"], attempt=1)
+        peer.stepped(MODULE, ["Pa", ME, "Pc"], lied_in)
+        for round_index in range(lied_in + 1, lied_in + spell + 2):
+            (meeting,) = of(a.Average, peer.at(boundary_s(round_index)))
+            is_out = round_index <= lied_in + spell
+            assert meeting.excluded == (("Pd",) if is_out else ()), (times, round_index)
+            if is_out:
+                peer.averaged(MODULE, ["Pa", ME, "Pc"])
+                peer.stepped(MODULE, ["Pa", ME, "Pc"], round_index)
+        lied_in += spell + 1
+
+
 def test_nobody_is_left_out_for_one_bad_round_and_never_oneself() -> None:
     peer = group("Pa", "Pc")
     peer.at(boundary_s(3))

@@ -54,11 +54,12 @@ def checked(size: int, **changes: object) -> Group:
     return Group.random(size, NUMBERS, **{"check_pieces": ALL_PIECES, **changes})
 
 
-def assert_all_but_the_liar_name_it(results: list[object]) -> None:
+def assert_all_but_the_liar_name_it(results: list[object], *, is_proven: bool = True) -> None:
     for index, result in enumerate(results):
         if make_peer_id(index) != LIAR:
             assert isinstance(result, AveragingFailed), index
             assert result.culprits == (LIAR.to_base58(),)
+            assert result.is_proven == is_proven
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -172,7 +173,7 @@ def test_a_reducer_that_does_not_show_what_it_got_is_named(
         return message
 
     group = checked(3, spoil=lie_to_all)
-    assert_all_but_the_liar_name_it(asyncio.run(group.run(tamper)))
+    assert_all_but_the_liar_name_it(asyncio.run(group.run(tamper)), is_proven=False)
 
 
 def test_who_has_no_time_left_for_its_checks_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +186,33 @@ def test_who_has_no_time_left_for_its_checks_names_nobody(monkeypatch: pytest.Mo
     for result in asyncio.run(checked(3).run()):
         assert isinstance(result, AveragingFailed)
         assert len(result.culprits) == 1
+
+
+def test_who_is_accused_and_cannot_answer_just_then_is_no_liar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An accusation proves nothing to who could not look for itself."""
+    honest = make_peer_id(2)
+    parts: list[int] = []
+
+    def draw(reducers: list[int], sizes: list[int], me: int, count: int) -> list[tuple[int, int]]:
+        parts.append(reducers.index(2))
+        return []
+
+    async def accuse(transit: Transit, message: Message) -> Message:
+        if transit.kind == "shown" and transit.source == honest:
+            refuse(message)
+        if transit.kind in ("verdict", "answer") and transit.source == LIAR and not transit.index:
+            said = Verdict.from_bytes(message.tensor_part.buffer, range(4), [NUMBERS] * 99)
+            invented = replace(said, accusation=Accusation(parts[0], 0, False))
+            message.tensor_part.buffer = invented.to_bytes()
+        return message
+
+    monkeypatch.setattr(verdicts, "draw", draw)
+    results = asyncio.run(checked(4).run(accuse))
+    failed = [result for result in results if isinstance(result, AveragingFailed)]
+    assert {result.culprits for result in failed} == {(honest.to_base58(),)}
+    assert not any(result.is_proven for result in failed)
 
 
 @pytest.mark.parametrize("is_refusal", [False, True])

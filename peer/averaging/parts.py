@@ -31,7 +31,8 @@ class AveragingFailed(AllreduceException):
 
     `peers_seen` are all members of the group if there was one, `culprits` those of them that this
     peer itself saw fail, `notices` lines about peers that were not admitted to the group,
-    `reported` a member of which another one said that it failed.
+    `reported` a member of which another one said that it failed. With `is_proven` the culprits
+    lied, as this peer has computed itself.
     """
 
     def __init__(
@@ -41,14 +42,16 @@ class AveragingFailed(AllreduceException):
         culprits: tuple[str, ...] = (),
         notices: tuple[str, ...] = (),
         reported: str = "",
+        is_proven: bool = False,
     ) -> None:
         # All arguments are passed on, or the exception would not survive pickling.
-        super().__init__(reason, peers_seen, culprits, notices, reported)
+        super().__init__(reason, peers_seen, culprits, notices, reported, is_proven)
         self.reason = reason
         self.peers_seen = peers_seen
         self.culprits = culprits
         self.notices = notices
         self.reported = reported
+        self.is_proven = is_proven
 
     @property
     def blamed(self) -> str:
@@ -346,6 +349,7 @@ def as_failure(
             error.culprits,
             error.notices or notices,
             error.reported,
+            error.is_proven,
         )
     if isinstance(error, BadRowError):
         return AveragingFailed(f"group refused: {error}", members, (error.peer,), notices)

@@ -306,7 +306,8 @@ class StepCheck:
                 continue
             if self._signed(reducer, digest, signature):
                 name, other = self._name(reducer), self._name(place)
-                self._fail(f"peer {name} gave peer {other} another average", reducer)
+                reason = f"peer {name} gave peer {other} another average"
+                self._fail(reason, reducer, is_proven=True)
             else:
                 self._liars.add(place)
         accusation = verdict.accusation
@@ -315,22 +316,22 @@ class StepCheck:
         if accusation not in self._relayed:
             self._relayed.append(accusation)
             self._news.set()
-        is_right = await self._is_right(accusation)
-        if not is_right:
-            self._blame(accusation)
+        found = await self._find_out(accusation)
+        if found is not None:
+            self._blame(found)
         elif at_first_hand and not accusation.is_refusal:
             self._liars.add(place)
 
-    async def _is_right(self, accusation: Accusation) -> bool:
-        """Find out by itself whether a piece is what it should be."""
+    async def _find_out(self, accusation: Accusation) -> Accusation | None:
+        """Ask for a piece, as somebody accuses its reducer; returns what is wrong with it."""
         place = accusation.part, accusation.piece
         reducer = self._reducers[accusation.part]
         if reducer == self._me or place in self._right:
-            return True
+            return None
         self._audits[reducer] += 1
         found = await self._ask(reducer, [place], LOOK_SILENCES * self._silence_s)
         self._audits -= Counter([reducer])
-        return found is None
+        return found
 
     def _blame(self, accusation: Accusation) -> None:
         reducer = self._reducers[accusation.part]
@@ -338,11 +339,16 @@ class StepCheck:
         self._fail(
             f"peer {self._name(reducer)} {what} (part {accusation.part})",
             reducer,
+            is_proven=not accusation.is_refusal,
         )
 
-    def _fail(self, reason: str, reducer: int) -> None:
-        if self._failure is None:
-            self._failure = AveragingFailed(reason, self._group.peers, (self._name(reducer),))
+    def _fail(self, reason: str, reducer: int, *, is_proven: bool = False) -> None:
+        known = self._failure
+        if known is None or (is_proven and not known.is_proven):
+            culprits = (self._name(reducer),)
+            self._failure = AveragingFailed(
+                reason, self._group.peers, culprits, is_proven=is_proven
+            )
 
     def _has_been_heard(self, place: int) -> None:
         if not self._heard[place].done():

@@ -178,6 +178,8 @@ class AverageFailed:
     """Members that made the reduce fail."""
     members: tuple[str, ...] = ()
     """The group that had formed; empty when none had."""
+    is_proven: bool = False
+    """The culprits averaged wrongly, as this peer has computed itself."""
     kind: Literal["average_failed"] = "average_failed"
 
 

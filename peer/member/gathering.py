@@ -182,7 +182,7 @@ def out_of_sight(known: Knowledge, module: str) -> frozenset[str]:
     )
     return frozenset(
         peer
-        for peer in recent - {known.me} - known.whole_view.claims.keys()
+        for peer in recent - {known.me} - frozenset(known.whole_view.claims)
         if known.last_seen_s(peer) >= since_s and not known.doubts.is_doubted(peer)
     )
 
@@ -290,7 +290,7 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
         found.update((least, *(later for later in maybe if later is not None and later > least)))
     found.discard(-2)
     seen_to_hold = {peer for peer, stand in stands.items() if stand.seen}
-    unseen = known.trainers_seen(module) - seen_to_hold - signed.keys()
+    unseen = known.trainers_seen(module) - seen_to_hold - frozenset(signed)
     if any(known.doubts.has_shown_itself(p) or not known.can_ever_answer(p) for p in unseen):
         found.add(-1)
     return frozenset(found - {anchor.last_round})

@@ -55,7 +55,7 @@ class Horizon:
             for home in homes:
                 buckets.update(next_buckets(home, self._count))
         modules = {module for path in paths for module in known.grid.modules_of_path(path)}
-        scope = scope_of(modules | known.held.keys(), buckets, known.grid)
+        scope = scope_of(modules | frozenset(known.held), buckets, known.grid)
         if scope != self._scope:
             self._scope = scope
             known.actions.insert(0, Watch(scope))

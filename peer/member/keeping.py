@@ -159,7 +159,7 @@ class Keeping:
         for peer in others:
             if missing <= 0:
                 break
-            if peer in trainers | fresh | care.offered.keys():
+            if peer in trainers | fresh | frozenset(care.offered):
                 continue
             if known.now_s < care.passed_over.get(peer, -math.inf):
                 continue

@@ -112,7 +112,7 @@ class Ledger:
         for round_index, row in sorted(self._rows.items(), reverse=True):
             if descent.contains(state, self._me, round_index):
                 contained |= dict.fromkeys(row, round_index)
-        for part in self._surely_shared(state, own, descent) - contained.keys():
+        for part in self._surely_shared(state, own, descent) - frozenset(contained):
             contained[part] = self._merged_in.get(part, part)
         on_top = [part for part in self.parts if part not in contained]
         self._merged_in = {part: contained[part] for part in self.parts if part in contained}

@@ -282,7 +282,7 @@ class OuterRounds:
         running = self._of(event.module, event.round_index, Phase.MEETING)
         if running is None or event.attempt != running.attempt:
             return
-        self._culprits.blame(event.culprits, running.boundary.round_index)
+        self._culprits.blame(event.culprits, running.boundary.round_index, is_proven=True)
         group = frozenset(row.peer for row in event.table)
         self.known.meet(group)
         round_index = running.boundary.round_index
@@ -308,8 +308,9 @@ class OuterRounds:
             return
         running.failure = event.reason
         running.had_members |= bool(event.members)
-        running.culprits |= set(event.culprits) - {known.me}
-        self._culprits.blame(running.culprits, running.boundary.round_index)
+        culprits = set(event.culprits) - {known.me}
+        running.culprits |= culprits
+        self._culprits.blame(culprits, running.boundary.round_index, is_proven=event.is_proven)
         if self.is_leaving:
             self._end(running, "this peer leaves")
             return
@@ -334,7 +335,7 @@ class OuterRounds:
         running = self._of(event.module, event.round_index, Phase.ASKING)
         if running is None:
             return
-        silent = running.asked - event.holdings.keys()
+        silent = running.asked - frozenset(event.holdings)
         if known.doubts.called_in_vain(
             peer for peer in silent if not known.doubts.has_shown_itself(peer)
         ):

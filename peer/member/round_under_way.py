@@ -14,6 +14,9 @@ from .rounds import Boundary, RoundPosition
 
 # Who made so many rounds fail lately is not admitted by a peer that leads, for so many rounds.
 GREATEST_FAILURES, EXCLUDED_ROUNDS = 2, 4
+# Who was proven to lie once is not admitted for twice as many rounds, then for four times as many,
+# up to so many.
+GREATEST_EXCLUDED_ROUNDS = 64
 # Who was waited for in vain so often in a row is not waited for, for twice as many rounds each
 # time and so many at most.
 GREATEST_ABSENCES, GREATEST_UNAWAITED_ROUNDS = 2, 64
@@ -96,32 +99,45 @@ class CatchingUp:
 class _Failures:
     failures: int = 0
     last_round: int = -1
+    lies: int = 0
+    last_lie: int = -1
+
+    def is_excluded(self, round_index: int) -> bool:
+        rounds = min(EXCLUDED_ROUNDS * 2**self.lies, GREATEST_EXCLUDED_ROUNDS)
+        if self.lies and round_index - self.last_lie <= rounds:
+            return True
+        is_recent = round_index - self.last_round <= EXCLUDED_ROUNDS
+        return is_recent and self.failures >= GREATEST_FAILURES
 
 
 class Culprits:
-    """Who made reduces fail, over rounds: one slow or broken peer stops a module once."""
+    """Who made reduces fail, over rounds: one slow or broken peer stops a module once.
+
+    One that lied, as was proven here, is left out at once, and for longer each time: it was not
+    unlucky, and each round that it comes back to may be lost.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, _Failures] = {}
 
-    def blame(self, peers: Collection[str], round_index: int) -> None:
-        """Note who made a reduce of a round fail."""
+    def blame(self, peers: Collection[str], round_index: int, *, is_proven: bool = False) -> None:
+        """Note who made a reduce of a round fail, or was proven to lie in it."""
         for peer in sorted(peers):
             record = self._records.setdefault(peer, _Failures())
             if round_index - record.last_round > EXCLUDED_ROUNDS:
                 record.failures = 0
             record.failures += record.last_round != round_index
             record.last_round = round_index
+            if is_proven:
+                record.lies += record.last_lie != round_index
+                record.last_lie = round_index
         while len(self._records) > REMEMBERED:
             del self._records[next(iter(self._records))]
 
     def excluded(self, round_index: int, also: Collection[str]) -> tuple[str, ...]:
         """Return who is not admitted in a round: those lately blamed, and `also`."""
         found = set(also)
-        for peer, record in self._records.items():
-            is_recent = round_index - record.last_round <= EXCLUDED_ROUNDS
-            if is_recent and record.failures >= GREATEST_FAILURES:
-                found.add(peer)
+        found |= {peer for peer, record in self._records.items() if record.is_excluded(round_index)}
         return tuple(sorted(found))
 
 

@@ -271,9 +271,10 @@ class Averaging:
             if average.is_over:
                 return
             if shifts is None:
-                if reason.endswith(WRONG):
+                is_proven = reason.endswith(WRONG)
+                if is_proven:
                     self._world.watch.found_out(machine, action.anchor, table)
-                self._fail(average, reason, culprits)
+                self._fail(average, reason, culprits, is_proven)
                 return
             self._close(average)
             self._on_averaged(action, table, shifts)
@@ -297,6 +298,7 @@ class Averaging:
         average: _Average,
         reason: str,
         culprits: tuple[str, ...] = (),
+        is_proven: bool = False,
     ) -> None:
         if average.is_over:
             return
@@ -304,7 +306,13 @@ class Averaging:
         action, members = average.action, average.group
         self._machine.deliver(
             events.AverageFailed(
-                action.module, action.round_index, action.attempt, reason, culprits, members
+                action.module,
+                action.round_index,
+                action.attempt,
+                reason,
+                culprits,
+                members,
+                is_proven,
             )
         )
 

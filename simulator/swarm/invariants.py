@@ -179,12 +179,12 @@ class Invariants:
             return
         # Names that only sign are nobody.
         real = self._world.machines
-        mine = book.contributors_since(module, before, ancestor) & real.keys()
+        mine = book.contributors_since(module, before, ancestor) & frozenset(real)
         if not machine.link.can_be_called:
             mine = frozenset(
                 peer for peer in mine if peer == machine.peer or real[peer].link.can_be_called
             )
-        theirs = book.contributors_since(module, new, ancestor) & real.keys()
+        theirs = book.contributors_since(module, new, ancestor) & frozenset(real)
         if len(theirs) < len(mine):
             self._violated(
                 "descent",

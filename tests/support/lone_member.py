@@ -239,11 +239,12 @@ class LoneMember:
         attempt: int = 0,
         members: tuple[str, ...] = (),
         culprits: tuple[str, ...] = (),
+        is_proven: bool = False,
     ) -> list[a.Action]:
         """Let a meeting fail."""
         round_index = self.asked_in[module]
         return self.happen(
-            e.AverageFailed(module, round_index, attempt, "it broke", culprits, members)
+            e.AverageFailed(module, round_index, attempt, "it broke", culprits, members, is_proven)
         )
 
     def answered(

@@ -44,8 +44,9 @@ def fail(
     attempt: int = 0,
     members: tuple[str, ...] = (),
     culprits: tuple[str, ...] = (),
+    is_proven: bool = False,
 ) -> list[a.Action]:
-    return peer.average_failed(MODULE, attempt, members, culprits)
+    return peer.average_failed(MODULE, attempt, members, culprits, is_proven)
 
 
 def answers(peer: LoneMember, *alive: str, **held: StateReference) -> list[a.Action]:
