@@ -256,6 +256,23 @@ def test_work_of_which_others_are_known_to_have_committed_a_part_stays_apart_fro
     assert peer.counted() == peer.trained
 
 
+def test_a_lone_commit_that_others_may_pass_by_is_kept_beside_rounds_that_came_to_nothing() -> None:
+    """One part is in the anchor, the others stand on the state before it, and nobody is a majority
+    any more."""
+    family = Family()
+    peer = began(family)
+    fork = peer.anchor
+    peer.train(1)
+    peer.commit(1, "A", stood_on={0})
+    theirs = family.commits(fork, range(1, 3), "BC")
+    for round_index in range(2, 3 * MOST_PARTS):
+        peer.train(round_index)
+        peer.cut(round_index, stood_on={0})  # A group had formed, and nothing came of it.
+        assert len(peer.ledger.parts) <= MOST_PARTS
+    peer.adopt(family.commits(theirs, range(3, 2 * MOST_PARTS), "BC"))
+    assert peer.counted() == peer.trained
+
+
 def test_who_steps_alone_and_gives_way_again_and_again_loses_nothing() -> None:
     """Its old commits lie between the parts, and lost long ago; the others go on from before."""
     family = Family()

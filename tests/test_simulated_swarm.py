@@ -91,6 +91,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 115111, None, None),  # Whom liars had wait at their meetings waited too long ...
     ("closed", 115151, None, None),  # ... and so did those of whom nobody can lead.
     ("split", 115184, None, None),  # What the others held was seen sooner than where it came from.
+    ("mixed", 200001, None, None),  # One part was in the anchor, and four that came to nothing.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

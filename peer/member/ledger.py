@@ -189,12 +189,12 @@ class Ledger:
         self, own: StateReference, descent: Descent, stood_on: Collection[int]
     ) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
-        tell. Of parts that no anchor has, the first two of which no known chain has only one, or
-        the first two, since they have to be kept."""
+        tell. Of parts that no anchor has, the first two of which no known chain has only one; where
+        there are no others, the first two, since they have to be kept."""
         merged = [part for part in self.parts if part not in self.unmerged]
+        unmerged = list(itertools.pairwise(self.unmerged))
+        together = (p for p in unmerged if not self._parts_between(*p, own, descent))
         if not merged:
-            unmerged = list(itertools.pairwise(self.parts))
-            together = (p for p in unmerged if not self._parts_between(*p, own, descent))
             return next(together, unmerged[0])
         # Without the oldest, work is lost where somebody goes another way from before it.
         is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on)
@@ -216,7 +216,9 @@ class Ledger:
             for older, newer in itertools.pairwise(merged)
             if self._merged_in.get(older, older) == self._merged_in.get(newer, newer)
         ]
-        return next(iter((*sure, *pairs, *lost)), None) if is_needed else None
+        if not is_needed:
+            return None
+        return next(iter((*sure, *pairs, *lost)), None) or next(together, None)
 
     def _is_open_between(
         self, older: int, newer: int, own: StateReference, descent: Descent
