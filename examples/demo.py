@@ -43,12 +43,17 @@ class Scale:
     """From the end of preparation to round 0, for the first peers to join."""
     round_s: float
     rounds: int
+    """At least."""
+    steps: int
+    """Of every path, at least: a slow or busy machine gets up to `GREATEST_FACTOR` times the rounds
+    for these."""
     scored_documents: int
     """Of the validation corpus, for every model compared."""
 
 
-FULL = Scale(base_steps=150, join_s=40.0, round_s=20.0, rounds=15, scored_documents=1000)
-QUICK = Scale(base_steps=40, join_s=25.0, round_s=10.0, rounds=6, scored_documents=30)
+FULL = Scale(base_steps=150, join_s=40.0, round_s=20.0, rounds=15, steps=300, scored_documents=1000)
+QUICK = Scale(base_steps=40, join_s=25.0, round_s=10.0, rounds=6, steps=100, scored_documents=30)
+GREATEST_FACTOR = 4
 
 
 @dataclass
@@ -279,32 +284,44 @@ def train(demo: Demo, live: Live | None) -> Process:
     bootstrap.note = "serving"
     peers = [demo.start_peer(address) for _ in range(4)]
     survivor = demo.address_of(peers[0])
-    half = demo.scale.rounds // 2
-    demo.watch(live, lambda: demo.round_now() >= half)
+    rounds, half = demo.scale.rounds, demo.scale.rounds // 2
+
+    def is_over(least_rounds: int, *peers: Process, steps: int = 0) -> bool:
+        """Tell whether so many rounds have passed, the peers have committed, and every path has
+        so many steps behind it; or, where the machine is too slow for that, many more rounds."""
+        have_committed = all("commit" in peer.last for peer in peers)
+        is_enough = have_committed and least_path_steps(demo) >= steps
+        return demo.round_now() >= least_rounds * (1 if is_enough else GREATEST_FACTOR)
+
+    demo.watch(live, lambda: is_over(half, *peers))
     demo.console.print(f"[yellow]SIGKILL to {peers[-1].name}[/yellow], and a new peer starts")
     peers[-1].popen.kill()
     peers[-1].note = "killed"
     newcomer = demo.start_peer(survivor)
-    demo.watch(live, lambda: demo.round_now() >= half + 1)
+    killed_in = demo.round_now()
+    demo.watch(live, lambda: demo.round_now() > killed_in)
     demo.console.print("[yellow]the bootstrap node stops[/yellow]; the swarm goes on without it")
     bootstrap.popen.send_signal(signal.SIGINT)
     bootstrap.note = "stopped"
-    last = demo.scale.rounds - 1
-    # The newcomer has to commit as well; a slow machine gets a few more rounds for that.
-    demo.watch(
-        live,
-        lambda: (
-            demo.round_now() >= last + 4 or (demo.round_now() >= last and "commit" in newcomer.last)
-        ),
-    )
+    demo.watch(live, lambda: is_over(rounds - 1, newcomer, steps=demo.scale.steps))
     if "commit" not in newcomer.last:
         demo.console.print(f"[red]{newcomer.name} has not committed anything[/red]")
     return peers[0]
 
 
-def path_steps(demo: Demo) -> int:
-    """Return the most inner steps that any path has behind it."""
-    return max(p.last["inner"]["path_step"] for p in demo.processes if "inner" in p.last)
+def steps_by_path(demo: Demo) -> dict[int, int]:
+    """Return how many inner steps each path has behind it that anybody has trained."""
+    steps: dict[int, int] = {}
+    for process in demo.processes:
+        if (inner := process.last.get("inner")) is not None:
+            steps[inner["path"]] = max(steps.get(inner["path"], 0), inner["path_step"])
+    return steps
+
+
+def least_path_steps(demo: Demo) -> int:
+    """Return how many inner steps every path of the 2x2 grid has behind it."""
+    steps = steps_by_path(demo)
+    return min(steps.get(path, 0) for path in range(4))
 
 
 def plot(demo: Demo, scores: dict[str, float], file: Path) -> None:
@@ -334,7 +351,7 @@ def report(demo: Demo, survivor: Process) -> None:
     address = demo.address_of(survivor)
     data = str(HERE / "tiny" / "data" / "validation.jsonl.gz")
     limit = str(demo.scale.scored_documents)
-    steps = path_steps(demo)
+    steps = max(steps_by_path(demo).values())
     # All at once, while the peers are there to serve what they need.
     status = demo.ask("dipaco-status", "--initial-peers", address, "--json")
     # The dense model is a newest one, so the swarm is compared with its newest parameters.

@@ -43,6 +43,9 @@ from .setting_sources import (
     with_origins,
 )
 
+# Of the OpenMP that PyTorch brings; who has set it, or GOMP_SPINCOUNT, knows better.
+QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -326,8 +329,19 @@ def run_parsed(parsed: argparse.Namespace) -> int:
     if is_shown or not found:
         return exit_code
     settings = found[0]
+    quiet_threads()
     configure_logging(settings.debug)
     return run_command(lambda: int(command.run(settings)), settings.debug)
+
+
+def quiet_threads() -> None:
+    """Let PyTorch's threads sleep while they wait for each other, before PyTorch is imported.
+
+    By themselves they turn in circles. Where another program has one of the cores they use up the
+    time in which the thread could run that all wait for, and a step takes many times as long.
+    """
+    for name, value in QUIET_THREADS.items():
+        os.environ.setdefault(name, value)
 
 
 def configure_logging(debug: bool) -> None:

@@ -134,6 +134,31 @@ def test_help_does_not_wait_for_large_imports(name: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "a"}, "a")])
+def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
+    given: dict[str, str], found: str
+) -> None:
+    """What is set once PyTorch is imported comes too late."""
+    program = (
+        "import os, sys\n"
+        "from dipaco.modules.command_line import Command, Settings\n"
+        "def run(settings):\n"
+        "    print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+        "    return 0\n"
+        "sys.exit(Command('dipaco-test', Settings, run, 'Nothing.').main([]))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", found]
+
+
 def test_every_option_says_what_it_is_for() -> None:
     silent = []
     for name, module in COMMANDS.items():
