@@ -1,13 +1,13 @@
-"""Training beside programs that keep the processor busy: what waiting without turning is worth.
+"""Training beside programs that keep the processor busy: what it is worth to wait asleep.
 
     python benchmarks/busy_machine.py RUN_DIR --busy 2 --threads 2
 
 The threads that compute one step wait for each other hundreds of times. As OpenMP comes they turn
 in circles meanwhile, also when the one that is waited for has no processor. Every command lets them
-sleep (`dipaco.modules.command_line.quiet_threads`). Measured is `bare_loop.py`, in a process of its
-own each time: waiting both ways, and with one thread, with nothing else to do and beside --busy
-processes that count; the ways take turns, --rounds times. The figures are steps a second, the
-ratios those of sums.
+sleep soon (`dipaco.modules.command_line.quiet_threads`). Measured is `bare_loop.py`, in a process
+of its own each time and as nice as a peer (10): waiting both ways, and with one thread, with
+nothing else to do and beside --busy processes that count; the ways take turns, --rounds times. The
+figures are steps a second, the ratios those of sums.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dipaco.modules.command_line import QUIET_THREADS
+from dipaco.modules.command_line import SPIN_COUNT, SPIN_VARIABLE
 from parts.common import Report, build_parser
-
-TURNING = dict.fromkeys(QUIET_THREADS, "")
 
 
 def options() -> argparse.Namespace:
@@ -48,10 +46,19 @@ def counting() -> Iterator[None]:
         process.wait()
 
 
-def steps_per_s(chosen: argparse.Namespace, threads: int, waiting: dict[str, str]) -> float:
-    environment = {**os.environ, **waiting, "OMP_NUM_THREADS": str(threads)}
-    environment = {name: value for name, value in environment.items() if value}
-    command = [sys.executable, str(Path(__file__).parent / "bare_loop.py"), str(chosen.run)]
+def steps_per_s(chosen: argparse.Namespace, threads: int, turns: str) -> float:
+    """Train in a process of its own; threads that wait turn so often, or as they come."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)} | (
+        {SPIN_VARIABLE: turns} if turns else {}
+    )
+    command = [
+        "nice",
+        "-n",
+        "10",
+        sys.executable,
+        str(Path(__file__).parent / "bare_loop.py"),
+        str(chosen.run),
+    ]
     command += ["--threads", str(threads), "--seconds", str(chosen.seconds)]
     found = subprocess.run(command, env=environment, check=True, capture_output=True).stdout
     return 1.0 / float(json.loads(found)["step_s"])
@@ -62,9 +69,9 @@ def main() -> int:
     columns = ("steps a second", "sleeping", "turning", "one thread", "sleeping to turning")
     report = Report("training beside busy programs", columns)
     ways = {
-        "sleeping": (chosen.threads, QUIET_THREADS),
-        "turning": (chosen.threads, TURNING),
-        "one_thread": (1, QUIET_THREADS),
+        "sleeping": (chosen.threads, SPIN_COUNT),
+        "turning": (chosen.threads, ""),
+        "one_thread": (1, SPIN_COUNT),
     }
     for busy in dict.fromkeys((0, chosen.busy)):
         sums = dict.fromkeys(ways, 0.0)

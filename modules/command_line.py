@@ -43,8 +43,9 @@ from .setting_sources import (
     with_origins,
 )
 
-# Of the OpenMP that PyTorch brings; who has set it, or GOMP_SPINCOUNT, knows better.
-QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+# For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
+# sleeps. Far fewer make a small model much slower on a quiet machine (`busy_machine.py`).
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,13 +336,14 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 
 def quiet_threads() -> None:
-    """Let PyTorch's threads sleep while they wait for each other, before PyTorch is imported.
+    """Let PyTorch's threads sleep when they wait for each other, before PyTorch is imported.
 
-    By themselves they turn in circles. Where another program has one of the cores they use up the
-    time in which the thread could run that all wait for, and a step takes many times as long.
+    By themselves they turn in circles for milliseconds. Where another program has one of the cores
+    they use up the time in which the thread could run that all wait for, and a step takes many
+    times as long. Who has set one of the variables knows better.
     """
-    for name, value in QUIET_THREADS.items():
-        os.environ.setdefault(name, value)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)
 
 
 def configure_logging(debug: bool) -> None:

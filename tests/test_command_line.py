@@ -134,7 +134,10 @@ def test_help_does_not_wait_for_large_imports(name: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "a"}, "a")])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
 def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
     given: dict[str, str], found: str
 ) -> None:
@@ -143,11 +146,12 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
         "import os, sys\n"
         "from dipaco.modules.command_line import Command, Settings\n"
         "def run(settings):\n"
-        "    print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])\n"
+        "    print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))\n"
         "    return 0\n"
         "sys.exit(Command('dipaco-test', Settings, run, 'Nothing.').main([]))\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {k: v for k, v in os.environ.items() if k not in ours} | given
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
