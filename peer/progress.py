@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections.abc import Callable
 
 import torch
 from dipaco.dht.records import ProgressEntry
@@ -25,6 +27,31 @@ logger = logging.getLogger("dipaco.peer.progress")
 
 # What a diverged inner loop reports instead of a number that no record can hold.
 MAX_LOSS = 1e6
+# Of a peer's time, where rounds follow the clock.
+SCORING_SHARE = 0.1
+
+
+class ScoringBudget:
+    """How much of a peer's time goes into scoring: a slow one leaves rounds out.
+
+    It would be late for every boundary otherwise, score again, and never commit. The first scoring
+    is always due; each puts the next one off until it was `share` of the time since it began.
+    """
+
+    def __init__(self, share: float, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._share, self._clock_s = share, clock_s
+        self._next_s = -math.inf
+
+    def is_due(self) -> bool:
+        """Tell whether there is time for it again."""
+        return self._clock_s() >= self._next_s
+
+    def spend(self, score: Callable[[], LossSum]) -> LossSum:
+        """Score, and note how long that takes."""
+        began_s = self._clock_s()
+        found = score()
+        self._next_s = began_s + (self._clock_s() - began_s) / self._share
+        return found
 
 
 class ProgressReports:
@@ -44,6 +71,9 @@ class ProgressReports:
         self._status = status
         self._events = events
         self._files: PathData | None = None
+        # With fixed steps the others wait, and what is chosen must not depend on the machine.
+        share = math.inf if node.schedule.fixed_steps else SCORING_SHARE
+        self._budget = ScoringBudget(share)
         self._early_stopping = (
             EarlyStopping(node, publisher, trainer, events)
             if node.plan.rounds.early_stopping
@@ -74,8 +104,9 @@ class ProgressReports:
     def end_round(self, round_index: int, train_loss: float) -> None:
         """Validate the committed states if it is time; publish how far the path is."""
         validation = LossSum()
-        if (round_index + 1) % self._node.plan.rounds.validation_every_rounds == 0:
-            validation = self._validate(round_index)
+        every = self._node.plan.rounds.validation_every_rounds
+        if (round_index + 1) % every == 0 and self._budget.is_due():
+            validation = self._budget.spend(lambda: self._validate(round_index))
         self._publish(round_index, validation, train_loss)
 
     def _validate(self, round_index: int) -> LossSum:
