@@ -286,10 +286,10 @@ def train(demo: Demo, live: Live | None) -> Process:
     survivor = demo.address_of(peers[0])
     rounds, half = demo.scale.rounds, demo.scale.rounds // 2
 
-    def is_over(least_rounds: int, *peers: Process, steps: int = 0) -> bool:
-        """Tell whether so many rounds have passed, the peers have committed, and every path has
+    def is_over(least_rounds: int, *needed: Process, steps: int = 0) -> bool:
+        """Tell whether so many rounds have passed, these peers have committed, and every path has
         so many steps behind it; or, where the machine is too slow for that, many more rounds."""
-        have_committed = all("commit" in peer.last for peer in peers)
+        have_committed = all("commit" in peer.last for peer in needed)
         is_enough = have_committed and least_path_steps(demo) >= steps
         return demo.round_now() >= least_rounds * (1 if is_enough else GREATEST_FACTOR)
 

@@ -44,7 +44,7 @@ from .setting_sources import (
 )
 
 # For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
-# sleeps. Far fewer make a small model much slower on a quiet machine (`busy_machine.py`).
+# sleeps. Far fewer make a small model much slower on a quiet machine (benchmarks).
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 

@@ -38,7 +38,7 @@ class ScoringBudget:
     is always due; each puts the next one off until it was `share` of the time since it began.
     """
 
-    def __init__(self, share: float, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
         self._share, self._clock_s = share, clock_s
         self._next_s = -math.inf
 
@@ -73,7 +73,7 @@ class ProgressReports:
         self._files: PathData | None = None
         # With fixed steps the others wait, and what is chosen must not depend on the machine.
         share = math.inf if node.schedule.fixed_steps else SCORING_SHARE
-        self._budget = ScoringBudget(share)
+        self._budget = ScoringBudget(share, time.monotonic)
         self._early_stopping = (
             EarlyStopping(node, publisher, trainer, events)
             if node.plan.rounds.early_stopping
@@ -83,6 +83,7 @@ class ProgressReports:
     def begin_path(self, files: PathData) -> None:
         """Take the held-out rows of the path that begins."""
         self._files = files
+        self._status.validation_loss = math.nan
         if self._early_stopping is not None:
             self._early_stopping.begin_path(files.early_stopping)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import uvloop
 from dipaco.peer.averaging import meeting_room
 from dipaco.peer.averaging.call_codec import (
     GREATEST_FRAME_BYTES,
@@ -23,7 +25,7 @@ from dipaco.peer.averaging.call_codec import (
     read_frame,
 )
 from dipaco.peer.averaging.group import ROW_BYTES, GatherRow
-from dipaco.peer.averaging.meeting_room import GREATEST_CALLS_OF_A_PEER, MeetingRoom
+from dipaco.peer.averaging.meeting_room import GREATEST_CALLS_OF_A_PEER, MeetingRoom, _Line
 from dipaco.peer.averaging.parts import AveragingFailed
 from dipaco.peer.member.calls import (
     Absent,
@@ -268,6 +270,23 @@ def test_callers_that_lie_are_hung_up_on(said: bytes) -> None:
         assert not room._callers
 
     run(test)
+
+
+def test_what_is_said_on_a_line_that_has_just_broken_goes_nowhere() -> None:
+    """uvloop raises then, and the meeting, which the others go on with, ended for this peer."""
+
+    async def test() -> None:
+        near, _far = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=near)
+        line = _Line(None, writer)
+        writer.transport.abort()
+        line.send(b"as it breaks")
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        line.send(b"after it broke")
+        assert writer.is_closing()
+
+    uvloop.run(asyncio.wait_for(test(), LIMIT_S))
 
 
 def test_a_peer_has_only_so_many_calls_and_a_bad_row_is_refused() -> None:

@@ -15,6 +15,7 @@ from dipaco.peer.member.keeping import (
     GREATEST_OFFERS,
     GREATEST_PLACE,
     HANDED_TO,
+    MOST_MORE_OFFERS,
     OFFER_LIMIT_S,
     PASSED_OVER_PERIODS,
     SLOW_FETCH_S,
@@ -137,11 +138,14 @@ def test_all_that_take_offers_are_asked_before_the_silent_are_asked_again() -> N
     peer = Trainer()
     peer.happen(e.CallAnswered(crowd, crowd))
     peer.serving = list(crowd)
-    asked = peer.offered()
+    asked, answered, at_once = peer.offered(), 0, 0
     while len(asked) <= near:
         peer.now_s += OFFER_LIMIT_S - 1.0
-        for silent in asked[1 - COPIES :]:
+        for silent in asked[answered:]:
+            answered += 1
             asked += peer.offered(peer.answer(silent, is_kept=False))
+            at_once = max(at_once, len(asked) - answered)
+    assert COPIES - 1 < at_once <= COPIES - 1 + MOST_MORE_OFFERS, "many refuse: more are asked"
     order = keepers(MODULE, crowd, near)
     assert asked == [*order, *order[: len(asked) - near]], "the far ones would not take it"
 

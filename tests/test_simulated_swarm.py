@@ -52,9 +52,9 @@ def test_members_hold_in_histories_with_faults(profile: str) -> None:
 
 def test_what_the_uninvited_do_to_an_open_run_they_cannot_do_to_one_by_invitation() -> None:
     # As many liars as here break an open run in many histories: this is one.
-    beset = run_history(0, "invited", members=2, rounds=6, is_open=True)
+    beset = run_history(1, "invited", members=2, rounds=6, is_open=True)
     assert {violation.invariant for violation in beset.violations} == {"copies"}
-    assert run_history(0, "invited", members=2, rounds=6).violations == []
+    assert run_history(1, "invited", members=2, rounds=6).violations == []
 
 
 # Histories that showed a defect, by (profile, seed, members, rounds); None is drawn.
@@ -91,6 +91,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 115111, None, None),  # Whom liars had wait at their meetings waited too long ...
     ("closed", 115151, None, None),  # ... and so did those of whom nobody can lead.
     ("split", 115184, None, None),  # What the others held was seen sooner than where it came from.
+    ("hostile", 201170, None, None),  # Thirty names that answer refused copies in turn.
     ("mixed", 200001, None, None),  # One part was in the anchor, and four that came to nothing.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )

@@ -70,6 +70,10 @@ class _Line:
         if self.writer is None:
             self.unsent.append(data)
             return
+        # A stream that has just broken: who reads it is about to say that the call is lost.
+        # uvloop raises RuntimeError for what is written to it.
+        if self.writer.is_closing():
+            return
         if self.writer.transport.get_write_buffer_size() > GREATEST_UNSENT_BYTES:
             self.writer.transport.abort()
             return

@@ -25,6 +25,10 @@ from .knowledge import Knowledge
 # copies: views differ a little, and some of those before may be gone.
 GREATEST_PLACE = 4
 OFFER_LIMIT_S = 60.0
+# Once as many have refused in a row as there should be copies, each further one lets one more offer
+# be made at a time, up to so many: names that only answer would hold the copies up for as long as
+# all of them take to refuse, one after the other.
+MOST_MORE_OFFERS = 6
 # Who did not take an offer is passed over for a refresh period, since it may have been busy, but
 # not for longer than this at first; then for twice as long each time, up to so many periods.
 FIRST_PASSED_OVER_S = 20.0
@@ -51,6 +55,8 @@ class _Care:
     """Peer to when it may be asked again."""
     refusals: dict[str, int] = field(default_factory=dict)
     """Peer to how many offers it did not take since it last took one."""
+    refused_in_a_row: int = 0
+    """By anybody, since somebody took one."""
 
 
 @dataclass
@@ -154,7 +160,10 @@ class Keeping:
             if known.is_here(peer)
             and state.last_round < round_index + max(1, rounds.replication_every_rounds)
         }
-        missing = rounds.copies - len(holders | fresh) - len(care.offered)
+        missing = rounds.copies - len(holders | fresh)
+        if missing > 0:
+            more = min(max(0, care.refused_in_a_row - rounds.copies), MOST_MORE_OFFERS)
+            missing += more - len(care.offered)
         others = self._order(module) if missing > 0 else ()
         for peer in others:
             if missing <= 0:
@@ -215,8 +224,10 @@ class Keeping:
         if event.is_kept and certificate is not None:
             care.acknowledged[event.peer] = certificate.statement.round_index
             care.refusals.pop(event.peer, None)
+            care.refused_in_a_row = 0
             known.note_holder(event.peer, event.module, event.digest, is_sure=True)
         elif not event.is_kept:
+            care.refused_in_a_row += 1
             refusals = care.refusals[event.peer] = care.refusals.get(event.peer, 0) + 1
             period_s = refresh_period_s(known.plan.rounds)
             wait_s = min(FIRST_PASSED_OVER_S, period_s) * 2 ** (min(refusals, 16) - 1)

@@ -95,6 +95,14 @@ class CatchingUp:
                 position.again(ended.boundary)
 
 
+def _is_within(rounds: int, last_round: int, round_index: int) -> bool:
+    """Whether a round is at most so many after an earlier one.
+
+    One that is yet to come was noted by a clock that was ahead: it says nothing.
+    """
+    return 0 <= round_index - last_round <= rounds
+
+
 @dataclass
 class _Failures:
     failures: int = 0
@@ -104,9 +112,9 @@ class _Failures:
 
     def is_excluded(self, round_index: int) -> bool:
         rounds = min(EXCLUDED_ROUNDS * 2**self.lies, GREATEST_EXCLUDED_ROUNDS)
-        if self.lies and round_index - self.last_lie <= rounds:
+        if self.lies and _is_within(rounds, self.last_lie, round_index):
             return True
-        is_recent = round_index - self.last_round <= EXCLUDED_ROUNDS
+        is_recent = _is_within(EXCLUDED_ROUNDS, self.last_round, round_index)
         return is_recent and self.failures >= GREATEST_FAILURES
 
 
@@ -123,8 +131,9 @@ class Culprits:
     def blame(self, peers: Collection[str], round_index: int, *, is_proven: bool = False) -> None:
         """Note who made a reduce of a round fail, or was proven to lie in it."""
         for peer in sorted(peers):
-            record = self._records.setdefault(peer, _Failures())
-            if round_index - record.last_round > EXCLUDED_ROUNDS:
+            # At the end, so that those blamed longest ago are forgotten first.
+            record = self._records[peer] = self._records.pop(peer, _Failures())
+            if not _is_within(EXCLUDED_ROUNDS, record.last_round, round_index):
                 record.failures = 0
             record.failures += record.last_round != round_index
             record.last_round = round_index
@@ -164,7 +173,8 @@ class Absentees:
         for peer in group:
             self._records.pop((module, peer), None)
         for peer in sorted(set(awaited) - set(group)):
-            record = self._records.setdefault((module, peer), _Absence())
+            record = self._records.pop((module, peer), _Absence())
+            self._records[module, peer] = record
             record.times += record.last_round != round_index
             record.last_round = round_index
         while len(self._records) > REMEMBERED:
@@ -177,5 +187,7 @@ class Absentees:
             for (of_module, peer), record in self._records.items()
             if of_module == module
             and record.times >= GREATEST_ABSENCES
-            and round_index - record.last_round <= min(2**record.times, GREATEST_UNAWAITED_ROUNDS)
+            and _is_within(
+                min(2**record.times, GREATEST_UNAWAITED_ROUNDS), record.last_round, round_index
+            )
         )
