@@ -46,6 +46,7 @@ from .exchange.exchange import Exchange
 from .exchange.fetching import ContentFetcher, core_blobs
 from .exchange.held_states import HeldStates
 from .exchange.known_peers import KnownPeers, peer_of
+from .exchange.steps import StepReplay
 from .guests import admit, open_gate
 from .member.rounds import RoundSchedule
 from .owner.uplink import Uplink
@@ -352,6 +353,8 @@ def _open_run(
             gate=gate,
         )
         fetcher.use_certifier(certifier)
+        held = HeldStates(grid, states, blobs, bests)
+        fetcher.use_replay(StepReplay(plan, grid, held, membership.exchange, certifier))
         return Node(
             membership=membership,
             directory=directory,
@@ -363,7 +366,7 @@ def _open_run(
             blobs=blobs,
             states=states,
             bests=bests,
-            held=HeldStates(grid, states, blobs, bests),
+            held=held,
             certifier=certifier,
             fetcher=fetcher,
             cache_folder=cache_folder,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from dipaco.dht.certificates import Certificate
 from dipaco.dht.view import greatest_contribution
 from dipaco.modules.errors import DipacoError, IntegrityError
@@ -25,6 +26,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, StateReference
 
 from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
+from .exchange.steps import pack
 from .member import actions as a
 from .member import events as e
 from .trainer import Snapshot
@@ -72,6 +74,7 @@ class OuterSteps:
         sign: Callable[[StateReference, str, tuple[Contribution, ...]], Certificate],
         local_time: Callable[[float], float],
         report: Callable[[e.Event], None],
+        serve: Callable[[ModuleState, bytes | None], None],
     ) -> None:
         self._plan = plan
         self._grid = grid
@@ -80,6 +83,7 @@ class OuterSteps:
         self._sign = sign
         self._local_time = local_time
         self._report = report
+        self._serve = serve
         self._executor = ThreadPoolExecutor(len(grid.level_names) + 1, thread_name_prefix="outer")
         self._stopping = threading.Event()
         self._awaited: dict[str, frozenset[str] | None] = {}
@@ -223,6 +227,15 @@ class OuterSteps:
             state, outcome.table, snapshot, begin_s, time.monotonic() - started
         )
         self._report(e.OuterStepped(module, state.reference, certificate))
+        self._serve_step(state, outcome.average)
+
+    def _serve_step(self, state: ModuleState, average: torch.Tensor) -> None:
+        """Let those who miss the step take it; with 8 bits packing takes longer than stepping."""
+        try:
+            self._serve(state, pack(average, self._pool.rule.codec))
+        except Exception:
+            # The state itself is served in any case.
+            logger.debug("the step of %s is not served", state.module, exc_info=True)
 
     def _alone(self, snapshot: Snapshot) -> AveragingOutcome:
         """Be a group of one; the gradient passes through the codec like everybody's."""

@@ -116,6 +116,7 @@ class Session:
             certifier.sign,
             node.clock.to_local,
             shell.report,
+            node.held.steps.hold,
         )
         self._progress = ProgressReports(node, publisher, self._trainer, status, events)
         self._scoring = Scoring(node, publisher, self._trainer, events, shell.wake)

@@ -22,6 +22,7 @@ from dipaco.peer import errands, outer_steps
 from dipaco.peer import session as session_file
 from dipaco.peer.averaging.parts import AveragingFailed
 from dipaco.peer.background import BackgroundError
+from dipaco.peer.exchange.steps import step_name
 from dipaco.peer.owner.pauses import BY_COMMAND, Pauses, ask_to_pause, ask_to_resume
 from dipaco.routing.run_folder import RunFolder
 from support.fake_swarm import (
@@ -201,13 +202,15 @@ def test_who_is_stopped_withdraws_saves_and_hands_over(rig: Callable[..., Rig]) 
     assert peer.directory.claims[-1] is None
 
 
-def test_every_commit_is_certified(rig: Callable[..., Rig]) -> None:
+def test_every_commit_is_certified_and_its_step_served(rig: Callable[..., Rig]) -> None:
     peer = rig(max_rounds=2, path=1)
     peer.others(*everywhere_but(1))
     peer.run()
     certified = {state.digest for state in peer.certifier.commits}
     assert certified == {e["digest"] for e in peer.events.of("commit")}
     assert len(certified) == 4
+    newest = {e["module"]: e["digest"] for e in peer.events.of("commit")}
+    assert all(peer.node.held.lookup(step_name(digest)) for digest in newest.values())
 
 
 def test_a_state_that_others_made_is_put_under_the_own_work(rig: Callable[..., Rig]) -> None:

@@ -25,6 +25,7 @@ from dipaco.modules.outer import sections
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.peer.exchange.steps import SHARE_OF_A_STATE
 from dipaco.peer.member.ledger import MOST_PARTS
 from torch._subclasses import FakeTensorMode
 
@@ -123,6 +124,8 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
         "anchors": path,
         "outer momentum": path,
         REMEMBERED: MOST_PARTS * path,
+        # See `peer/exchange/steps.py`.
+        "latest outer steps": int(SHARE_OF_A_STATE * 2 * path),
         "averagers' buffers": sum(sizes[level] for level in sizes if level != PRIVATE_LEVEL),
         # The snapshot, its outer gradient, and the state that comes of it.
         "outer step": 4 * max(sizes.values()),

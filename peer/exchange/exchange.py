@@ -292,10 +292,10 @@ class Exchange:
         async def take() -> bytes:
             stream = await self.open_stream(peer, sha256, offset)
             try:
-                data = b""
+                data = bytearray()
                 while len(data) < count and (more := await stream.read(count - len(data))):
                     data += more
-                return data
+                return bytes(data)
             finally:
                 stream.close()
 

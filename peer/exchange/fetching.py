@@ -37,6 +37,7 @@ from dipaco.routing.token_files import token_dtype
 from .certifier import CHAIN_LIMIT_S, Certifier
 from .exchange import Exchange
 from .partial_file import prune_partial_files
+from .steps import StepReplay
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
@@ -67,6 +68,7 @@ class ContentFetcher:
         self._plan: RunPlan | None = None
         self._grid: Grid | None = None
         self._certifier: Certifier | None = None
+        self._replay: StepReplay | None = None
         self._now: Callable[[], float] = time.time
         self.say: Callable[[str], None] = logger.info
         self._all_blobs: tuple[str, ...] = ()
@@ -92,6 +94,10 @@ class ContentFetcher:
     def use_certifier(self, certifier: Certifier) -> None:
         """Fetch with every state the certificates that say where it comes from."""
         self._certifier = certifier
+
+    def use_replay(self, replay: StepReplay) -> None:
+        """Make states of those before them, where that takes fewer bytes."""
+        self._replay = replay
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
@@ -200,6 +206,9 @@ class ContentFetcher:
 
         prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
         state = self._shared_state(wanted, read)
+        if state is None and self._replay is not None and self._certifier is not None:
+            self._certifier.fetch_chain(wanted, holders)
+            state = self._replay.state(wanted, holders)
         if state is None:
             path = self._exchange.fetch(
                 wanted.digest,

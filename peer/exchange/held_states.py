@@ -20,6 +20,8 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, StateReference, state_chunks
 from dipaco.modules.store import StateStore
 
+from .steps import HeldSteps
+
 logger = logging.getLogger("dipaco.peer.exchange.held_states")
 
 # Who read an announcement asks for that state, and rounds can be shorter than the reading: a state
@@ -50,6 +52,7 @@ class HeldStates:
         self._recent: dict[str, tuple[float, ModuleState]] = {}
         """What came lately by its digest, the oldest first."""
         self._earlier: HeldStates | None = None
+        self.steps = HeldSteps()
 
     def use_earlier(self, earlier: HeldStates | None) -> None:
         """Serve by hash also what is held of the run that this one succeeds."""
@@ -137,7 +140,8 @@ class HeldStates:
         return self._store.load_latest(module, self._grid.layout(module))
 
     def lookup(self, sha256: str) -> Path | bytes | None:
-        """Find content by its hash: a state, a best path or a blob. The exchange calls this."""
+        """Find content by its hash: a state, a best path or a blob; or an outer step by its name.
+        The exchange calls this."""
         with self._lock:
             state = self._in_memory.get(sha256)
         if state is not None:
@@ -153,6 +157,9 @@ class HeldStates:
             recent = self._recent.get(sha256)
         if recent is not None:
             return _content(recent[1])
+        step = self.steps.lookup(sha256)
+        if step is not None:
+            return step
         return self._earlier.lookup(sha256) if self._earlier is not None else None
 
     def read(self, sha256: str, offset: int, count: int) -> bytes | None:

@@ -1,0 +1,281 @@
+"""What an outer step added to a module, for those who hold the state before it.
+
+Whoever missed a step needs parameters and momentum of the state after it: eight bytes a number. The
+averaged outer gradient that all members of the group hold is two bytes in float16, or one, and with
+the state before it and the table of its certificate it makes the same state, bit for bit (design
+4.3). So members keep the averages of the latest steps and serve them beside their states, and who
+is a few steps behind fetches these, takes the steps itself, and compares the digest. An average has
+no hash that anybody has signed, so it is asked for by a name made of the digest that it leads to,
+and what does not lead there is dropped: the state is fetched as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from dipaco.dht.certificates import Certificate, CommitStatement
+from dipaco.modules.codecs import BLOCK_VALUES, CODEBOOK_VALUES, CODECS, Codec
+from dipaco.modules.device import load_bitsandbytes
+from dipaco.modules.errors import DipacoError, IntegrityError
+from dipaco.modules.grid import Grid
+from dipaco.modules.outer import outer_step
+from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import ModuleState, StateReference
+
+from .transfer import LEAST_RATE_BYTES_S, SLOW_GRACE_S, spread
+
+logger = logging.getLogger("dipaco.peer.exchange.steps")
+
+# Of a module as many steps are kept, and replayed, as have this part of a state's bytes together;
+# one at least.
+SHARE_OF_A_STATE = 0.5
+# Of all modules together, in memory; the oldest go first.
+GREATEST_HELD_BYTES = 2**30
+# Holders that are asked for one step. Where none of them gives it, the state is fetched.
+MOST_ASKED = 3
+GREATEST_TIMEOUT_S = 300.0
+
+_NAME = "dipaco-step/1"
+_BLOCKS_AT_ONCE = 256
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def step_name(digest: str) -> str:
+    """Return the name, 64 hexadecimal digits, of the average that led to a state."""
+    return hashlib.sha256(f"{_NAME}\n{digest}".encode()).hexdigest()
+
+
+def packed_bytes(codec: Codec, values: int) -> int:
+    """Return what a packed average of so many values has."""
+    if codec.name != "blockwise8bit":
+        return codec.value_bytes * values
+    return 4 * (-(-values // BLOCK_VALUES) + CODEBOOK_VALUES) + values
+
+
+def kept_steps(step_bytes: int, values: int) -> int:
+    """Return how many steps of a module of so many parameters are kept and replayed."""
+    state_bytes = 8 * values
+    return max(1, int(SHARE_OF_A_STATE * state_bytes / step_bytes))
+
+
+def pack(average: torch.Tensor, codec: Codec) -> bytes | None:
+    """Return a flat fp32 average that has been through `codec` in its bytes, without loss.
+
+    Little-endian: the values; with 8 bits the scale of each block and the codebook, then an index
+    for each value. None when these bytes would not give the same bits.
+    """
+    if codec.name == "none":
+        packed = average.numpy().astype("<f4").tobytes()
+    elif codec.name == "float16":
+        packed = average.half().numpy().astype("<f2").tobytes()
+    else:
+        packed = _pack_8_bits(average)
+    same = torch.equal(
+        unpack(packed, codec, average.numel()).view(torch.int32), average.view(torch.int32)
+    )
+    return packed if same else None
+
+
+def unpack(packed: bytes, codec: Codec, values: int) -> torch.Tensor:
+    """Return the average, flat fp32 [values]. Raises IntegrityError for any other length."""
+    if len(packed) != packed_bytes(codec, values):
+        raise IntegrityError(
+            f"an average of {values} numbers has {packed_bytes(codec, values)} bytes, "
+            f"not {len(packed)}"
+        )
+    if codec.name != "blockwise8bit":
+        dtype = f"<f{codec.value_bytes}"
+        return torch.from_numpy(np.frombuffer(packed, dtype=dtype).astype(np.float32))
+    blocks = -(-values // BLOCK_VALUES)
+    numbers = np.frombuffer(packed, dtype="<f4", count=blocks + CODEBOOK_VALUES)
+    indices = np.frombuffer(packed, dtype=np.uint8, offset=numbers.nbytes)
+    scales, codebook = torch.from_numpy(numbers.astype(np.float32)).split([blocks, CODEBOOK_VALUES])
+    decoded = codebook[torch.from_numpy(indices.astype(np.int64))]
+    return decoded.mul_(scales.repeat_interleave(BLOCK_VALUES)[:values])
+
+
+def _pack_8_bits(average: torch.Tensor) -> bytes:
+    """Find scales and indices again: which they were, the decoded numbers do not say directly."""
+    load_bitsandbytes()
+    from bitsandbytes.functional import create_dynamic_map
+
+    codebook = create_dynamic_map()
+    padded = torch.nn.functional.pad(average, (0, -len(average) % BLOCK_VALUES))
+    scales, indices = [], []
+    for blocks in padded.view(-1, BLOCK_VALUES).split(_BLOCKS_AT_ONCE):
+        found_scales, found_indices = _scales_of(blocks, codebook)
+        scales.append(found_scales)
+        indices.append(found_indices)
+    numbers = torch.cat((*scales, codebook)).numpy().astype("<f4").tobytes()
+    return numbers + torch.cat(indices).flatten()[: len(average)].numpy().tobytes()
+
+
+def _scales_of(blocks: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each row, fp32 [rows], and the indices, uint8 [rows, values].
+
+    The number that set a row's scale became one end of the codebook times it. Dividing by that end
+    again may miss it by a unit in the last place or two.
+    """
+    between = (codebook[1:] + codebook[:-1]) / 2
+    guess = torch.maximum(blocks.amax(1) / codebook[-1], blocks.amin(1) / codebook[0])
+    scales = guess.clone()
+    indices = torch.empty(blocks.shape, dtype=torch.uint8)
+    open_rows = torch.ones(len(blocks), dtype=torch.bool)
+    for units in (0, 1, -1, 2, -2):
+        if not bool(open_rows.any()):
+            break
+        tried = (guess[open_rows].view(torch.int32) + units).view(torch.float32)
+        rows = blocks[open_rows]
+        found = torch.bucketize(rows / tried.clamp(min=_LEAST_SCALE)[:, None], between)
+        scales[open_rows], indices[open_rows] = tried, found.to(torch.uint8)
+        is_wrong = (codebook[found] * tried[:, None] != rows).any(1)
+        open_rows[open_rows.clone()] = is_wrong
+    return scales, indices
+
+
+class HeldSteps:
+    """The averages of the latest steps, by name. Thread-safe."""
+
+    def __init__(self, greatest_bytes: int = GREATEST_HELD_BYTES) -> None:
+        self._greatest_bytes = greatest_bytes
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+
+    def hold(self, state: ModuleState, packed: bytes | None) -> None:
+        """Serve the average that led to a state, if it could be packed, in place of the oldest ones
+        of its module."""
+        if packed is None:
+            return
+        with self._lock:
+            self._held[step_name(state.digest)] = (state.module, packed)
+            of_module = [name for name, (of, _) in self._held.items() if of == state.module]
+            for name in of_module[: -kept_steps(len(packed), state.layout.size)]:
+                del self._held[name]
+            used_bytes = sum(len(packed) for _, packed in self._held.values())
+            while used_bytes > self._greatest_bytes:
+                used_bytes -= len(self._held.popitem(last=False)[1][1])
+
+    def lookup(self, name: str) -> bytes | None:
+        """Return the average of this name, if it is here."""
+        with self._lock:
+            found = self._held.get(name)
+        return found[1] if found is not None else None
+
+
+class Holder(Protocol):
+    """What this peer holds: `HeldStates`."""
+
+    steps: HeldSteps
+
+    def get(self, module: str) -> StateReference | None: ...
+
+    def load(self, module: str) -> ModuleState | None: ...
+
+
+class Chains(Protocol):
+    """Knows certificates: the certifier."""
+
+    def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
+        """Return those of a state and of the states before it, the newest first."""
+        ...
+
+
+class StepAsker(Protocol):
+    """Asks other peers: the exchange."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    def sample(
+        self, peer: str, sha256: str, offset: int, count: int, timeout_s: float
+    ) -> bytes | None:
+        """Return bytes of a content; None when the peer is busy. Raises `DipacoError`."""
+        ...
+
+
+class StepReplay:
+    """Makes states of those before them. Called where states are fetched, on any thread."""
+
+    def __init__(
+        self, plan: RunPlan, grid: Grid, held: Holder, asker: StepAsker, chains: Chains
+    ) -> None:
+        self._plan, self._grid = plan, grid
+        self._codec = CODECS[plan.averaging.codec]
+        self._held, self._asker, self._chains = held, asker, chains
+
+    def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState | None:
+        """Return the state that is wanted, made of the one that is held here.
+
+        None where too many steps are between them, or none of the holders gives one that leads
+        there.
+        """
+        values = self._grid.layout(wanted.module).size
+        steps = self._missing(wanted, kept_steps(packed_bytes(self._codec, values), values))
+        state = self._held.load(wanted.module) if steps else None
+        for step in steps:
+            if state is None or state.digest != step.parent:
+                return None
+            state = self._replay(state, step, holders)
+        if state is not None:
+            logger.info(
+                "%s version %d was made of version %d and %d outer steps of others",
+                wanted.module,
+                wanted.version,
+                wanted.version - len(steps),
+                len(steps),
+            )
+        return state
+
+    def _missing(self, wanted: StateReference, most: int) -> list[CommitStatement]:
+        """Return the steps from what is held here, in order; none where that is no ancestor."""
+        held = self._held.get(wanted.module)
+        found: list[CommitStatement] = []
+        for certificate in self._chains.chain(wanted.module, wanted.digest)[:most]:
+            found.insert(0, certificate.statement)
+            if held is not None and held.digest == certificate.statement.parent:
+                return found
+        return []
+
+    def _replay(
+        self, state: ModuleState, step: CommitStatement, holders: Sequence[str]
+    ) -> ModuleState | None:
+        """Take a step that others took; whoever was in its group is asked first."""
+        members = {row.peer for row in step.table}
+        order = spread(step.digest, holders, self._asker.peer_id)
+        for peer in sorted(order, key=lambda peer: peer not in members)[:MOST_ASKED]:
+            packed = self._fetch(peer, step, state.layout.size)
+            if packed is None:
+                continue
+            try:
+                average = unpack(packed, self._codec, state.layout.size)
+                outer, table, number = self._plan.outer, step.table, step.round_index
+                found = outer_step(state, average, table, outer, number)
+            except IntegrityError as error:
+                logger.warning("peer %s: refused the step to %s: %s", peer, step.digest[:12], error)
+                continue
+            if found.digest == step.digest:
+                self._held.steps.hold(found, packed)
+                return found
+            logger.warning(
+                "peer %s: refused the step to %s: it leads to %s",
+                peer,
+                step.digest[:12],
+                found.digest[:12],
+            )
+        return None
+
+    def _fetch(self, peer: str, step: CommitStatement, values: int) -> bytes | None:
+        count = packed_bytes(self._codec, values)
+        timeout_s = min(GREATEST_TIMEOUT_S, SLOW_GRACE_S + count / LEAST_RATE_BYTES_S)
+        try:
+            return self._asker.sample(peer, step_name(step.digest), 0, count, timeout_s)
+        except DipacoError as error:
+            logger.debug("no step to %s: %s", step.digest[:12], error)
+            return None

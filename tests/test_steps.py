@@ -1,0 +1,216 @@
+"""States that are made of the one before and the average that led there, instead of fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from dipaco.dht.certificates import Certificate, CommitStatement
+from dipaco.modules.codecs import CODECS
+from dipaco.modules.errors import IntegrityError, NetworkError
+from dipaco.modules.grid import Grid
+from dipaco.modules.outer import AveragingRule, Contribution, outer_step
+from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.held_states import HeldStates
+from dipaco.peer.exchange.steps import (
+    MOST_ASKED,
+    HeldSteps,
+    StepReplay,
+    kept_steps,
+    pack,
+    packed_bytes,
+    step_name,
+    unpack,
+)
+from dipaco.routing.run_folder import RunFolder
+from hypothesis import given
+from hypothesis import strategies as st
+from support.exchange_nodes import RUN, Nodes
+from support.tiny_run import make_tiny_run
+
+ME = "Pme"
+
+
+@given(
+    name=st.sampled_from(sorted(CODECS)),
+    values=st.integers(1, 9000),
+    scale=st.floats(1e-9, 1e4),
+    seed=st.integers(0, 2**31),
+)
+def test_an_average_is_packed_without_loss(name: str, values: int, scale: float, seed: int) -> None:
+    codec = CODECS[name]
+    generator = torch.Generator().manual_seed(seed)
+    average = codec.round_trip(torch.randn(values, generator=generator) * scale)
+    packed = pack(average, codec)
+    assert packed is not None
+    assert len(packed) == packed_bytes(codec, values)
+    again = unpack(packed, codec, values)
+    assert torch.equal(again.view(torch.int32), average.view(torch.int32))
+
+
+def test_what_is_no_average_of_a_codec_is_not_packed() -> None:
+    assert pack(torch.tensor([1.0, 1e-8]), CODECS["float16"]) is None
+    assert pack(torch.tensor([0.3, 0.1234567]), CODECS["blockwise8bit"]) is None
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("excess", [-1, 1])
+def test_an_average_of_another_length_is_refused(name: str, excess: int) -> None:
+    codec = CODECS[name]
+    with pytest.raises(IntegrityError, match="100 numbers"):
+        unpack(bytes(packed_bytes(codec, 100) + excess), codec, 100)
+
+
+class World:
+    """A run, the states that its peers Pa and Pb commit, and this peer, which misses steps."""
+
+    def __init__(self, folder: Path, codec: str = "float16") -> None:
+        run = make_tiny_run(folder / "run", codec=codec)
+        self.plan: RunPlan = run.plan()
+        self.grid: Grid = run.grid(self.plan)
+        self.codec = CODECS[codec]
+        genesis = run.genesis_state(self.plan, "L0.E0")
+        self.states: list[ModuleState] = [genesis]
+        self.certificates: list[Certificate] = []
+        self.packed: list[bytes] = []
+        self.blobs = run.blobs
+        self.held = HeldStates(self.grid, run.states, run.blobs)
+        self.held.hold(genesis)
+        self.served: dict[str, dict[str, bytes]] = {"Pa": {}, "Pb": {}, "Pc": {}}
+        self.asked: list[str] = []
+
+    peer_id = ME
+
+    def commit(self) -> ModuleState:
+        """Pa and Pb take a step, and serve it."""
+        parent, rule = self.states[-1], AveragingRule(self.codec)
+        table = (Contribution(0, "Pa", 64), Contribution(0, "Pb", 32))
+        generator = torch.Generator().manual_seed(parent.version)
+        gradients = [torch.randn(parent.layout.size, generator=generator) for _ in table]
+        average = rule.average(gradients, table)
+        state = outer_step(parent, average, table, self.plan.outer, parent.version + 3)
+        statement = CommitStatement(
+            "run", state.module, state.version, parent.digest, state.digest,
+            parent.version + 3, table,
+        )  # fmt: skip
+        self.certificates.insert(0, Certificate(statement, {"Pa": b"", "Pb": b""}))
+        self.states.append(state)
+        packed = pack(average, self.codec)
+        assert packed is not None
+        self.packed.append(packed)
+        for peer in ("Pa", "Pb"):
+            self.served[peer][step_name(state.digest)] = packed
+        return state
+
+    def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
+        names = [certificate.statement.digest for certificate in self.certificates]
+        return tuple(self.certificates[names.index(digest) :]) if digest in names else ()
+
+    def sample(
+        self, peer: str, sha256: str, offset: int, count: int, timeout_s: float
+    ) -> bytes | None:
+        self.asked.append(peer)
+        if sha256 not in self.served[peer]:
+            raise NetworkError("it does not hold it")
+        data = self.served[peer][sha256][offset : offset + count]
+        return data if len(data) == count else None
+
+    def fetch(self, holders: Sequence[str] = ("Pa", "Pb", "Pc")) -> ModuleState | None:
+        replay = StepReplay(self.plan, self.grid, self.held, self, self)
+        return replay.state(self.states[-1].reference, holders)
+
+
+@pytest.mark.parametrize(("codec", "missed"), [("float16", 2), ("blockwise8bit", 3), ("none", 1)])
+def test_who_missed_steps_takes_them_and_has_the_same_bits(
+    tmp_path: Path, codec: str, missed: int
+) -> None:
+    world = World(tmp_path, codec)
+    for _ in range(missed):
+        world.commit()
+    found = world.fetch()
+    assert found is not None
+    assert found.digest == world.states[-1].digest
+    assert found.reference == world.states[-1].reference
+    assert set(world.asked) <= {"Pa", "Pb"}, "those who took the step have it"
+    for state, packed in zip(world.states[1:], world.packed, strict=True):
+        assert world.held.lookup(step_name(state.digest)) == packed, "it serves others now"
+
+
+def test_a_step_comes_over_real_streams(tmp_path: Path, nodes: Nodes) -> None:
+    world = World(tmp_path)
+    state = world.commit()
+    server, client = nodes.exchange(nodes.server_dht), nodes.asking()
+    served = HeldStates(world.grid, RunFolder(tmp_path / "theirs").states, world.blobs)
+    server.set_source(served, RUN)
+    replay = StepReplay(world.plan, world.grid, world.held, client, world)
+    assert replay.state(state.reference, (server.peer_id,)) is None, "it holds none"
+    served.steps.hold(state, world.packed[0])
+    found = replay.state(state.reference, (server.peer_id,))
+    assert found is not None
+    assert found.digest == state.digest
+    assert client.bytes_down == len(world.packed[0]) < state.byte_size / 3.5
+
+
+def test_where_steps_are_no_fewer_bytes_nobody_is_asked(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for _ in range(kept_steps(len(world.commit().parameters) * 2, 1000) + 9):
+        world.commit()
+    assert world.fetch() is None
+    assert world.asked == []
+
+
+def test_from_another_fork_nobody_is_asked(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.held.hold(World(tmp_path / "other", "none").commit())
+    world.commit()
+    assert world.fetch() is None
+    assert world.asked == []
+
+
+def test_wrong_numbers_are_refused_and_another_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path)
+    state = world.commit()
+    name, right = step_name(state.digest), world.packed[0]
+    bad = {"other": right[2:] + right[:2], "nan": b"\xff\x7e" * (len(right) // 2)}
+    for number, wrong in enumerate(bad.values()):
+        world.served["Pa"][name] = world.served["Pb"][name] = wrong
+        world.served["Pc"][name] = right
+        found = world.fetch()
+        assert found is not None
+        assert found.digest == state.digest
+        assert (
+            len([line for line in caplog.messages if "refused the step" in line]) == 2 + 2 * number
+        )
+    del world.served["Pc"][name]
+    assert world.fetch() is None, "then the state is fetched"
+    assert world.held.get("L0.E0") == world.states[0].reference
+
+
+def test_a_crowd_that_has_no_step_is_not_asked_one_by_one(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.commit()
+    crowd = tuple(f"Px{number}" for number in range(20))
+    world.served |= {peer: {} for peer in crowd}
+    assert world.fetch(crowd) is None
+    assert len(world.asked) == MOST_ASKED
+
+
+def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for _ in range(5):
+        world.commit()
+    kept = kept_steps(len(world.packed[0]), world.states[0].layout.size)
+    assert kept == 2
+    steps, small = HeldSteps(), HeldSteps(greatest_bytes=len(world.packed[0]))
+    for state, packed in zip(world.states[1:], world.packed, strict=True):
+        steps.hold(state, packed)
+        small.hold(state, packed)
+        small.hold(state, None)
+    for held, count in ((steps, kept), (small, 1)):
+        found = [held.lookup(step_name(state.digest)) for state in world.states[1:]]
+        assert found == [None] * (5 - count) + world.packed[5 - count :]
