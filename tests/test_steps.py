@@ -14,8 +14,10 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.outer import AveragingRule, Contribution, outer_step
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange import steps
 from dipaco.peer.exchange.held_states import HeldStates
 from dipaco.peer.exchange.steps import (
+    GREATEST_WAIT_S,
     MOST_ASKED,
     HeldSteps,
     StepReplay,
@@ -200,17 +202,37 @@ def test_a_crowd_that_has_no_step_is_not_asked_one_by_one(tmp_path: Path) -> Non
     assert len(world.asked) == MOST_ASKED
 
 
+def test_holders_that_keep_it_waiting_are_given_up_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, now_s = World(tmp_path), 0.0
+    world.commit()
+    world.commit()
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now_s)
+
+    def wait(peer: str, sha256: str, offset: int, count: int, timeout_s: float) -> None:
+        nonlocal now_s
+        now_s += timeout_s
+        world.asked.append(peer)
+
+    monkeypatch.setattr(steps, "LEAST_RATE_BYTES_S", 1.0)
+    world.sample = wait  # type: ignore[method-assign,assignment]
+    assert world.fetch() is None
+    assert now_s == GREATEST_WAIT_S
+    assert len(world.asked) == 1
+
+
 def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
     world = World(tmp_path)
     for _ in range(5):
         world.commit()
     kept = kept_steps(len(world.packed[0]), world.states[0].layout.size)
     assert kept == 2
-    steps, small = HeldSteps(), HeldSteps(greatest_bytes=len(world.packed[0]))
+    usual, small = HeldSteps(), HeldSteps(greatest_bytes=len(world.packed[0]))
     for state, packed in zip(world.states[1:], world.packed, strict=True):
-        steps.hold(state, packed)
+        usual.hold(state, packed)
         small.hold(state, packed)
         small.hold(state, None)
-    for held, count in ((steps, kept), (small, 1)):
+    for held, count in ((usual, kept), (small, 1)):
         found = [held.lookup(step_name(state.digest)) for state in world.states[1:]]
         assert found == [None] * (5 - count) + world.packed[5 - count :]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
@@ -40,7 +41,8 @@ SHARE_OF_A_STATE = 0.5
 GREATEST_HELD_BYTES = 2**30
 # Holders that are asked for one step. Where none of them gives it, the state is fetched.
 MOST_ASKED = 3
-GREATEST_TIMEOUT_S = 300.0
+# For all steps that are made up for at once, whoever is asked.
+GREATEST_WAIT_S = 120.0
 
 _NAME = "dipaco-step/1"
 _BLOCKS_AT_ONCE = 256
@@ -219,10 +221,11 @@ class StepReplay:
         values = self._grid.layout(wanted.module).size
         steps = self._missing(wanted, kept_steps(packed_bytes(self._codec, values), values))
         state = self._held.load(wanted.module) if steps else None
+        until_s = time.monotonic() + GREATEST_WAIT_S
         for step in steps:
             if state is None or state.digest != step.parent:
                 return None
-            state = self._replay(state, step, holders)
+            state = self._replay(state, step, holders, until_s)
         if state is not None:
             logger.info(
                 "%s version %d was made of version %d and %d outer steps of others",
@@ -244,13 +247,13 @@ class StepReplay:
         return []
 
     def _replay(
-        self, state: ModuleState, step: CommitStatement, holders: Sequence[str]
+        self, state: ModuleState, step: CommitStatement, holders: Sequence[str], until_s: float
     ) -> ModuleState | None:
         """Take a step that others took; whoever was in its group is asked first."""
         members = {row.peer for row in step.table}
         order = spread(step.digest, holders, self._asker.peer_id)
         for peer in sorted(order, key=lambda peer: peer not in members)[:MOST_ASKED]:
-            packed = self._fetch(peer, step, state.layout.size)
+            packed = self._fetch(peer, step, state.layout.size, until_s)
             if packed is None:
                 continue
             try:
@@ -271,9 +274,12 @@ class StepReplay:
             )
         return None
 
-    def _fetch(self, peer: str, step: CommitStatement, values: int) -> bytes | None:
+    def _fetch(self, peer: str, step: CommitStatement, values: int, until_s: float) -> bytes | None:
         count = packed_bytes(self._codec, values)
-        timeout_s = min(GREATEST_TIMEOUT_S, SLOW_GRACE_S + count / LEAST_RATE_BYTES_S)
+        slow_s = SLOW_GRACE_S + count / LEAST_RATE_BYTES_S
+        timeout_s = min(slow_s, until_s - time.monotonic())
+        if timeout_s <= 0:
+            return None
         try:
             return self._asker.sample(peer, step_name(step.digest), 0, count, timeout_s)
         except DipacoError as error:
