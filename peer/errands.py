@@ -6,12 +6,14 @@ by training peers and bootstrap nodes alike; neither models nor averaging are ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dipaco.dht.certificates import Certificate
@@ -83,6 +85,14 @@ class Chains(Protocol):
         ...
 
 
+@dataclass
+class _Turn:
+    """Of those who want one state, one fetches it at a time."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+
+
 class Errands:
     """Carries out the actions of a member that every node has.
 
@@ -123,10 +133,12 @@ class Errands:
         # Who takes an offer may be long about it; the member waits for other errands meanwhile.
         self._offerers = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="offer")
         self._lock = threading.Lock()
-        # A member wants one state of a module at a time for one purpose: what comes in the end of
-        # one that it wanted before is let go.
+        # By purpose and module: a member trains from one state of it, and what comes in the end
+        # of one that it wanted before is let go. Copies by digest: it keeps what comes first.
         self._wanted: dict[tuple[a.Purpose, str], str] = {}
         self._fetched: dict[tuple[a.Purpose, str], ModuleState] = {}
+        self._turns: dict[tuple[str, str], _Turn] = {}
+        """By module and digest, of states that are being fetched."""
         self._reachable: Reachability = "unknown"
         self._stopping = threading.Event()
 
@@ -178,12 +190,19 @@ class Errands:
 
     def take(self, state: StateReference, purpose: a.Purpose) -> ModuleState:
         """Hand out a state that was fetched for this; called once for each. Raises `KeyError`."""
-        key = (purpose, state.module)
+        key = _key(purpose, state)
         with self._lock:
             if key not in self._fetched or self._fetched[key].digest != state.digest:
                 raise KeyError(state.digest)
             self._wanted.pop(key, None)
-            return self._fetched.pop(key)
+            taken = self._fetched.pop(key)
+            if purpose == "keep":
+                # Older ones that are on their way to the disk must not come after it.
+                for other in [k for k in self._fetched if k[0] == "keep"]:
+                    if _is_older(self._fetched[other], taken):
+                        del self._fetched[other]
+                        self._wanted.pop(other, None)
+            return taken
 
     def forget(self, *purposes: a.Purpose) -> None:
         """Let go what was fetched for some purposes, and what is on its way for them."""
@@ -243,7 +262,7 @@ class Errands:
     # -- states
 
     def _want(self, action: a.FetchState) -> None:
-        key = (action.purpose, action.reference.module)
+        key = _key(action.purpose, action.reference)
         with self._lock:
             # What was wanted before and is wanted again is not sent for twice.
             if key in self._fetched and self._fetched[key].digest != action.reference.digest:
@@ -252,7 +271,7 @@ class Errands:
 
     def _store(self, action: a.FetchState, state: ModuleState) -> None:
         """Keep a state until it is taken; copies never push out what is trained from."""
-        key = (action.purpose, action.reference.module)
+        key = _key(action.purpose, action.reference)
         with self._lock:
             if self._wanted.get(key) == action.reference.digest:
                 self._fetched[key] = state
@@ -264,7 +283,11 @@ class Errands:
     def _fetch_state(self, action: a.FetchState) -> None:
         wanted, purpose = action.reference, action.purpose
         try:
-            state = self._state(action)
+            with self._turn(wanted):
+                state = self._state(action)
+                if purpose == "adopt" and self._before_adopting is not None:
+                    self._before_adopting(state)
+                self._store(action, state)
         except DipacoError as error:
             if self._stopping.is_set():
                 logger.debug("state of %s: %s", wanted.module, error)
@@ -276,14 +299,30 @@ class Errands:
                 logger.warning(
                     "state %s of %s: %s", wanted.digest[:12] or "0", wanted.module, error
                 )
+            if purpose == "keep":
+                with self._lock:
+                    self._wanted.pop(_key(purpose, wanted), None)
             self._report(e.FetchFailed(wanted.module, wanted.digest, str(error), purpose))
             return
         reference = state.reference
-        if purpose == "adopt" and self._before_adopting is not None:
-            self._before_adopting(state)
-        self._store(action, state)
         chain = self._chains.chain(wanted.module, reference.digest)
         self._report(e.StateFetched(reference, dict(state.progress), chain, purpose))
+
+    @contextlib.contextmanager
+    def _turn(self, wanted: StateReference) -> Iterator[None]:
+        """Wait while the same state is being fetched for something else: then it is here."""
+        key = wanted.module, wanted.digest
+        with self._lock:
+            turn = self._turns.setdefault(key, _Turn())
+            turn.users += 1
+        try:
+            with turn.lock:
+                yield
+        finally:
+            with self._lock:
+                turn.users -= 1
+                if not turn.users:
+                    del self._turns[key]
 
     def _state(self, action: a.FetchState) -> ModuleState:
         wanted = action.reference
@@ -311,7 +350,8 @@ class Errands:
         try:
             state = self.take(action.reference, "keep")
         except KeyError:
-            logger.info("too many copies came at once: %s is not kept", action.reference.module)
+            what = "%s: a copy is not kept, a newer one or too many came at once"
+            logger.info(what, action.reference.module)
             return
         self._held.hold(state)
         self._held.save(state)
@@ -378,6 +418,15 @@ class Errands:
         except DipacoError as error:
             logger.debug("%s did not take %s: %s", peer, state.module, error)
         self._report(e.OfferAnswered(state.module, state.digest, peer, is_kept))
+
+
+def _key(purpose: a.Purpose, state: StateReference) -> tuple[a.Purpose, str]:
+    """Return under what a state is remembered that was fetched for a purpose."""
+    return purpose, state.digest if purpose == "keep" else state.module
+
+
+def _is_older(state: ModuleState, other: ModuleState) -> bool:
+    return state.module == other.module and state.version <= other.version
 
 
 def _all_at_once(work: Callable[[str], None], peers: tuple[str, ...]) -> None:

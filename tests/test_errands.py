@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,9 +111,11 @@ class Others:
 
 
 class Rig:
-    """Errands that are done at once."""
+    """Errands that are done at once, or on threads of their own if something else hears of it."""
 
-    def __init__(self, *, has_genesis: bool = True) -> None:
+    def __init__(
+        self, report: Callable[[e.Event], None] | None = None, *, has_genesis: bool = True
+    ) -> None:
         self.swarm, self.fetcher, self.others = FakeSwarm(), FakeFetcher(), Others()
         self.certifier, self.held, self.status = FakeCertifier(), Held(), PeerStatus()
         self.events = FakeEvents()
@@ -126,9 +129,9 @@ class Rig:
             self.held,
             self.status,
             log,
-            self.reports.append,
+            report or self.reports.append,
             genesis=(lambda module: stored(genesis(module))) if has_genesis else None,
-            executor=AtOnce(),
+            executor=None if report else AtOnce(),
         )
         self.errands._stopping = Impatient()
 
@@ -164,7 +167,8 @@ def fetch(state: StateReference, purpose: a.Purpose = "adopt") -> a.FetchState:
 @pytest.mark.parametrize("kind", ["copies", "offers"])
 def test_others_that_are_slow_keep_nothing_else_waiting(kind: str) -> None:
     """Hundreds of states that come for ever, or of peers that take offers and never fetch."""
-    rig, never, looked = Rig(), threading.Event(), threading.Event()
+    never, looked = threading.Event(), threading.Event()
+    rig = Rig(lambda event: looked.set() if isinstance(event, e.Viewed) else None)
 
     def hang(*arguments: Any, **options: Any) -> Any:
         never.wait(LIMIT_S)
@@ -172,27 +176,45 @@ def test_others_that_are_slow_keep_nothing_else_waiting(kind: str) -> None:
 
     rig.fetcher.state = hang  # type: ignore[method-assign]
     rig.others.offer = hang  # type: ignore[method-assign]
-    log: Any = rig.events
-    errands = Errands(
-        rig.swarm,
-        rig.fetcher,
-        rig.others,
-        rig.certifier,
-        rig.held,
-        rig.status,
-        log,
-        lambda event: looked.set() if isinstance(event, e.Viewed) else None,
-    )
     try:
         for n in range(256):
             state = StateReference(f"L0.E{n}", 1, f"{n:064x}", 9, 1, 9)
             slow = a.Offer(state, "A", 1.0) if kind == "offers" else fetch(state, "keep")
-            errands.carry_out(slow)
-        errands.carry_out(a.Look())
+            rig.errands.carry_out(slow)
+        rig.errands.carry_out(a.Look())
         assert looked.wait(LIMIT_S / 2)
     finally:
-        errands.stop()
+        rig.errands.stop()
         never.set()
+
+
+def test_a_state_that_is_on_its_way_is_not_sent_for_twice() -> None:
+    reports = queue.SimpleQueue[e.Event]()
+    rig, begun, go_on = Rig(reports.put), threading.Event(), threading.Event()
+    state, serve = held_state(MODULE), rig.fetcher.state
+    rig.fetcher.states[state.digest] = stored(state)
+
+    def come_slowly(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        return serve(*arguments, **options)
+
+    rig.fetcher.state = come_slowly  # type: ignore[method-assign]
+    try:
+        rig.errands.carry_out(fetch(state, "keep"))
+        assert begun.wait(LIMIT_S)
+        rig.errands.carry_out(fetch(state, "begin"))
+        go_on.set()
+        found = [reports.get(timeout=LIMIT_S) for _ in range(2)]
+    finally:
+        rig.errands.stop()
+    assert all(isinstance(event, e.StateFetched) for event in found)
+    assert rig.fetcher.asked == [state.digest]
+    assert (
+        rig.errands.take(state, "begin").reference
+        == rig.errands.take(state, "keep").reference
+        == state
+    )
 
 
 # -- the swarm
@@ -293,6 +315,23 @@ def test_what_was_not_wanted_in_the_end_is_let_go(rig: Rig) -> None:
     rig.errands.forget("adopt")
     assert rig.errands.look_up(two.digest) is None
     assert rig.errands.take(one, "begin").reference == one
+
+
+def test_a_copy_that_comes_late_is_kept_unless_a_newer_one_is(rig: Rig) -> None:
+    old, new, failed = (held_state(MODULE, version=n, digest=f"d{n}") for n in (2, 3, 4))
+    rig.fetcher.states = {state.digest: stored(state) for state in (old, new)}
+    for state in (old, new, failed):
+        rig.errands._want(fetch(state, "keep"))
+    for state in (old, new, failed):
+        rig.errands._fetch_state(fetch(state, "keep"))
+    rig.errands.carry_out(a.Keep(old))
+    assert rig.held.get(MODULE) == old
+    rig.errands._want(fetch(old, "keep"))
+    rig.errands._fetch_state(fetch(old, "keep"))
+    rig.errands.carry_out(a.Keep(new))
+    rig.errands.carry_out(a.Keep(old))
+    assert rig.held.get(MODULE) == new
+    assert rig.errands._wanted == rig.errands._fetched == {}
 
 
 def test_what_keeps_a_path_from_being_begun_for_good_ends_the_peer(rig: Rig) -> None:

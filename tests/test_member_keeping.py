@@ -335,17 +335,19 @@ def test_a_copy_is_not_replaced_on_the_word_of_names_that_never_answer() -> None
     assert of(a.FetchState, keeper.look()) == []
 
 
-def test_a_state_that_never_comes_makes_room_for_another() -> None:
+def test_beside_a_slow_state_another_is_fetched_and_each_is_kept_when_it_comes() -> None:
     keeper = Keeper()
-    slow, other = keeper.state(2), keeper.family.commit(genesis(), 2, ["Pa"])
+    slow, other = keeper.state(2), keeper.state(3)
     keeper.offer(slow)
     keeper.happen(e.ChainFetched(slow, keeper.family.chain(slow)))
     keeper.now_s += SLOW_FETCH_S + 1.0
     keeper.offer(other)
     actions = keeper.happen(e.ChainFetched(other, keeper.family.chain(other)))
     assert [wanted.reference for wanted in of(a.FetchState, actions)] == [other]
-    assert of(a.Keep, keeper.happen(e.StateFetched(slow, {}, (), "keep"))) == []
-    assert of(a.Keep, keeper.happen(e.StateFetched(other, {}, (), "keep"))) == [a.Keep(other)]
+    for state in (slow, other):
+        fetched = e.StateFetched(state, {}, (), "keep")
+        assert of(a.Keep, keeper.happen(fetched)) == [a.Keep(state)]
+        assert of(a.Keep, keeper.happen(fetched)) == []
 
 
 def test_what_was_fetched_and_cannot_be_is_not_kept() -> None:

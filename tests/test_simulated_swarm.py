@@ -18,12 +18,23 @@ from dipaco.dht.record_keys import record_subkey
 from dipaco.dht.records import PeerRecord, ProgressEntry, ProgressRecord, Record
 from dipaco.modules.outer import Contribution
 from dipaco.modules.state import StateReference
-from dipaco.peer.member.actions import Action, Adopt, Average, Commit, Offer, TakeStep, Wait
-from dipaco.peer.member.events import Event
+from dipaco.peer.member.actions import (
+    Action,
+    Adopt,
+    Average,
+    Commit,
+    FetchState,
+    Offer,
+    Purpose,
+    TakeStep,
+    Wait,
+)
+from dipaco.peer.member.events import Event, FetchFailed, StateFetched
 from dipaco.simulator.swarm import averaging
 from dipaco.simulator.swarm.carrying import SHARD_BYTES
 from dipaco.simulator.swarm.directory import record_bytes
 from dipaco.simulator.swarm.engine import Engine
+from dipaco.simulator.swarm.fetching import Fetching
 from dipaco.simulator.swarm.history import _History, real_member, run_history
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
@@ -93,6 +104,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("split", 115184, None, None),  # What the others held was seen sooner than where it came from.
     ("hostile", 201170, None, None),  # Thirty names that answer refused copies in turn.
     ("mixed", 200001, None, None),  # One part was in the anchor, and four that came to nothing.
+    ("mixed", 400942, None, None),  # A line carried its copies in a minute, and a round had 17 s.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 
@@ -361,6 +373,32 @@ def test_who_sleeps_answers_when_it_wakes_and_the_dead_never() -> None:
     assert _ask(engine, network, "a", "b")[1] < 1.0
     network.links["b"].hangs = True
     assert _ask(engine, network, "a", "b") == (None, 5.0)
+
+
+def test_a_state_that_is_on_its_way_is_not_sent_for_twice() -> None:
+    world = World(small_plan((1,), duration_s=60.0), Engine(0, 1000.0), real_member, Trace())
+    world.watch = Invariants(world, coverage=False)
+    holder, machine = (Machine(world, name, Link(), step_s=1.0) for name in "ab")
+    genesis = world.stock.genesis["L0.E0"]
+    state = world.stock.step(genesis, [Contribution(0, "a", 80)], {"a": {}}, 0)
+    holder.link.is_up = machine.link.is_up = True
+    holder.serve_state(state)
+    fetching, heard = Fetching(machine), list[Event]()
+    machine.deliver = heard.append  # type: ignore[method-assign]
+    wanted: tuple[tuple[tuple[str, ...], Purpose], ...] = (
+        ((), "keep"),
+        (("a",), "begin"),
+        (("a",), "adopt"),
+    )
+    for holders, purpose in wanted:
+        fetching.state(FetchState(state.reference, holders, purpose))
+    world.engine.run(1060.0)
+    assert [(type(event), event.purpose) for event in heard] == [  # type: ignore[union-attr]
+        (FetchFailed, "keep"),
+        (StateFetched, "begin"),
+        (StateFetched, "adopt"),
+    ]
+    assert holder.link.traffic.bytes_by[STATES] < 1.1 * world.state_bytes
 
 
 def test_transfers_share_an_uplink() -> None:

@@ -77,8 +77,8 @@ class Keeping:
         self._chains = chains
         self._care: dict[str, _Care] = {}
         self._offers: dict[str, StateReference] = {}
-        self._fetching: dict[str, tuple[StateReference, float]] = {}
-        """What is on its way here of a module, and since when."""
+        self._fetching: dict[str, dict[str, float]] = {}
+        """Of a module, the digests of what is on its way here, and since when."""
         self._looked_s = -math.inf
         self._handing_over: dict[str, _HandOver] | None = None
         self.handed_over: set[str] = set()
@@ -292,27 +292,29 @@ class Keeping:
             if state.module in known.anchors or not self._has_room_for(state):
                 continue
             if known.descent.wins(state, held or StateReference.untrained(state.module)):
-                self._fetching[state.module] = state, known.now_s
+                self._fetching.setdefault(state.module, {})[digest] = known.now_s
                 known.do(FetchState(state, known.holders(state), "keep"))
 
     def _has_room_for(self, state: StateReference) -> bool:
-        """Tell whether a state may be fetched in place of what is on its way of its module."""
-        if state.module not in self._fetching:
-            return True
-        other, since_s = self._fetching[state.module]
-        return other.digest != state.digest and self._known.now_s - since_s > SLOW_FETCH_S
+        """Tell whether a state may be fetched beside what is on its way of its module."""
+        coming = self._fetching.get(state.module, {})
+        latest_s = max(coming.values(), default=-math.inf)
+        return state.digest not in coming and self._known.now_s - latest_s > SLOW_FETCH_S
 
     def on_chain(self) -> None:
         """Certificates came: an offer may be waiting for them."""
         self._take_offers()
 
     def on_state(self, event: StateFetched | FetchFailed) -> None:
-        """What was offered is here, or could not be had."""
+        """What was offered is here, or could not be had.
+
+        Also what took so long that another one was fetched beside it: on lines on which a state
+        takes longer than a round, there would be no copy ever.
+        """
         module = event.module if isinstance(event, FetchFailed) else event.reference.module
         digest = event.digest if isinstance(event, FetchFailed) else event.reference.digest
-        if module not in self._fetching or self._fetching[module][0].digest != digest:
+        if self._fetching.get(module, {}).pop(digest, None) is None:
             return
-        del self._fetching[module]
         known = self._known
         if isinstance(event, FetchFailed) or module in known.anchors:
             return

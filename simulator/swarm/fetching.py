@@ -30,6 +30,8 @@ class Fetching:
         """By purpose and digest, since the path in training began: as `peer.errands` keeps it."""
         self.looked_into: set[str] = set()
         """Digests of states and chains that are being fetched."""
+        self._coming: dict[str, list[actions.FetchState]] = {}
+        """Of states that are being fetched, what else they are wanted for."""
 
     def _deliver(self, most_s: float, event: events.Event) -> None:
         delay_s = self._world.engine.between(0.1, 1.0) * most_s
@@ -85,7 +87,7 @@ class Fetching:
             self._machine.later(self._world.engine.between(0.1, 1.0), done, None)
 
     def state(self, action: actions.FetchState) -> None:
-        """Get a state, from the disk if it is there."""
+        """Get a state, from the disk if it is there; what is on its way is not sent for twice."""
         wanted, machine = action.reference, self._machine
         if wanted.version == 0:
             genesis = self._world.stock.genesis[wanted.module]
@@ -99,8 +101,17 @@ class Fetching:
             self._deliver(0.2, self._state_fetched(own, chain, action.purpose))
             return
         self.looked_into.add(wanted.digest)
+        if wanted.digest in self._coming:
+            self._coming[wanted.digest].append(action)
+            return
+        self._coming[wanted.digest] = []
 
         def done(answer: Any) -> None:
+            handle(answer)
+            for other in self._coming.pop(wanted.digest):
+                self.state(other)
+
+        def handle(answer: Any) -> None:
             if answer is None:
                 reason = f"none of {len(action.holders)} holders could serve it"
                 machine.deliver(

@@ -185,14 +185,16 @@ class _History:
     def _add_latency(self) -> None:
         engine, random = self._engine, self._engine.random
         slow = random.random() < 0.4
-        # Whose line carries less than its copies in a round cannot have them anywhere.
-        least = 4 * len(self.world.grid.level_names) * self.world.state_bytes / self._round_s
+        copies_bytes = 4 * len(self.world.grid.level_names) * self.world.state_bytes
         for machine in self._machines:
             link = machine.link
             link.latency_s = engine.between(0.005, 0.09)
             link.jitter_s = engine.between(0.0, 0.03)
             link.loss = engine.between(0.0, 0.03)
-            link.uplink = max(least, engine.between(1e5, 2e6))
+            # Whose line carries less than its copies in a round cannot have them anywhere, and a
+            # counted round is as long as its steps.
+            round_s = self._drawn.inner_steps * machine.step_s or self._round_s
+            link.uplink = max(copies_bytes / round_s, engine.between(1e5, 2e6))
             if machine.peer not in ("boot", "p0") and random.random() < 0.3:
                 link.can_be_called = False
             if slow and machine.peer not in ("boot", "p0", "p1") and random.random() < 0.2:
