@@ -44,6 +44,10 @@ from . import bounded_protocol
 
 logger = logging.getLogger("dipaco.dht.guarded_dht")
 
+# What another node may take to answer, as in Hivemind; and where all were silent at joining.
+ANSWER_LIMIT_S, PATIENT_ANSWER_LIMIT_S = 3.0, 20.0
+# How Hivemind says that nobody answered, and that who answered was not answered in turn.
+_SILENCE = ("none of the initial_peers responded", "can't access this node")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -378,6 +382,21 @@ class GuardedDHT(DHT):
         return code
 
     async def _make_node(self) -> DHTNode:
+        """Join; where nobody has answered in the usual time, once more with more patience.
+
+        A peer on a busy machine, or behind a line that is full, answers after some seconds.
+        """
+        began_s = time.monotonic()
+        try:
+            return await self._join(ANSWER_LIMIT_S)
+        except Exception as error:
+            was_silent = time.monotonic() - began_s >= ANSWER_LIMIT_S
+            if not was_silent or not any(text in str(error) for text in _SILENCE):
+                raise
+            logger.debug("nobody answered within %g s; once more", ANSWER_LIMIT_S)
+        return await self._join(PATIENT_ANSWER_LIMIT_S)
+
+    async def _join(self, answer_limit_s: float) -> DHTNode:
         """Start p2pd, and make a node whose id follows from the peer id."""
         of_node = inspect.signature(DHTNode.create).parameters
         of_p2p = {name: value for name, value in self.kwargs.items() if name not in of_node}
@@ -392,6 +411,7 @@ class GuardedDHT(DHT):
                 num_workers=self.num_workers,
                 record_validator=self._record_validator,
                 cache_size=CACHED_KEYS,
+                wait_timeout=answer_limit_s,
                 **{name: self.kwargs[name] for name in self.kwargs.keys() - of_p2p.keys()},
             )
         except BaseException:
@@ -399,6 +419,7 @@ class GuardedDHT(DHT):
                 await asyncio.wait_for(p2p.shutdown(), CLOSE_LIMIT_S)
             raise
         node._should_shutdown_p2p = True
+        node.protocol.wait_timeout = ANSWER_LIMIT_S
         return node
 
     def _take(self) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,6 +273,7 @@ def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(start=lambda: None)
 
     monkeypatch.setattr(app.threading, "Timer", timer)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     stopping = threading.Event()
     try:
         app.install_stop_signals(stopping, lambda line: None).set()
@@ -281,6 +284,28 @@ def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch: pytest.MonkeyPatch)
     assert stopping.is_set()
     assert timers == [(app.LEAVE_LIMIT_S, app._exit_at_once)]
     assert app.LEAVE_LIMIT_S < 10.0
+
+
+def test_a_process_that_is_killed_while_it_is_handed_something_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *what: shown.append(what))
+    app._demote_handing_over()
+    caplog.set_level(logging.DEBUG)
+    read_end, write_end = os.pipe()
+    handed = reduction.DupFd(read_end)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.connect(handed._id[0])
+    wait_until(lambda: "something was handed to" in caplog.text, LIMIT_S)
+    assert shown == []
+    try:
+        raise ValueError("of the main thread")
+    except ValueError as error:
+        sys.excepthook(ValueError, error, None)
+    assert len(shown) == 1
+    os.close(read_end)
+    os.close(write_end)
 
 
 def _gone(processes: list[int], timeout_s: float = 60.0) -> None:

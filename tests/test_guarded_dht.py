@@ -34,8 +34,9 @@ NOTICED_S = 60.0
 LONG_S = 120.0
 
 
-def start_dht() -> GuardedDHT:
+def start_dht(*initial_peers: str) -> GuardedDHT:
     return GuardedDHT(
+        initial_peers,
         start=True,
         host_maddrs=[LOOPBACK],
         startup_timeout=60,
@@ -290,6 +291,21 @@ def test_a_dht_process_that_ends_while_it_starts_is_noticed(
     dht.kill()
     with pytest.raises(NetworkError, match="ended while it started"):
         dht.wait_until_ready(LONG_S)
+
+
+def test_who_joins_waits_for_a_peer_that_is_slow_to_answer(
+    mortal_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mortal_dht.pid is not None
+    pid, addresses = mortal_dht.pid, [str(a) for a in mortal_dht.get_visible_maddrs()]
+    monkeypatch.setattr(guarded_dht, "SILENT_LOOKS", 1000)
+    os.kill(pid, signal.SIGSTOP)
+    awake = threading.Timer(guarded_dht.ANSWER_LIMIT_S + 4.0, os.kill, (pid, signal.SIGCONT))
+    awake.start()
+    dht = start_dht(*addresses)
+    awake.join()
+    assert dht.is_alive()
+    dht.shutdown()
 
 
 def test_a_hung_dht_process_is_shut_down_in_bounded_time(mortal_dht: GuardedDHT) -> None:
