@@ -42,9 +42,12 @@ class Trainer:
         self.trained[round_index] += 1
         self.tail[round_index] += 1
 
-    def cut(self, round_index: int, stood_on: Collection[int] = ()) -> None:
+    def cut(
+        self, round_index: int, stood_on: Collection[int] = (), *likelier: Collection[int]
+    ) -> None:
         self.parts[round_index], self.tail = self.tail, Counter()
-        for action in self.ledger.cut(round_index, self.anchor, self.descent, stood_on):
+        done = self.ledger.cut(round_index, self.anchor, self.descent, stood_on, *likelier)
+        for action in done:
             if isinstance(action, JoinParts):
                 self.parts[action.newer] += self.parts.pop(action.older)
             elif isinstance(action, DropPart):
@@ -58,8 +61,9 @@ class Trainer:
         *,
         is_whole: bool = False,
         stood_on: Collection[int] = (),
+        likelier: Collection[Collection[int]] = (),
     ) -> StateReference:
-        self.cut(round_index, stood_on)
+        self.cut(round_index, stood_on, *likelier)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
         self.contributions[state.digest] = self.local
         self.ledger.committed(
@@ -256,6 +260,32 @@ def test_work_of_which_others_are_known_to_have_committed_a_part_stays_apart_fro
     assert peer.counted() == peer.trained
 
 
+@pytest.mark.parametrize("alone_before", [1, 2, 3])
+def test_what_others_may_have_committed_stays_apart_also_behind_own_chains_that_lost(
+    alone_before: int,
+) -> None:
+    """Who was alone gave way, met another in a reduce that a split broke, and is alone again."""
+    family, elsewhere = Family(), Family()
+    peer = began(family)
+    theirs = peer.anchor
+    for round_index in range(1, alone_before + 1):
+        peer.train(round_index)
+        peer.commit(round_index, "")
+    broken = alone_before + 1
+    fork = family.commits(theirs, range(1, broken), "AB")
+    peer.adopt(fork)
+    peer.train(broken)
+    peer.cut(broken)
+    committed = elsewhere.commit(fork, broken, {"A", ME})
+    peer.contributions[committed.digest] = peer.local
+    for round_index in range(broken + 1, broken + 5):
+        peer.train(round_index)
+        peer.commit(round_index, "", stood_on={fork.last_round})
+    family.book.add_all(elsewhere.chain(committed))
+    peer.adopt(family.commit(committed, broken + 4, "AB"))
+    assert peer.counted() == peer.trained
+
+
 def test_a_lone_commit_that_others_may_pass_by_is_kept_beside_rounds_that_came_to_nothing() -> None:
     """One part is in the anchor, the others stand on the state before it, and nobody is a majority
     any more."""
@@ -315,6 +345,28 @@ def test_others_that_fell_behind_at_many_places_keep_the_newest_parts_apart() ->
         states[round_index] = peer.commit(round_index, "", stood_on=range(1, round_index))
     assert peer.ledger.parts == [8, 9, 10, 11]
     peer.adopt(family.commits(states[8], range(9, 12), "AB"))
+    assert peer.counted() == peer.trained
+
+
+@pytest.mark.parametrize("broken", [None, 2])
+def test_where_not_all_can_be_kept_apart_the_likelier_forks_count(broken: int | None) -> None:
+    """Others keep copies of every state, and who trains the module stands on the first alone."""
+    family, elsewhere = Family(), Family()
+    peer = began(family)
+    theirs = fork = peer.anchor
+    for round_index in range(1, 3 * MOST_PARTS):
+        peer.train(round_index)
+        stood_on = range(round_index - 1)
+        if round_index == broken:
+            peer.cut(round_index, stood_on, {fork.last_round})
+            theirs = elsewhere.commit(peer.anchor, round_index, {"A", ME})
+            peer.contributions[theirs.digest] = peer.local
+        else:
+            made = peer.commit(round_index, "", stood_on=stood_on, likelier=[{fork.last_round}])
+            if round_index + 1 == broken:
+                fork = made
+    family.book.add_all(elsewhere.chain(theirs))
+    peer.adopt(family.commits(theirs, range(theirs.last_round + 1, 3 * MOST_PARTS), "AB"))
     assert peer.counted() == peer.trained
 
 

@@ -105,6 +105,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("hostile", 201170, None, None),  # Thirty names that answer refused copies in turn.
     ("mixed", 200001, None, None),  # One part was in the anchor, and four that came to nothing.
     ("mixed", 400942, None, None),  # A line carried its copies in a minute, and a round had 17 s.
+    ("mixed", 401046, None, None),  # Others had committed what was joined to the next part.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

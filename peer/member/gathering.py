@@ -253,7 +253,23 @@ def is_last_signed(known: Knowledge, module: str) -> bool:
     return last is not None and last.signers == last.statement.peers
 
 
-def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
+def stands_by_likelihood(known: Knowledge, module: str) -> tuple[frozenset[int], ...]:
+    """Return the rounds after which others may go another way: all, those of who trains the module,
+    and of these what they were seen to hold.
+
+    Who only keeps copies goes on from them itself only if it begins to train.
+    """
+    trainers = known.trainers_seen(module)
+    return (
+        rounds_stood_on(known, module),
+        rounds_stood_on(known, module, of=trainers),
+        rounds_stood_on(known, module, of=trainers, is_seen=True),
+    )
+
+
+def rounds_stood_on(
+    known: Knowledge, module: str, *, of: Collection[str] | None = None, is_seen: bool = False
+) -> frozenset[int]:
     """Return the rounds of the own chain after which others may go another way.
 
     Somebody was seen last to hold the state of such a round, or one that parted from it, and is
@@ -281,13 +297,17 @@ def rounds_stood_on(known: Knowledge, module: str) -> frozenset[int]:
     found: set[int] = set()
     stands = known.stands(module)
     for peer, stand in stands.items():
+        if of is not None and peer not in of:
+            continue
         seen, maybe = last_shared(stand.seen), [last_shared(digest) for digest in stand.offered]
         if book.common_ancestor(module, stand.seen, anchor.digest) == stand.seen:
             # A view is late: who has signed a later state has that, and who was in the group may.
             seen = max(seen if seen is not None else -1, signed.get(peer, -1))
             maybe += rounds.get(peer, [])
         least = seen if seen is not None else -2
-        found.update((least, *(later for later in maybe if later is not None and later > least)))
+        found.add(least)
+        if not is_seen:
+            found.update(later for later in maybe if later is not None and later > least)
     found.discard(-2)
     seen_to_hold = {peer for peer, stand in stands.items() if stand.seen}
     unseen = known.trainers_seen(module) - seen_to_hold - frozenset(signed)

@@ -9,7 +9,7 @@ trainer, and are done as they are told here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from dipaco.modules.state import StateReference
@@ -64,18 +64,18 @@ class Ledger:
         round_index: int,
         own: StateReference,
         descent: Descent,
-        stood_on: Collection[int] = (),
+        *stood_on: Collection[int],
     ) -> list[Action]:
         """Note that a snapshot was taken: what came since the last one is a part.
 
         Returns what the trainer does to keep few parts. `own` is the anchor, `stood_on` are the
-        rounds of its chain after which others may go another way.
+        rounds of its chain after which others may go another way, and the likelier ones of these.
         """
         if round_index not in self.parts:
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
-        return self._make_room(own, descent, stood_on)
+        return self._make_room(own, descent, stood_on or ((),))
 
     def uncut(self, round_index: int) -> None:
         """Forget a snapshot that nobody else can have averaged: its part goes on growing."""
@@ -153,7 +153,10 @@ class Ledger:
         return set(filter(is_shared, merged))
 
     def _make_room(
-        self, own: StateReference, descent: Descent, stood_on: Collection[int]
+        self,
+        own: StateReference,
+        descent: Descent,
+        stood_on: Sequence[Collection[int]],
     ) -> list[Action]:
         """Join parts between which no fork lies, as far as one can tell, or do without the
         oldest."""
@@ -186,29 +189,36 @@ class Ledger:
         return done
 
     def _pair_to_join(
-        self, own: StateReference, descent: Descent, stood_on: Collection[int]
+        self,
+        own: StateReference,
+        descent: Descent,
+        stood_on: Sequence[Collection[int]],
     ) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
-        tell. Of parts that no anchor has, the first two of which no known chain has only one; where
-        there are no others, the first two, since they have to be kept."""
+        tell. Where there are none, parts that no anchor has are kept all the same: then the first
+        two of which others can least have committed only one."""
         merged = [part for part in self.parts if part not in self.unmerged]
         unmerged = list(itertools.pairwise(self.unmerged))
-        together = (p for p in unmerged if not self._parts_between(*p, own, descent))
         if not merged:
-            return next(together, unmerged[0])
+            return min(unmerged, key=lambda pair: self._what_parts(pair, own, descent))
         # Without the oldest, work is lost where somebody goes another way from before it.
-        is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on)
-        pairs = [
-            (older, newer)
-            for older, newer in itertools.pairwise(merged)
-            if not self._is_stood_between(older, newer, stood_on)
-            and not self._parts_between(older, newer, own, descent)
+        is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on[0])
+        together = [
+            pair
+            for pair in itertools.pairwise(merged)
+            if not self._parts_between(*pair, own, descent)
         ]
-        sure = [pair for pair in pairs if not self._is_open_between(*pair, own, descent)]
+        apart = [pair for pair in together if not self._is_open_between(*pair, descent)]
+        sure, *likely = (
+            [pair for pair in apart if not self._is_stood_between(*pair, rounds)]
+            for rounds in stood_on
+        )
         for near in (self._joinable, self._followed):
             for older, newer in sure:
                 if newer in near:
                     return older, newer
+        if not is_needed:
+            return None
         # What came into the anchor by one step lies together on this side. Between the parts lie
         # chains that have lost to it: better than to do without the oldest.
         lost = [
@@ -216,18 +226,34 @@ class Ledger:
             for older, newer in itertools.pairwise(merged)
             if self._merged_in.get(older, older) == self._merged_in.get(newer, newer)
         ]
-        if not is_needed:
-            return None
-        return next(iter((*sure, *pairs, *lost)), None) or next(together, None)
+        surely_lost = [pair for pair in lost if not self._is_open_between(*pair, descent)]
+        pairs = (pair for pair in together if not self._is_stood_between(*pair, stood_on[0]))
+        new = (pair for pair in unmerged if not self._parts_between(*pair, own, descent))
+        return next(itertools.chain(sure, surely_lost, *likely, pairs, lost, new), None)
 
-    def _is_open_between(
-        self, older: int, newer: int, own: StateReference, descent: Descent
-    ) -> bool:
-        """Tell whether a contribution with one of two parts and without the other came to nothing
-        here: others of its group may have committed it."""
+    def _what_parts(
+        self, pair: tuple[int, int], own: StateReference, descent: Descent
+    ) -> tuple[bool, bool, bool]:
+        """Return how likely others are to have one of two parts and not the other, least first: by
+        a chain that has lost to this one, by a contribution of which one cannot tell, or by a chain
+        that wins."""
+        chains = list(self._chains_between(*pair, own, descent))
+        wins = any(descent.wins(state, own) for state in chains)
+        return wins, self._is_open_between(*pair, descent), bool(chains)
+
+    def _is_open_between(self, older: int, newer: int, descent: Descent) -> bool:
+        """Tell whether a contribution with one of two parts and without the other came to nothing,
+        as far as is known: others of its group may have committed it."""
         return any(
-            older in row and newer not in row and not descent.contains(own, self._me, round_index)
+            older in row and newer not in row and not self._is_known(round_index, descent)
             for round_index, row in self._rows.items()
+        )
+
+    def _is_known(self, round_index: int, descent: Descent) -> bool:
+        """Tell whether a commit is known that has the contribution of a round in it."""
+        return any(
+            made.statement.round_index == round_index and self._me in made.statement.peers
+            for made in descent.book.all_of(self._module)
         )
 
     def _is_stood_between(self, older: int, newer: int, stood_on: Collection[int]) -> bool:
@@ -243,6 +269,11 @@ class Ledger:
 
         Whoever was not in sight yet when the group was thought to be whole makes such chains.
         """
+        return any(True for _ in self._chains_between(older, newer, own, descent))
+
+    def _chains_between(
+        self, older: int, newer: int, own: StateReference, descent: Descent
+    ) -> Iterator[StateReference]:
         line = descent.book.ancestors(own.module, own.digest)
         rounds = [[r for r, row in self._rows.items() if part in row] for part in (older, newer)]
         for certificate in descent.book.all_of(own.module):
@@ -250,5 +281,4 @@ class Ledger:
             if state.digest not in line:
                 has = [any(descent.contains(state, self._me, r) for r in rs) for rs in rounds]
                 if has[0] != has[1]:
-                    return True
-        return False
+                    yield state

@@ -48,7 +48,7 @@ from .gathering import (
     may_find_out,
     out_of_sight,
     possible_peers,
-    rounds_stood_on,
+    stands_by_likelihood,
     who_counts,
     whose_turn,
     why_not_alone,
@@ -177,8 +177,8 @@ class OuterRounds:
         if running is None:
             return
         ledger, anchor = self.adoption.ledgers[event.module], self.known.anchors[event.module]
-        stood_on = rounds_stood_on(self.known, event.module)
-        self.known.do(*ledger.cut(event.round_index, anchor, self.known.descent, stood_on))
+        stood_on = stands_by_likelihood(self.known, event.module)
+        self.known.do(*ledger.cut(event.round_index, anchor, self.known.descent, *stood_on))
         if not event.is_finite:
             ledger.discard()
             self.known.do(
