@@ -7,7 +7,11 @@ from dipaco.dht.coverage import scope_of
 from dipaco.dht.records import refresh_period_s
 from dipaco.dht.view import view_of_records
 from dipaco.peer.member import actions as a
-from dipaco.peer.member.gathering import SIGHT_PERIODS, rounds_stood_on
+from dipaco.peer.member.gathering import (
+    SIGHT_PERIODS,
+    rounds_stood_on,
+    stands_by_likelihood,
+)
 from support.family import genesis
 from support.lone_member import ME, LoneMember, claim, knowledge, of, record, small_plan
 from support.outer_rounds import MODULE, answers, boundary_s, fail, group
@@ -123,6 +127,24 @@ def test_what_was_offered_long_ago_and_never_shown_is_forgotten_where_another_st
         known.now_s += wait_s
         known.note_holder("Pk", MODULE, first, is_sure=True)
         assert rounds_stood_on(known, MODULE) == rounds
+
+
+def test_who_trains_and_is_in_sight_may_take_over_what_is_committed_without_it() -> None:
+    """A split comes before that shows. Who only keeps copies takes what it is offered."""
+    peer = group("Pa")
+    known, family = peer.member.known, peer.family
+    newest, second, first, _ = known.book.ancestors(MODULE, known.anchors[MODULE].digest)
+    peer.claims.append(claim("Pn"))
+    peer.serving.append("Pk")
+    behind, older = (known.book.reference(MODULE, digest) for digest in (second, first))
+    peer.held = {"Pn": [behind], "Pk": [older]}
+    peer.look()
+    alone = family.commit(known.anchors[MODULE], 3, [ME])
+    known.book.add_all(family.chain(alone))
+    known.anchors[MODULE] = alone
+    assert stands_by_likelihood(known, MODULE) == ({0, 1, 2}, {1, 2}, {1})
+    known.note_holder("Pn", MODULE, newest, is_sure=True)
+    assert stands_by_likelihood(known, MODULE) == ({0, 2}, {2}, {2})
 
 
 def test_who_parted_at_genesis_goes_on_from_there() -> None:

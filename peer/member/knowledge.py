@@ -199,6 +199,19 @@ class Knowledge:
                         certified.add(digest)
             for peer in gone:
                 stands.pop(peer, None)
+            self._note_who_may_follow(module)
+
+    def _note_who_may_follow(self, module: str) -> None:
+        """Note who of those that train a module, and are in sight, may have taken the anchor over:
+        it is there for all to see, and what they hold is seen later."""
+        anchor, trainers = self.anchors[module], self.trainers_seen(module)
+        if not anchor.version:
+            return
+        for holding in self.whole_view.holdings.get(module, ()):
+            peer, digest = holding.peer_id, holding.digest
+            common = self.book.common_ancestor(module, digest, anchor.digest)
+            if peer in trainers and common != anchor.digest:
+                self.note_holder(peer, module, anchor.digest, is_sure=False)
 
     def _lose_sight(self, peers: Iterable[str]) -> None:
         for peer in peers:
