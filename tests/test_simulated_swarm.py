@@ -107,6 +107,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 400942, None, None),  # A line carried its copies in a minute, and a round had 17 s.
     ("mixed", 401046, None, None),  # Others had committed what was joined to the next part.
     ("split", 401275, None, None),  # Others took a state over after they were seen last.
+    ("mixed", 450484, None, None),  # Five places that others may go on from were between parts.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -18,7 +18,7 @@ from .actions import Action, DropPart, JoinParts
 from .descent import Descent
 
 # Parts of own work that are kept apart, for each module; each takes memory of its size.
-MOST_PARTS = 4
+MOST_PARTS = 6
 # Work that is put on a state of so many rounds later keeps its length; what is older is shortened.
 STALE_ROUNDS = 4
 
