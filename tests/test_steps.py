@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from dipaco.dht.certificates import Certificate, CommitStatement
+from dipaco.modules.blobs import BlobStore
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import AveragingRule, Contribution, outer_step
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState
+from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.exchange import steps
+from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.held_states import HeldStates
 from dipaco.peer.exchange.steps import (
     GREATEST_WAIT_S,
@@ -139,6 +143,35 @@ def test_who_missed_steps_takes_them_and_has_the_same_bits(
     assert set(world.asked) <= {"Pa", "Pb"}, "those who took the step have it"
     for state, packed in zip(world.states[1:], world.packed, strict=True):
         assert world.held.lookup(step_name(state.digest)) == packed, "it serves others now"
+
+
+@pytest.mark.parametrize(("missed", "fetched"), [(1, 0), (2, 0), (3, 1)])
+def test_a_peer_fetches_the_state_where_steps_do_not_lead_to_it(
+    tmp_path: Path, missed: int, fetched: int
+) -> None:
+    world, fetches = World(tmp_path), []
+    for _ in range(missed):
+        state = world.commit()
+
+    def fetch(sha256: str, *_: Any, **__: Any) -> Path:
+        fetches.append(sha256)
+        (tmp_path / "fetched").write_bytes(b"".join(bytes(c) for c in state_chunks(state)))
+        return tmp_path / "fetched"
+
+    certifier: Any = SimpleNamespace(fetch_chain=lambda *_: (), chain=world.chain)
+    exchange: Any = SimpleNamespace(fetch=fetch)
+    directory: Any = None
+    fetcher = ContentFetcher(directory, exchange, world.blobs, BlobStore(tmp_path / "scratch"))
+    fetcher.use_plan(world.plan, world.grid, lambda: world.plan.start_s + 1e6)
+    fetcher.use_certifier(certifier)
+    fetcher.use_replay(StepReplay(world.plan, world.grid, world.held, world, world))
+    assert fetcher.state(state.reference, ("Pa",)).digest == state.digest
+    assert len(fetches) == fetched
+    for served in world.served.values():
+        served.clear()
+    world.held.hold(world.states[-2])
+    assert fetcher.state(state.reference, ("Pa",)).digest == state.digest
+    assert len(fetches) == fetched + 1, "nobody has the step"
 
 
 def test_a_step_comes_over_real_streams(tmp_path: Path, nodes: Nodes) -> None:

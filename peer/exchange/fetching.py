@@ -206,8 +206,9 @@ class ContentFetcher:
 
         prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
         state = self._shared_state(wanted, read)
-        if state is None and self._replay is not None and self._certifier is not None:
-            self._certifier.fetch_chain(wanted, holders)
+        if state is None and self._replay is not None and self._replay.is_near(wanted):
+            if self._certifier is not None:
+                self._certifier.fetch_chain(wanted, holders)
             state = self._replay.state(wanted, holders)
         if state is None:
             path = self._exchange.fetch(

@@ -212,14 +212,23 @@ class StepReplay:
         self._codec = CODECS[plan.averaging.codec]
         self._held, self._asker, self._chains = held, asker, chains
 
+    def is_near(self, wanted: StateReference) -> bool:
+        """Tell whether what is held here may be few enough steps before a state: if not, its
+        certificates need not be known before it is fetched."""
+        held = self._held.get(wanted.module)
+        return held is not None and 0 < wanted.version - held.version <= self._most(wanted.module)
+
+    def _most(self, module: str) -> int:
+        values = self._grid.layout(module).size
+        return kept_steps(packed_bytes(self._codec, values), values)
+
     def state(self, wanted: StateReference, holders: Sequence[str]) -> ModuleState | None:
         """Return the state that is wanted, made of the one that is held here.
 
         None where too many steps are between them, or none of the holders gives one that leads
         there.
         """
-        values = self._grid.layout(wanted.module).size
-        steps = self._missing(wanted, kept_steps(packed_bytes(self._codec, values), values))
+        steps = self._missing(wanted, self._most(wanted.module))
         state = self._held.load(wanted.module) if steps else None
         until_s = time.monotonic() + GREATEST_WAIT_S
         for step in steps:
