@@ -165,6 +165,6 @@ def _refresh_until_stopped(
         which = "paths" if len(paths) == node.grid.path_count else "paths near this node"
         display.say(
             f"{time.strftime('%H:%M:%S')} round {present_round(node.plan, view)}: "
-            f"{len(view.peers)} peers, {len(served)} of {len(paths)} {which} in training, "
+            f"{len(view.present)} peers, {len(served)} of {len(paths)} {which} in training, "
             f"{len(node.held.all())} states held here"
         )

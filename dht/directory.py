@@ -128,10 +128,6 @@ class Directory:
         """Say what this peer is, in the bucket of its path."""
         return self._publish("peers", str(bucket), record, life_s)
 
-    def withdraw_peer(self, bucket: int) -> bool:
-        """Withdraw this peer's record from a bucket."""
-        return self._withdraw("peers", str(bucket))
-
     def publish_progress(self, record: ProgressRecord, bucket: int, life_s: float) -> bool:
         """Say how far the paths of a bucket are that this peer trained."""
         return self._publish("progress", str(bucket), record, life_s)

@@ -268,6 +268,12 @@ class PeerRecord(_Standing):
     bytes_up: Count
     bytes_down: Count
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this is a goodbye: who is about to leave can still be reached, if only through
+        the connections that it made."""
+        return self.state == "leaving" and self.reachable == "outgoing" and not self.addresses
+
 
 class ProgressEntry(BaseModel):
     """How far a path is, as its trainer saw it last."""

@@ -115,6 +115,11 @@ class SwarmView:
             scope=kept,
         )
 
+    @property
+    def present(self) -> list[str]:
+        """The peers that have not said goodbye, in order."""
+        return sorted(peer for peer, record in self.peers.items() if not record.has_left)
+
     def without(self, doubted: Iterable[str]) -> SwarmView:
         """Return the view without the claims and the records of some peers."""
         claims, peers = dict(self.claims), dict(self.peers)

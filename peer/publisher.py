@@ -255,14 +255,14 @@ class Publisher:
         self._changed.set()
 
     def stop(self, *, withdraw: bool) -> None:
-        """End the thread and, when leaving cleanly, withdraw every record. Bounded."""
+        """End the thread and, when leaving cleanly, say goodbye in every record. Bounded."""
         self._withdrawing = withdraw
         self._stopping.set()
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.info("the DHT did not withdraw this peer's records in time; they expire")
+            logger.info("the DHT did not take this peer's goodbye in time; its records expire")
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -293,23 +293,29 @@ class Publisher:
                 self._look_around()
             self._changed.wait(max(0.0, self._read_at + self.period_s - time.monotonic()))
         if self._withdrawing:
-            self._withdraw()
+            self._say_goodbye()
 
     def _wake_waiting(self) -> None:
         with self._refreshed:
             self._refreshed.notify_all()
 
-    def _withdraw(self) -> None:
+    def _say_goodbye(self) -> None:
+        """Whoever looks before these records expire learns that this peer left, and was not lost:
+        the last one there would believe itself cut off."""
+        gone = {"state": "leaving", "reachable": "outgoing"}
+        life_s = record_life_s(self.period_s)
         try:
             with self._directory.together():
-                for bucket in self._said_in:
-                    self._directory.withdraw_peer(bucket)
-                for module in self._said_of:
-                    self._directory.withdraw_module(module)
+                for bucket, record in self._said_in.items():
+                    goodbye = record.model_copy(update={**gone, "addresses": ()})
+                    self._directory.publish_peer(goodbye, bucket, life_s)
+                for said in self._said_of.values():
+                    left = said.model_copy(update={**gone, "held": None})
+                    self._directory.publish_module(left, life_s)
                 for annex in self._annexes:
                     annex.withdraw(self._directory)
         except DipacoError as error:
-            logger.info("could not withdraw: %s", error)
+            logger.info("could not say goodbye: %s", error)
 
     def _look_around(self) -> None:
         """Call known peers that are missing, and every few periods look at the clocks."""
@@ -427,7 +433,7 @@ class Publisher:
             self._said_of[module] = said
         for module in sorted(self._said_of.keys() - modules):
             said = self._said_of.pop(module)
-            if said.state in ("joining", "training") and record.state != "leaving":
+            if said.state in ("joining", "training"):
                 goodbye = said.model_copy(update={"state": "leaving", "held": None})
                 self._directory.publish_module(goodbye, life_s)
             else:

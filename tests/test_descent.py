@@ -43,6 +43,19 @@ def test_of_as_many_contributors_those_with_more_tokens_win(family: Family) -> N
     assert not descent.wins(light, heavy)
 
 
+def test_between_chains_that_weigh_the_same_those_decide_who_have_not_shown_themselves(
+    family: Family,
+) -> None:
+    """Else a newcomer, and whoever saw them, would give up each other's chain for the own one."""
+    base = family.commit(genesis(), 0, "ABS")
+    asleep = family.commits(base, (1, 2), "AS", tokens=1)
+    awake = family.commit(base, 1, "B", tokens=99)
+    for shown in ("AB", "ABS"):
+        descent = Descent(family.book, lambda peers, shown=shown: len(set(peers) & set(shown)))
+        assert descent.wins(asleep, awake)
+        assert not descent.wins(awake, asleep)
+
+
 def test_of_equal_chains_the_smaller_digest_wins(family: Family) -> None:
     small = family.commit(genesis(), 0, "A", digest="1" * 64)
     great = family.commit(genesis(), 0, "B", digest="2" * 64)

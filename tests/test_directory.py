@@ -94,14 +94,16 @@ def test_what_one_publishes_the_other_reads(pair: tuple[TestNode, TestNode]) -> 
     assert paths_of(second.directory)[first.peer_id] == 3
 
 
-def test_a_withdrawn_claim_is_gone_at_once_and_can_come_back(
+def test_who_said_goodbye_claims_nothing_at_once_and_can_come_back(
     pair: tuple[TestNode, TestNode],
 ) -> None:
     mine, theirs = (directory_of(node, 2) for node in pair)
-    mine.publish_peer(claim(pair[0], 1), 0, LIFE_S)
+    said = claim(pair[0], 1)
+    mine.publish_peer(said, 0, LIFE_S)
     assert paths_of(theirs)
-    assert mine.withdraw_peer(0)
-    assert paths_of(theirs) == paths_of(mine) == {}
+    assert mine.publish_peer(said.model_copy(update={"state": "leaving"}), 0, LIFE_S)
+    for reader in (mine, theirs):
+        assert not view_by(reader).claimants(1)
     assert mine.publish_peer(claim(pair[0], 2), 0, LIFE_S)
     assert paths_of(theirs) == {pair[0].peer_id: 2}
 

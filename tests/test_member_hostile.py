@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.adoption import DISBELIEVED_ROUNDS
+from dipaco.peer.member.adoption import DISBELIEVED_ROUNDS, RETRY_PERIODS
 from dipaco.peer.member.chains import AT_ONCE, CALLED
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, of
@@ -138,6 +139,41 @@ def test_who_serves_nothing_does_not_hide_what_others_hold() -> None:
     peer.happen(e.FetchFailed(MODULE, invented[0].digest, "it could not serve it", "adopt"))
     peer.look()
     assert [fetch.reference for fetch in peer.of(a.FetchState)] == [invented[0], good]
+
+
+def test_who_serves_nothing_cannot_speak_for_the_side_that_this_peer_is_on() -> None:
+    """What is fetched for want of the best is put under the work, not fetched again for ever."""
+    family = Family()
+    both = family.commits(genesis(MODULE), range(3), ("Pa", "Pc", ME))
+    own = family.commit(both, 3, [ME])
+    peer = LoneMember(family=family)
+    peer.claims = [claim("Pa"), claim("Pc")]
+    peer.now_s += 4.4 * ROUND_S
+    peer.begin(
+        family.commit(own, 4, [ME], tokens=1),
+        family.commits(genesis(LAST), range(4), ("Pa", "Pc", ME)),
+    )
+    peer.look()
+    good = family.commit(both, 4, ["Pa", "Pc"], tokens=1)
+    invented = family.commit(own, 4, ["Pz"], tokens=99)
+    peer.held = {"Pa": [good], "Pz": [invented]}
+    peer.look()
+    for state in (invented, good):
+        peer.happen(e.ChainFetched(state, family.chain(state)))
+        peer.look()
+    for _ in range(2):
+        assert [fetch.reference for fetch in peer.of(a.FetchState)] == [invented]
+        peer.happen(e.FetchFailed(MODULE, invented.digest, "it could not serve it", "adopt"))
+        peer.happen(e.FetchFailed(MODULE, good.digest, "its holders are busy", "adopt"))
+        peer.now_s += RETRY_PERIODS * refresh_period_s(peer.plan.rounds)
+        peer.done.clear()
+        peer.look()
+    assert [fetch.reference for fetch in peer.of(a.FetchState)] == [good]
+    peer.happen(e.StateFetched(good, {}, family.chain(good), "adopt"))
+    actions = peer.turn()
+    if of(a.CheckState, actions):
+        actions = peer.happen(e.Checked(MODULE, good.digest, 1.0, 1.0))
+    assert [adopted.reference for adopted in of(a.Adopt, actions)] == [good]
 
 
 def test_many_invented_digests_keep_no_certificates_out() -> None:

@@ -126,8 +126,20 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     peer.publisher.refresh()
     assert peer.directory.claims[-1] is None
     peer.publisher.stop(withdraw=True)
-    assert peer.directory.peers[-1] is None
     assert peer.directory.holdings == {}
+
+
+def test_who_leaves_says_goodbye_and_does_not_vanish(peer: Peer) -> None:
+    """The last one left would believe itself cut off, and commit nothing for eight rounds."""
+    peer.claim(1)
+    peer.publisher.refresh()
+    peer.status.claim = Activity("leaving", 1)
+    peer.publisher.stop(withdraw=True)
+    said = [peer.directory.peers[-1], *peer.directory.modules.values()]
+    assert {(record.state, record.reachable) for record in said} == {("leaving", "outgoing")}
+    assert said[0].addresses == ()
+    assert {record.held for record in said[1:]} == {None}
+    assert set(peer.directory.modules) == {"L0.E0", "L1.E1"}
 
 
 @pytest.fixture
@@ -162,9 +174,10 @@ def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many: Peer) -> None
     assert (said["L1.E1"].path, said["L1.E1"].state) == (17, "leaving")
     assert (said["L0.E1"].path, said["L1.E2"].path) == (18, 18)
     peer.publisher.stop(withdraw=True)
-    assert peer.directory.last(0) is None
-    # The goodbye is left to expire.
-    assert set(peer.directory.modules) == {"L1.E1"}
+    last = peer.directory.last(0)
+    assert (last.path, last.state) == (18, "leaving")
+    # All goodbyes are left to expire.
+    assert {record.state for record in peer.directory.modules.values()} == {"leaving"}
 
 
 def test_progress_stands_in_the_bucket_of_its_path(one_of_many: Peer) -> None:

@@ -55,7 +55,7 @@ def status_of(
         "copies": plan.rounds.copies,
         "paths": paths,
         "modules": modules,
-        "peers": [_peer_status(view, peer) for peer in sorted(view.peers)],
+        "peers": [_peer_status(view, peer) for peer in view.present],
         "validation": _validation(view),
         "score_requests": [_request_status(id_, board) for id_, board in (requests or {}).items()],
         "successor": _successor_status(successor),
@@ -189,7 +189,7 @@ def _admission_status(view: SwarmView, gate: Gate | None) -> dict[str, Any]:
     if gate is None:
         return {"kind": "open", "invitations": [], "revoked": 0}
     found = gate.admitted()
-    used = Counter((found[p].invitation, found[p].places) for p in view.peers if p in found)
+    used = Counter((found[p].invitation, found[p].places) for p in view.present if p in found)
     return {
         "kind": "invitation",
         "invitations": [

@@ -112,6 +112,13 @@ class Adoption:
         served = list(filter(self._is_served, candidates))
         return known.descent.best(served, anchor) or known.descent.best(candidates, anchor)
 
+    def _wins(self, state: StateReference, anchor: StateReference) -> bool:
+        """Tell whether a state that is here should replace the anchor: among those that are served,
+        as `winner` chose it, or among all."""
+        candidates, wins = self._candidates(state.module), self._known.descent.wins
+        served = filter(self._is_served, candidates)
+        return wins(state, anchor, served) or wins(state, anchor, candidates)
+
     def _is_served(self, state: StateReference) -> bool:
         """Tell whether a state has a holder that has not just failed to serve what it was said to
         hold."""
@@ -279,7 +286,7 @@ class Adoption:
             if fetch.is_rival and module in self._unchecked:
                 fetch.is_checking = True
                 known.do(CheckState(module, fetch.reference.digest, is_rival=True))
-            elif not known.descent.wins(fetch.reference, anchor, self._candidates(module)):
+            elif not self._wins(fetch.reference, anchor):
                 del self._fetching[module]
             elif self._is_settled(fetch.reference):
                 self._adopt(fetch.reference)

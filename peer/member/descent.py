@@ -3,9 +3,10 @@
 The chain with more certified contributors since the common ancestor wins, then the one with more
 tokens in its certificates since then, then the smaller digest. So one fast machine that was alone
 never outweighs many, and nothing that a peer says of itself decides. Invented contributors weigh
-nothing (`quorum.weigh`). Who cannot be called may be unable to show itself to another one that
-cannot: where none of the contributors has, whoever has, and holds a state of their chain, speaks
-for one of them. Among several the oldest fork is decided first.
+nothing (`quorum.weigh`): who has not shown itself here, as it sleeps or was gone before this member
+came, decides only between chains that weigh the same. Who cannot be called may be unable to show
+itself to another one that cannot: where none of the contributors has, whoever has, and holds a
+state of their chain, speaks for one of them. Among several the oldest fork is decided first.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Descent:
     def _left_behind(
         self,
         sides: Collection[list[StateReference]],
-        merits: Mapping[str, tuple[int, int, int, int]],
+        merits: Mapping[str, tuple[int, ...]],
     ) -> set[str]:
         """Return the best state of each side that ends before what is known of another begins.
 
@@ -173,9 +174,9 @@ class Descent:
 
     def _merit(
         self, side: Sequence[StateReference], ancestor: str | None
-    ) -> tuple[int, int, int, int]:
+    ) -> tuple[int, int, int, int, int]:
         """Return what orders sides that part at `ancestor`: what their best states, the last ones,
-        weigh, then the heaviest state of each, and only then tokens.
+        weigh, then the heaviest state of each, how many made the best ones, and only then tokens.
 
         The best of a side may have fewer contributors than another state of it, if they parted
         later. Who holds that one would give them up for fewer, if tokens came before it.
@@ -186,7 +187,8 @@ class Descent:
                 break
             tokens += sum(row.tokens for row in certificate.statement.table)
         weights = [self._weight(state, ancestor) for state in side]
-        return weights[-1], max(weights), tokens, -int(best.digest[:15], 16)
+        makers = len(self.book.contributors_since(best.module, best.digest, ancestor))
+        return weights[-1], max(weights), makers, tokens, -int(best.digest[:15], 16)
 
     def contains(self, state: StateReference, peer: str, round_index: int) -> bool:
         """Tell whether what `peer` contributed to a module in a round is in a state."""

@@ -173,7 +173,7 @@ def _gauges(
             plain["round"] = max(0, node.schedule.round_at(node.clock.now()))
     if publisher is not None:
         try:
-            plain["peers_seen"] = len(publisher.view.peers)
+            plain["peers_seen"] = len(publisher.view.present)
         except DipacoError:
             plain["peers_seen"] = 0
     return {

@@ -13,8 +13,9 @@ peer keeps apart: what is older than these may be gone.
 since their common ancestor, as far as its certificates go. Of two peers that cannot be called none
 can show itself to the other, and what has not shown itself weighs nothing (design 4.4).
 `liveness`: while an honest trainer of a module lives, connected to more than half of those that
-train it, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as many where rounds are
-counted and peers move: each begins its rounds when it comes, and may have to meet the others anew.
+train it, or claim it still, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as
+many where rounds are counted and peers move: each begins its rounds when it comes, and may have to
+meet the others anew (`liveness.py`).
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
 `copies`: two rounds after a commit that no other chain has won over since, with those who train the
@@ -43,6 +44,7 @@ from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
 from .carrying import SHARD_BYTES
 from .findings import Figures, Stay, Violation
+from .liveness import Liveness, is_in_reach, is_slow
 from .work import SimulatedState, contents_by_peer, counts_of
 from .world import Body, World
 
@@ -57,9 +59,6 @@ INVARIANTS = (
     "checks",
     "contract",
 )
-LIVENESS_ROUNDS = 4
-# Of a round: who takes longer over an inner step hears the answer to a question too late.
-SLOW_SHARE = 0.1
 COPIES = 3
 COPY_ROUNDS = 2
 # In a round and for each module of the path: requests, and states of bytes.
@@ -92,8 +91,7 @@ class Invariants:
         self._versions: dict[tuple[str, int], str] = {}
         self._forked: set[tuple[str, int]] = set()
         self._commits: dict[str, list[tuple[float, SimulatedState]]] = {}
-        self._alive_since: dict[str, float] = {}
-        """When the present chance of a module to commit began."""
+        self._liveness = Liveness(world, self._violated)
         self._up_since: dict[str, float] = {}
         self._trained: dict[int, tuple[float, int]] = {}
         self._seen_steps: Counter[str] = Counter()
@@ -129,6 +127,8 @@ class Invariants:
             self._stays[machine.peer, module].append(Stay(machine.steps))
         else:
             self._training[module].pop(machine.peer, None)
+            if why == "it crashed":
+                self._liveness.crashed(module, machine.peer)
             if machine.is_honest:
                 self._went[module] = machine.works[module].anchor
 
@@ -161,7 +161,7 @@ class Invariants:
         if all(known is not state for _, known in commits[-4:]):
             self.figures.commits += 1
         commits.append((self._world.now_s, state))
-        self._alive_since[reference.module] = self._world.now_s
+        self._liveness.committed(reference.module)
 
     def adopted(self, machine: Body, action: Adopt, old: SimulatedState) -> None:
         """A machine is about to put a foreign state under its work."""
@@ -234,7 +234,7 @@ class Invariants:
         untrained = sum(m.path is None and m.trains for m in honest)
         moves = sum(m.trains for m in honest) < world.grid.path_count
         is_counted = world.plan.rounds.inner_steps > 0
-        rounds = LIVENESS_ROUNDS * (2 if moves and is_counted else 1)
+        takes_turns = moves and is_counted
         before_s = world.now_s - COPY_ROUNDS * self._round_s
         # A keeper decides thrice before it has a copy, each time between two of its steps.
         reachable = sum(
@@ -244,36 +244,12 @@ class Invariants:
             for m in honest
         )
         for module in world.grid.modules():
-            self._check_liveness(module, untrained, rounds)
+            others = untrained + len(self._trainers(module, honest=False))
+            trainers = self._trainers(module)
+            self._liveness.check(module, trainers, others, takes_turns=takes_turns)
             self._check_copies(module, before_s, reachable)
         if self._checks_coverage:
             self._check_coverage()
-
-    def _check_liveness(self, module: str, untrained: int, rounds: int) -> None:
-        """Does the module commit in so many rounds while it could? `untrained` peers may be about
-        to train it."""
-        now_s = self._world.now_s
-        trainers = self._trainers(module)
-        # Who is slow has nothing to contribute in most rounds.
-        fit = [
-            m
-            for m in trainers
-            if m.is_awake and not self._is_slow(m) and abs(m.clock_error_s) < 1.0
-        ]
-        sides = Counter(m.link.side for m in fit)
-        together = max(sides.values(), default=0)
-        others = untrained + len(self._trainers(module, honest=False))
-        can_meet = len(trainers) == 1 or any(map(_is_in_reach, fit))
-        if not fit or not can_meet or 2 * together <= len(trainers) + others:
-            self._alive_since.pop(module, None)
-            return
-        since_s = self._alive_since.setdefault(module, now_s)
-        if now_s - since_s > (rounds + 0.5) * self._round_s:
-            self._violated(
-                "liveness",
-                f"{module} has not committed for {(now_s - since_s) / self._round_s:.1f} rounds; "
-                f"{', '.join(m.peer for m in fit)} train it",
-            )
 
     def _check_copies(self, module: str, before_s: float, reachable: int) -> None:
         if self._world.network.split or self.faulty_s > before_s - self._round_s:
@@ -392,7 +368,7 @@ class Invariants:
         """Look again and again whether all stand on one state: while they commit, they do not."""
         for module in sorted(self._unsettled):
             machines = self._trainers(module)
-            never_meet = len(machines) > 1 and not any(map(_is_in_reach, machines))
+            never_meet = len(machines) > 1 and not any(map(is_in_reach, machines))
             if never_meet:
                 self._unsettled.discard(module)
             elif self._is_settled(module, machines):
@@ -402,12 +378,9 @@ class Invariants:
             self.figures.rounds_to_rest = (self._world.now_s - self._rest_s) / self._round_s
             self._world.engine.after(self._round_s / 25, self._settle)
 
-    def _is_slow(self, machine: Body) -> bool:
-        return machine.step_s > SLOW_SHARE * self._round_s
-
     def _is_settled(self, module: str, machines: list[Body]) -> bool:
         """Tell whether those that train a module stand on one state, or are on the way to it."""
-        slow = [m for m in machines if self._is_slow(m)]
+        slow = [m for m in machines if is_slow(m)]
         newest = {m.works[module].anchor.reference.digest for m in machines if m not in slow}
         if not newest and slow:
             newest = {max((m.works[module].anchor for m in slow), key=_age).reference.digest}
@@ -436,7 +409,7 @@ class Invariants:
 
     def _final(self, module: str) -> SimulatedState | None:
         machines = self._trainers(module)
-        fast = [m for m in machines if not self._is_slow(m)]
+        fast = [m for m in machines if not is_slow(m)]
         held = [m.works[module].anchor for m in fast or machines]
         held = held or [m.served[module] for m in self._honest() if module in m.served]
         return max(held, key=_age, default=None)
@@ -456,7 +429,7 @@ class Invariants:
             counts: Counter[int] = Counter()
             contents: list[Mapping[tuple[str, int], int]] = [of_peers.get(peer, {})]
             if work is not None:
-                is_behind = self._is_slow(machine) and work.anchor is not state
+                is_behind = is_slow(machine) and work.anchor is not state
                 contents = [work.anchor.content if is_behind else contents[0], work.shift]
             for content in contents:
                 for begin, end, count in counts_of(content, peer):
@@ -498,11 +471,6 @@ class Invariants:
 def _steps_of(content: Mapping[tuple[str, int], int], peer: str) -> set[int]:
     """Return the steps of a peer that are in a content."""
     return {step for begin, end, _ in counts_of(content, peer) for step in range(begin, end)}
-
-
-def _is_in_reach(machine: Body) -> bool:
-    """Tell whether calls reach a machine, if only through a relay."""
-    return machine.link.can_be_called or machine.link.is_relayed
 
 
 def _age(state: SimulatedState) -> tuple[int, str]:

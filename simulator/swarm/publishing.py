@@ -128,7 +128,7 @@ class Publishing:
         gone = [key for key in self._said if key not in keys and key not in said]
         for key in gone:
             if not key.startswith("progress/"):
-                self._say_goodbye(key, state, life_s)
+                self._say_goodbye(key, life_s)
         self._publish_progress()
 
     def _write(self, key: str, content: Any, life_s: float) -> None:
@@ -151,13 +151,13 @@ class Publishing:
             return module_record(machine.peer, item, *content)
         return ProgressRecord.model_construct(peer_id=machine.peer, entries=content)
 
-    def _say_goodbye(self, key: str, state: str, life_s: float) -> None:
+    def _say_goodbye(self, key: str, life_s: float) -> None:
         """Who looks there learns that this peer did not crash; what it only held is withdrawn."""
         _, record, _ = self._said.pop(key)
         directory, me = self._world.directory, self._machine.peer
         if isinstance(record, PeerRecord):
             directory.write(me, key, record.model_copy(update={"state": "leaving"}), life_s)
-        elif record.state in ("joining", "training") and state != "leaving":
+        elif record.state in ("joining", "training"):
             goodbye = record.model_copy(update={"state": "leaving", "held": None})
             directory.write(me, key, goodbye, life_s)
         else:
@@ -173,8 +173,12 @@ class Publishing:
             self._write(f"progress/{bucket}", tuple(found), PROGRESS_LIFE_S)
 
     def withdraw(self) -> None:
-        """Leave: how far paths are stays."""
-        for key in list(self._said):
+        """Leave, and say so in every record: how far paths are stays."""
+        life_s = record_life_s(refresh_period_s(self._world.plan.rounds))
+        gone = {"state": "leaving", "reachable": "outgoing"}
+        for key, (_, record, _) in self._said.items():
             if not key.startswith("progress/"):
-                self._world.directory.write(self._machine.peer, key, None, WITHDRAWN_S)
+                of_kind = {"addresses": ()} if isinstance(record, PeerRecord) else {"held": None}
+                goodbye = record.model_copy(update={**gone, **of_kind})
+                self._world.directory.write(self._machine.peer, key, goodbye, life_s)
         self._said.clear()

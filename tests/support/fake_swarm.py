@@ -118,10 +118,6 @@ class FakeDirectory:
         self.peers.append(record)
         self.buckets[bucket] = record
 
-    def withdraw_peer(self, bucket: int) -> None:
-        self.peers.append(None)
-        self.buckets[bucket] = None
-
     def last(self, bucket: int) -> PeerRecord | None:
         """Return what this peer said last in a bucket."""
         return self.buckets.get(bucket)
