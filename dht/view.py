@@ -433,6 +433,17 @@ def greatest_contribution(plan: RunPlan, now_s: float, round_index: int) -> int:
     return int(greatest_rounds(plan, now_s) * plan.rounds.duration_s * GREATEST_TOKENS_PER_S)
 
 
+def claimed_tokens(plan: RunPlan, tokens: int, round_index: int) -> int:
+    """Return how many of the tokens that a peer trained since its last commit it comes with.
+
+    With fixed steps others believe no more than there were rounds. Who trained through rounds that
+    came to nothing may have more, and would be admitted by nobody with them.
+    """
+    if not plan.rounds.inner_steps:
+        return tokens
+    return min(tokens, greatest_contribution(plan, 0.0, round_index))
+
+
 def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: float) -> bool:
     """Tell whether a state can have got this far since the run began.
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from dipaco.dht.certificates import Certificate
-from dipaco.dht.view import greatest_contribution
+from dipaco.dht.view import claimed_tokens, greatest_contribution
 from dipaco.modules.errors import DipacoError, IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import (
@@ -177,7 +177,7 @@ class OuterSteps:
             close_s=close_s,
             end_s=max(end_s, close_s + GRACE_S),
             latest_s=latest_s,
-            contribution=Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens),
+            contribution=self._contribution(snapshot),
             module=action.module,
             round_index=action.round_index,
             attempt=action.attempt,
@@ -237,9 +237,13 @@ class OuterSteps:
             # The state itself is served in any case.
             logger.debug("the step of %s is not served", state.module, exc_info=True)
 
+    def _contribution(self, snapshot: Snapshot) -> Contribution:
+        tokens = claimed_tokens(self._plan, snapshot.tokens, snapshot.round_index)
+        return Contribution(path=snapshot.path, peer=self._me, tokens=tokens)
+
     def _alone(self, snapshot: Snapshot) -> AveragingOutcome:
         """Be a group of one; the gradient passes through the codec like everybody's."""
-        mine = Contribution(path=snapshot.path, peer=self._me, tokens=snapshot.tokens)
+        mine = self._contribution(snapshot)
         usual = Usual.of(snapshot.anchor.progress, snapshot.anchor.version)
         table = bounded_table((mine,), usual)
         average = self._pool.rule.average([snapshot.outer_gradient()], table, usual)

@@ -18,7 +18,9 @@ from dipaco.peer.averaging.group import (
     averager_prefix,
     meeting_key,
 )
-from dipaco.peer.averaging.parts import AveragingFailed
+from dipaco.peer.averaging.parts import AveragingFailed, AveragingRequest
+from dipaco.peer.averaging.service import agree_with_leader
+from dipaco.peer.member.calls import Group, Met
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +96,21 @@ def test_bad_rows_are_refused_and_named(change: dict, reason: str) -> None:
         agree(b"id", ["QmOne", "QmTwo"], [ROW.to_bytes(), bad.to_bytes()], RULES)
     assert caught.value.peer == "QmTwo"
     assert "QmTwo" in str(caught.value)
+
+
+def test_a_list_that_nobody_takes_is_its_leaders_fault_too() -> None:
+    """Members of the list are told, so that they meet again without these two."""
+    bad = dataclasses.replace(OTHER, tokens=5001)
+    peers, rows = ("QmOne", "QmTwo", "QmInvented"), (ROW.to_bytes(), bad.to_bytes(), b"")
+    request = AveragingRequest(
+        RULES, "key", ("QmOne", "QmTwo", "QmLeader"), 1.0, None, 0.0, 0.0, 0.0, 0.0
+    )
+    for leader, culprits in (("QmLeader", ("QmLeader", "QmTwo")), ("QmTwo", ("QmTwo",))):
+        with pytest.raises(AveragingFailed, match="refused: peer QmTwo: 5001 tokens") as caught:
+            agree_with_leader(Met(Group(peers, rows), leader), request, ("notice",))
+        assert caught.value.culprits == culprits
+        assert caught.value.peers_seen == ("QmOne", "QmTwo")
+        assert caught.value.notices == ("notice",)
 
 
 def test_a_group_is_named_by_its_rows() -> None:

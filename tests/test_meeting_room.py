@@ -202,8 +202,8 @@ async def meet(
             first_number=first_number,
         )
 
-    group, _ = await room.meet(KEY, make, lambda together: None)
-    return group
+    met, _ = await room.meet(KEY, make, lambda together: None)
+    return met.group
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -60,6 +60,15 @@ def test_a_group_of_which_a_member_knows_nothing_meets_again_with_that_member() 
     assert (again.attempt, again.awaited, again.excluded) == (0, {"Pa", ME}, ())
 
 
+def test_a_list_that_is_refused_is_not_met_again_with_who_admitted_it() -> None:
+    peer = counted("Pa", "Pc", "Pd")
+    peer.turn()
+    # The members of the list are known: its leader, and whose row nobody could take.
+    fail(peer, 0, ("Pa", ME, "Pc", "Pd"), ("Pa", "Pc"))
+    (again,) = of(a.Average, answers(peer, "Pa", "Pc", "Pd"))
+    assert (again.awaited, again.excluded) == ({"Pd", ME}, ("Pa", "Pc"))
+
+
 def test_a_claim_that_expires_is_waited_for_no_more() -> None:
     peer = counted("Pa", "Pc")
     peer.turn()

@@ -176,6 +176,29 @@ def test_who_serves_nothing_cannot_speak_for_the_side_that_this_peer_is_on() -> 
     assert [adopted.reference for adopted in of(a.Adopt, actions)] == [good]
 
 
+def test_who_cannot_be_called_takes_it_that_one_of_those_it_cannot_meet_is_there() -> None:
+    """Else two peers behind routers stay apart that the same third one can meet."""
+    peer = Victim("Pa", "Pc")
+    base = peer.anchor
+    own = peer.family.commit(base, 3, [ME, "Pc"], tokens=1)
+    behind = peer.family.commit(base, 3, ["Pa", *BARE[:3]], tokens=99)
+    alone = peer.family.commit(base, 3, [*BARE[:3]], tokens=99)
+    known = peer.member.known
+    for state in (own, behind, alone):
+        known.book.add_all(peer.family.chain(state))
+    peer.claims += [claim(name, reachable="outgoing") for name in BARE[:3]]
+    peer.look()
+    assert not known.descent.wins(behind, own)
+    peer.happen(e.Probed("outgoing"))
+    assert known.descent.wins(behind, own)
+    assert not known.descent.wins(own, behind)
+    # However many they are they count for one, and for none where nobody has shown itself.
+    assert not known.descent.wins(alone, own)
+    whole = peer.family.commit(base, 3, [ME, "Pa", "Pc"], tokens=1)
+    known.book.add_all(peer.family.chain(whole))
+    assert not known.descent.wins(behind, whole)
+
+
 def test_many_invented_digests_keep_no_certificates_out() -> None:
     peer = Victim("Pa")
     peer.now_s += 4 * ROUND_S

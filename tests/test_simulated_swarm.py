@@ -68,58 +68,6 @@ def test_what_the_uninvited_do_to_an_open_run_they_cannot_do_to_one_by_invitatio
     assert run_history(1, "invited", members=2, rounds=6).violations == []
 
 
-# Histories that showed a defect, by (profile, seed, members, rounds); None is drawn.
-FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
-    ("latency", 7, 5, 6),  # A slow peer joined parts of its work between which a chain parted.
-    ("clock", 13, 3, 6),  # A peer alone on a path committed in rounds far ahead.
-    ("latency", 99, 5, 6),  # Of three that nobody can call, two had seen each other.
-    ("hostile", 67, 5, 6),  # An offered copy was taken for the genesis state to compare with.
-    ("mixed", 46, 4, 8),  # Whoever was alone for long forgot what it had trained first.
-    ("mixed", 124, 2, 8),  # A claim made by a clock that was ahead was believed by nobody.
-    ("mixed", 47, 5, 6),  # Two clocks that were ahead believed each other.
-    ("split", 1011, 5, 8),  # A split began between two commits that a peer made alone ...
-    ("split", 145, 3, 6),  # ... while the records of the others still lived.
-    ("split", 180, 7, 19),  # After a split others held what nobody knew the descent of yet.
-    ("hostile", 1004, 5, 8),  # An inventor went on from what others held, and served nothing.
-    ("mixed", 117, 5, 8),  # After a start a peer did not count those who had signed with it.
-    ("churn", 231, 5, 8),  # Who gave up on a path took its copies with it.
-    ("split", 3010, None, None),  # A split in a reduce: the others had merged what came to nothing.
-    ("mixed", 3013, None, None),  # Whoever had nothing yet went on from the genesis state.
-    ("hostile", 5006, 5, 8),  # Two had parted at genesis, and what one did first was dropped.
-    ("mixed", 5036, 5, 8),  # Counted rounds pass sooner than their limit, and each has its cost.
-    ("mixed", 6249, 5, 8),  # All were slow, one more than the others.
-    ("mixed", 21316, None, None),  # Two that cannot be called, and a third on one's chain ...
-    ("mixed", 22304, None, None),  # ... who spoils reduces, or is too slow to come to any.
-    ("hostile", 30363, None, None),  # Inventors that serve nothing ended rounds by the clock.
-    ("mixed", 30481, None, None),  # Who gave way again and again dropped what it did first.
-    ("mixed", 51000, None, None),  # Three chains won over each other in a circle.
-    ("latency", 61660, None, None),  # Rounds never ended for steps of half a round.
-    ("latency", 100010, None, None),  # Two too slow to take a copy were asked in turn.
-    ("suspend", 100716, None, None),  # The chain of who slept had won, and nobody trained then.
-    ("mixed", 111393, None, None),  # A meeting of a round that was given up ended in the next one.
-    ("latency", 110553, None, None),  # Only keepers had seen who made the chain that won.
-    ("latency", 111684, None, None),  # Of steps of 0.6 of a round each outer round met the next.
-    ("mixed", 115111, None, None),  # Whom liars had wait at their meetings waited too long ...
-    ("closed", 115151, None, None),  # ... and so did those of whom nobody can lead.
-    ("split", 115184, None, None),  # What the others held was seen sooner than where it came from.
-    ("hostile", 201170, None, None),  # Thirty names that answer refused copies in turn.
-    ("mixed", 200001, None, None),  # One part was in the anchor, and four that came to nothing.
-    ("mixed", 400942, None, None),  # A line carried its copies in a minute, and a round had 17 s.
-    ("mixed", 401046, None, None),  # Others had committed what was joined to the next part.
-    ("split", 401275, None, None),  # Others took a state over after they were seen last.
-    ("mixed", 450484, None, None),  # Five places that others may go on from were between parts.
-    ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
-)
-
-
-@pytest.mark.parametrize(("profile", "seed", "members", "rounds"), FOUND)
-def test_what_was_found_is_mended(
-    profile: str, seed: int, members: int | None, rounds: int | None
-) -> None:
-    result = run_history(seed, profile, members=members, rounds=rounds)
-    assert result.violations == [], result.command
-
-
 def test_a_leader_that_closes_late_and_says_too_much_is_waited_for_and_then_left_out() -> None:
     """Rounds are counted, and limits are a peer's own. The leader is an insider."""
     result = run_history(111588, "mixed", trace=Trace(keep=True))

@@ -24,6 +24,8 @@ from dipaco.dht.records import (
 from dipaco.dht.view import (
     SwarmView,
     build_view,
+    claimed_tokens,
+    greatest_contribution,
     plausible_state,
     present_round,
     round_at,
@@ -262,3 +264,12 @@ def test_peers_are_found_by_id(plan: RunPlan, grid: Grid) -> None:
         bytes_down=0,
     )
     assert view_at(plan, grid, 0, peers=(record,)).peers == {PEERS[0]: record}
+
+
+def test_with_fixed_steps_nobody_comes_with_more_tokens_than_others_can_believe() -> None:
+    """Rounds that came to nothing for one peer may have taken the others no round."""
+    counted = make_plan(rounds=RoundsConfig(inner_steps=4))
+    a_round = greatest_contribution(counted, 0.0, 1) - greatest_contribution(counted, 0.0, 0)
+    assert claimed_tokens(counted, a_round, 0) == a_round
+    assert claimed_tokens(counted, 9 * a_round, 1) == greatest_contribution(counted, 0.0, 1)
+    assert claimed_tokens(make_plan(), 10**12, 1) == 10**12

@@ -20,7 +20,6 @@ from dipaco.peer.member.calls import (
     Awaiting,
     Call,
     CallerMessage,
-    Group,
     Heard,
     Lost,
     MeetingAction,
@@ -97,7 +96,7 @@ class MeetingRoom:
         self._number = 0
         self._key = ""
         self._meeting: Meeting | None = None
-        self._outcome: asyncio.Future[Group] | None = None
+        self._outcome: asyncio.Future[Met] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._behind_s = 0.0
         self._tell: Callable[[int], None] = lambda _: None
@@ -115,8 +114,8 @@ class MeetingRoom:
         key: str,
         make: Callable[[float, int], Meeting],
         tell: Callable[[int], None],
-    ) -> tuple[Group, tuple[str, ...]]:
-        """Run a meeting to its end and return its group and notices about others.
+    ) -> tuple[Met, tuple[str, ...]]:
+        """Run a meeting to its end and return what came of it and notices about others.
 
         `make` gets the time, in Unix seconds that no change of the clock moves while the meeting
         lasts, and the number of its first call; `tell` hears how many are together. Raises
@@ -132,9 +131,9 @@ class MeetingRoom:
             self._happen(Passed())
             for heard in self._reception.begin(key):
                 self._happen(heard)
-            group = await self._outcome
+            met = await self._outcome
             self._reception.end(key)
-            return group, meeting.notices
+            return met, meeting.notices
         except AveragingFailed as failure:
             raise AveragingFailed(failure.reason, notices=meeting.notices) from None
         finally:
@@ -187,7 +186,7 @@ class MeetingRoom:
         elif isinstance(action, Tell):
             self._say((action.peer, action.number, action.mine), action.message)
         elif isinstance(action, Met):
-            self._outcome.set_result(action.group)
+            self._outcome.set_result(action)
         elif isinstance(action, Missed):
             self._outcome.set_exception(AveragingFailed(action.reason))
 

@@ -12,6 +12,7 @@ from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do no
 import torch
 from dipaco.dht.admission import Admission
 from dipaco.modules.outer import AveragingRule
+from dipaco.peer.member.calls import Met
 from dipaco.peer.member.meeting import Meeting
 from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import averaging_pb2
@@ -27,6 +28,21 @@ from .parts import AveragingFailed, AveragingRequest, as_failure
 from .verdicts import Signing
 
 logger = logging.getLogger(__name__)
+
+
+def agree_with_leader(met: Met, request: AveragingRequest, notices: tuple[str, ...]) -> AgreedGroup:
+    """Check the list that a meeting ended with, and return the group.
+
+    Raises AveragingFailed with the members, who may meet again, but for two culprits: whoever has a
+    row that nobody takes, and the leader, who would have refused it at the door.
+    """
+    group = met.group
+    try:
+        return agree(request.key.encode(), group.peers, group.rows, request.rules)
+    except BadRowError as error:
+        members = tuple(peer for peer in group.peers if peer in request.candidates)
+        culprits = tuple(dict.fromkeys((met.leader, error.peer)))
+        raise AveragingFailed(f"group refused: {error}", members, culprits, notices) from None
 
 
 class AveragingService(ServicerBase):
@@ -148,8 +164,8 @@ class AveragingService(ServicerBase):
 
         self._settled.clear()
         try:
-            group, notices = await self._room.meet(request.key, make, self._tell)
-            agreed = agree(request.key.encode(), group.peers, group.rows, rules)
+            met, notices = await self._room.meet(request.key, make, self._tell)
+            agreed = agree_with_leader(met, request, notices)
             self._running[agreed.group_id] = asyncio.get_running_loop().create_future()
             return agreed, notices
         finally:

@@ -176,6 +176,8 @@ class Met:
     """The meeting is over: this peer is in this group."""
 
     group: Group
+    leader: str
+    """Who admitted the members: this peer, or the one that told it."""
 
 
 @dataclass(frozen=True)

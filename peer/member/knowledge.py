@@ -107,7 +107,7 @@ class Knowledge:
         self.schedule = RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s)
         by_invitation = self.plan.admission == "invitation"
         self.doubts = Doubts(self.settings.me, by_invitation=by_invitation)
-        self.descent = Descent(self.book, self.doubts.weigh, self.standing_on)
+        self.descent = Descent(self.book, self._weigh, self.standing_on)
         self.random = Random(self.settings.seed or self.settings.me)
         self.own_reachable: Reachability = "unknown" if self.settings.can_be_called else "outgoing"
         """How others call this peer, as it was tried last."""
@@ -247,6 +247,20 @@ class Knowledge:
         have not said goodbye."""
         stands = self._stands.get(module, {})
         return {p: stand for p, stand in stands.items() if self.doubts.has_shown_itself(p)}
+
+    def _weigh(self, contributors: Collection[str]) -> int:
+        """Return what contributors to a chain weigh together.
+
+        Two peers that cannot be called never meet. So whoever cannot takes it from those that have
+        shown themselves that one of the others is there, and each side of a fork counts alike.
+        """
+        weight = self.doubts.weigh(contributors)
+        if not weight or self._view is None or self.own_reachable != "outgoing":
+            return weight
+        if self.plan.admission == "invitation":
+            return weight
+        shown = self.doubts.has_shown_itself
+        return weight + any(not shown(p) and not self.can_ever_answer(p) for p in contributors)
 
     def standing_on(self, module: str, digests: Collection[str]) -> frozenset[str]:
         """Return who holds one of some states of a module in training: this peer, and those that

@@ -242,7 +242,7 @@ class Meeting:
             self._heard_s = self._now
         if self._phase is _Phase.BOUND and leads_me:
             if isinstance(message, Group):
-                self._end(Met(message))
+                self._end(Met(message, peer))
             elif isinstance(message, Refused):
                 # It is not in that group, so it may be in another.
                 self._calls.answered(call, peer, message)
@@ -408,7 +408,7 @@ class Meeting:
             elif len(group.peers) > 1:
                 self._tell(peer, caller.number, group)
         self._callers.clear()
-        self._end(Met(group) if len(group.peers) > 1 else Missed(self._why_alone()))
+        self._end(Met(group, self._me) if len(group.peers) > 1 else Missed(self._why_alone()))
 
     # Leading and being led.
 

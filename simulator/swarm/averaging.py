@@ -168,7 +168,7 @@ class Averaging:
             elif isinstance(action, calls.Tell):
                 self._tell(average.key, action)
             elif isinstance(action, calls.Met):
-                self._met(average, action.group)
+                self._met(average, action)
                 return
             else:
                 self._fail(average, action.reason)
@@ -242,14 +242,17 @@ class Averaging:
 
     # -- how it ends
 
-    def _met(self, average: _Average, group: calls.Group) -> None:
+    def _met(self, average: _Average, met: calls.Met) -> None:
         """The group is closed: reduce, if its leader's list is one that others could be told."""
-        average.meeting = None
+        average.meeting, group = None, met.group
         self._reception.end(average.key)
         for peer, row in zip(group.peers, group.rows, strict=True):
             objection = self._objection(average, peer, row)
             if objection is not None:
-                self._fail(average, f"group refused: peer {peer}: {objection}", (peer,))
+                candidates = average.action.candidates
+                average.group = tuple(p for p in group.peers if p in candidates)
+                culprits = tuple(dict.fromkeys((met.leader, peer)))
+                self._fail(average, f"group refused: peer {peer}: {objection}", culprits)
                 return
         average.group = group.peers
         place = (average.key, group.peers)

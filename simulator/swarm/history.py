@@ -15,6 +15,7 @@ from .engine import Engine
 from .findings import Figures, Violation
 from .hostile import BareIdentities, Braggart, Falsifier, Liar, Saboteur
 from .invariants import Invariants
+from .liveness import is_slow
 from .machine import Machine
 from .network import Link
 from .scenario import Scenario, draw_scenario, small_plan
@@ -23,6 +24,8 @@ from .world import START_S, Body, Decider, MakeMember, World
 
 # Rounds without faults in which all has to settle.
 CALM_ROUNDS = 6
+# Who is slow decides between two steps: to see a state, ask for its chain, fetch and take it.
+CALM_STEPS = 8
 # Of a round: what an inner step of a slow machine takes at most. Who is slower is of no use.
 SLOWEST_SHARE = 0.6
 
@@ -114,7 +117,8 @@ class _History:
             self._calm_down()
             engine.run(self._end_s + 2 * self._round_s)
             self.watch.begin_rest()
-            engine.run(self._end_s + CALM_ROUNDS * self._round_s)
+            slowest_s = max((m.step_s for m in self._machines if is_slow(m)), default=0.0)
+            engine.run(self._end_s + CALM_ROUNDS * self._round_s + CALM_STEPS * slowest_s)
         if not self.watch.violations:
             self.watch.end()
         return Result(

@@ -22,7 +22,7 @@ ceil(K/P)+1 dwells.
 module or with the last one who did, three peers hold that state or a later one, where three honest
 ones can be reached, and more honest peers made it, and each one since, than there are liars that
 answer calls: keepers have no documents to score a state with, and cannot tell one liar from one
-trainer.
+trainer. What was committed by clocks that were ahead nobody keeps before its round has come.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart. A bootstrap node may serve a shard to each who begins a path
 besides: where all are new, nobody else has one. A counted round is as long as its steps, and
@@ -38,6 +38,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from dipaco.dht.view import plausible_state
 from dipaco.modules.outer import Contribution
 from dipaco.peer.member.actions import Adopt, Commit
 from dipaco.peer.member.keeping import OFFER_LIMIT_S
@@ -263,7 +264,9 @@ class Invariants:
             return
         if self.liars and makers <= self.liars:
             return
-        wanted = state.reference
+        wanted, plan = state.reference, self._world.plan
+        if not plausible_state(wanted, plan, self._world.grid, before_s):
+            return
         trainers = self._trainers(module)
         never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
         if reachable < COPIES or never_meet or self._has_lost(state, trainers):
