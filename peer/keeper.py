@@ -111,7 +111,7 @@ class BestParametersCopies:
             if is_best_keeper(view, self._node.me, held.path, copies):
                 continue
             holders = set(self._node.fetcher.blob_holders(bests[0].sha256))
-            if len(holders & set(view.peers)) >= copies:
+            if len(holders.intersection(view.present)) >= copies:
                 logger.info("others keep the best states of path %d: dropped here", held.path)
                 self._node.bests.drop(held.path)
                 return
@@ -187,7 +187,7 @@ class Keeper:
 
     def _keep_blobs(self, view: SwarmView) -> None:
         """Fetch the blobs of the run that are assigned to this peer, one a turn."""
-        peers = tuple(sorted(view.peers))
+        peers = tuple(view.present)
         for sha256 in self._fetcher.all_blobs():
             if sha256 in self._failed or self._fetcher.has_blob(sha256):
                 continue
