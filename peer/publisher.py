@@ -307,7 +307,7 @@ class Publisher:
         try:
             with self._directory.together():
                 for bucket, record in self._said_in.items():
-                    goodbye = record.model_copy(update={**gone, "addresses": ()})
+                    goodbye = record.model_copy(update={**gone, "addresses": (), "waits_for": ""})
                     self._directory.publish_peer(goodbye, bucket, life_s)
                 for said in self._said_of.values():
                     left = said.model_copy(update={**gone, "held": None})

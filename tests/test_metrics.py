@@ -84,7 +84,7 @@ def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], 
         schedule=SimpleNamespace(fixed_steps=0, round_at=lambda now_s: 5),
         clock=SimpleNamespace(now=lambda: 0.0),
     )
-    publisher = SimpleNamespace(view=SimpleNamespace(peers={"A": None}))
+    publisher = SimpleNamespace(view=SimpleNamespace(present=["A"]))
     claim = Activity("training", 3)
     status = PeerStatus(claim, waiting_for="others", reachable="direct", validation_loss=2.5)
     metrics.follow(node, publisher, status)  # type: ignore[arg-type]

@@ -89,8 +89,8 @@ def test_a_pause_frees_the_model_and_a_path_is_claimed_again(
     # What it had trained and its AdamW state are there again.
     assert begun[1]["path_step"] > 0
     assert begun[1]["resumed_optimizer"]
-    assert peer.directory.peers[-1] is None
-    assert "paused" in {record.state for record in peer.directory.peers if record is not None}
+    assert peer.directory.peers[-1].has_left
+    assert "paused" in {record.state for record in peer.directory.peers}
 
 
 def everywhere_but(path: int) -> tuple[Claim, ...]:
@@ -134,7 +134,7 @@ def test_it_joins_trains_moves_and_leaves(rig: Callable[..., Rig]) -> None:
     assert [c[2] for c in commits if c[0] == shared] == [1, 2, 3, 4]
     assert set(there) <= set(peer.events.of("leaving")[0]["handed_over"])
     assert peer.directory.claims[-1] is None
-    assert peer.directory.peers[-1] is None
+    assert peer.directory.peers[-1].has_left
 
 
 def test_an_outer_round_alone_is_told_like_one_with_others(rig: Callable[..., Rig]) -> None:

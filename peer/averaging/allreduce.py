@@ -151,6 +151,11 @@ class ExactAllReduceRunner:
         """
         self._failure.set(AveragingFailed(reason, self._group.peers, culprits, (), reported))
 
+    @property
+    def share_averaged(self) -> float:
+        """How much of the vector has come back as averages, of 1."""
+        return self._vector.share_complete
+
     async def check(self, limit_s: float) -> tuple[str, ...]:
         """Check the reducers after `run`, within `limit_s`; returns who accused one falsely."""
         return () if self.step_check is None else await self.step_check.run(limit_s)

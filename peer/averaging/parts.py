@@ -280,6 +280,11 @@ class PartedVector:
         """The elements of each part."""
         return tuple(part.numel() for part in self.parts)
 
+    @property
+    def share_complete(self) -> float:
+        """How many of the parts are averages, of 1."""
+        return 1.0 - len(self._missing) / len(self.parts)
+
     def put(self, part: int, average: torch.Tensor) -> None:
         """Write an averaged part into the vector."""
         self.parts[part].copy_(average)

@@ -13,6 +13,7 @@ import torch
 from dipaco.dht.admission import Admission
 from dipaco.modules.outer import AveragingRule
 from dipaco.peer.member.calls import Met
+from dipaco.peer.member.gathering import takes_long
 from dipaco.peer.member.meeting import Meeting
 from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import averaging_pb2
@@ -43,6 +44,43 @@ def agree_with_leader(met: Met, request: AveragingRequest, notices: tuple[str, .
         members = tuple(peer for peer in group.peers if peer in request.candidates)
         culprits = tuple(dict.fromkeys((met.leader, error.peer)))
         raise AveragingFailed(f"group refused: {error}", members, culprits, notices) from None
+
+
+async def run_in_time(
+    runner: ExactAllReduceRunner, request: AveragingRequest, owe: Callable[[int, float], None]
+) -> float:
+    """Run an all-reduce, and return until when its reducers may be checked.
+
+    What the rows say of lines may be too much, or nothing yet. So a reduce goes on with the window
+    where the rest comes in time at the rate of what has come, which is much the same for all; and
+    where it took most of its attempt, so do its checks. Raises AveragingFailed.
+    """
+    began_s, end_s = time.time(), request.until_s(runner.needed_s)
+
+    def owe_until(time_s: float) -> float:
+        left = runner.owed_bytes * (1.0 - runner.share_averaged)
+        limit_s = max(0.0, time_s - time.time())
+        owe(max(1, round(left)), limit_s)
+        return limit_s
+
+    running = asyncio.ensure_future(runner.run())
+    try:
+        while True:
+            await asyncio.wait({running}, timeout=owe_until(end_s))
+            took_s = time.time() - began_s
+            if running.done():
+                await running
+                if takes_long(began_s, end_s, took_s):
+                    end_s = request.latest_s
+                owe_until(end_s)
+                return end_s
+            left_s, share = request.latest_s - time.time(), runner.share_averaged
+            if end_s >= request.latest_s or took_s * (1.0 - share) > left_s * share:
+                raise AveragingFailed("the all-reduce did not end in time")
+            end_s = request.latest_s
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 class AveragingService(ServicerBase):
@@ -208,15 +246,9 @@ class AveragingService(ServicerBase):
             signing=self._signing,
         )
         announced.set_result(runner)
-        end_s = request.until_s(runner.needed_s)
-        limit_s = max(0.0, end_s - time.time())
-        self._owe(runner.owed_bytes, limit_s)
         try:
-            await asyncio.wait_for(runner.run(), limit_s)
-        except TimeoutError:
-            raise AveragingFailed("the all-reduce did not end in time", group.peers) from None
-        else:
-            return await runner.check(max(0.0, end_s - time.time()))
+            until_s = await run_in_time(runner, request, self._owe)
+            return await runner.check(max(0.0, until_s - time.time()))
         finally:
             self._owe(0, 0.0)
             runner.end_check()

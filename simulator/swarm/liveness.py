@@ -2,7 +2,8 @@
 
 While an honest trainer of a module lives, connected to more than half of those that train it, the
 module commits at least every `LIVENESS_ROUNDS` rounds. Who crashed is waited for like one that
-trains until its claim expires: before that, nobody can tell that it will not come back.
+trains until its claim expires: before that, nobody can tell that it will not come back. Who is in
+a split from all others is isolated.
 """
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ class Liveness:
         """
         now_s = self._world.now_s
         # Who is slow has nothing to contribute in most rounds.
-        fit = [m for m in trainers if m.is_awake and not is_slow(m) and abs(m.clock_error_s) < 1.0]
+        fit = [
+            m
+            for m in trainers
+            if m.is_awake
+            and not is_slow(m)
+            and not self._is_split_off(m)
+            and abs(m.clock_error_s) < 1.0
+        ]
         sides = Counter(m.link.side for m in fit)
         together = max(sides.values(), default=0)
         back = {m.peer for m in trainers}
@@ -68,6 +76,14 @@ class Liveness:
                 f"{module} has not committed for {(now_s - since_s) / self._round_s:.1f} rounds; "
                 f"{', '.join(m.peer for m in fit)} train it",
             )
+
+    def _is_split_off(self, machine: Body) -> bool:
+        """Tell whether a split parts a machine from all others: it commits nothing that is shared,
+        whoever trains that meanwhile (design 4.4)."""
+        if not self._world.network.split:
+            return False
+        others = self._world.machines.values()
+        return all(one is machine or one.link.side != machine.link.side for one in others)
 
 
 def is_slow(machine: Body) -> bool:

@@ -63,7 +63,7 @@ class FakeDirectory:
 
     def __init__(self) -> None:
         self.others = SwarmView(now_s=0.0)
-        self.peers: list[PeerRecord | None] = []
+        self.peers: list[PeerRecord] = []
         """Everything that this peer said of itself, None for a withdrawal."""
         self.buckets: dict[int, PeerRecord | None] = {}
         self.modules: dict[str, ModuleRecord] = {}
@@ -83,10 +83,7 @@ class FakeDirectory:
     @property
     def claims(self) -> list[Claim | None]:
         """Everything that was said of the claim, None for none."""
-        return [
-            record.claim if record is not None and record.state != "leaving" else None
-            for record in self.peers
-        ]
+        return [record.claim if record.state != "leaving" else None for record in self.peers]
 
     @property
     def holdings(self) -> dict[str, Holding]:
