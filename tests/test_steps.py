@@ -21,6 +21,7 @@ from dipaco.peer.exchange import steps
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.held_states import HeldStates
 from dipaco.peer.exchange.steps import (
+    BUSY_WAIT_S,
     GREATEST_WAIT_S,
     MOST_ASKED,
     HeldSteps,
@@ -31,6 +32,7 @@ from dipaco.peer.exchange.steps import (
     step_name,
     unpack,
 )
+from dipaco.peer.exchange.transfer import SLOW_GRACE_S
 from dipaco.routing.run_folder import RunFolder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -248,11 +250,46 @@ def test_holders_that_keep_it_waiting_are_given_up_together(
         now_s += timeout_s
         world.asked.append(peer)
 
-    monkeypatch.setattr(steps, "LEAST_RATE_BYTES_S", 1.0)
+    def pass_by(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(steps.time, "sleep", pass_by)
     world.sample = wait  # type: ignore[method-assign,assignment]
     assert world.fetch() is None
-    assert now_s == GREATEST_WAIT_S
-    assert len(world.asked) == 1
+    longest_s = GREATEST_WAIT_S + 2 * len(world.packed[0]) / steps.LEAST_RATE_BYTES_S
+    assert longest_s <= now_s < longest_s + BUSY_WAIT_S + SLOW_GRACE_S
+    assert set(world.asked) == {"Pa", "Pb", "Pc"}
+
+
+def test_a_step_comes_in_pieces_from_holders_that_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reduces go first on a full line: what has come by then is not lost."""
+    world = World(tmp_path)
+    state = world.commit()
+    count = len(world.packed[0])
+    monkeypatch.setattr(steps, "PIECE_BYTES", count // 4)
+    monkeypatch.setattr(steps, "BUSY_WAIT_S", 0.0)
+    offsets, answer = [], world.sample
+    # Both are busy, then one line breaks down once.
+    answers: list[Any] = [None, None, 1, None, 1, NetworkError("broken off"), 1, None, 1, 1]
+
+    def sample(peer: str, sha256: str, offset: int, wanted: int, timeout_s: float) -> bytes | None:
+        said = answers.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        if said is None:
+            return None
+        offsets.append(offset)
+        return answer(peer, sha256, offset, wanted, timeout_s)
+
+    world.sample = sample  # type: ignore[method-assign]
+    found = world.fetch(("Pa", "Pb"))
+    assert found is not None
+    assert found.digest == state.digest
+    assert offsets == [number * (count // 4) for number in range(len(offsets))]
+    assert answers == [1] * (5 - len(offsets))
 
 
 def test_the_oldest_steps_make_room(tmp_path: Path) -> None:

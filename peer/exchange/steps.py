@@ -41,8 +41,12 @@ SHARE_OF_A_STATE = 0.5
 GREATEST_HELD_BYTES = 2**30
 # Holders that are asked for one step. Where none of them gives it, the state is fetched.
 MOST_ASKED = 3
-# For all steps that are made up for at once, whoever is asked.
+# For all steps that are made up for at once, whoever is asked, beside what their bytes take at the
+# least rate.
 GREATEST_WAIT_S = 120.0
+# A step comes in pieces: on a full line, behind reduces, each has its time.
+PIECE_BYTES = 2**18
+BUSY_WAIT_S = 1.0
 
 _NAME = "dipaco-step/1"
 _BLOCKS_AT_ONCE = 256
@@ -230,7 +234,8 @@ class StepReplay:
         """
         steps = self._missing(wanted, self._most(wanted.module))
         state = self._held.load(wanted.module) if steps else None
-        until_s = time.monotonic() + GREATEST_WAIT_S
+        count = len(steps) * packed_bytes(self._codec, self._grid.layout(wanted.module).size)
+        until_s = time.monotonic() + GREATEST_WAIT_S + count / LEAST_RATE_BYTES_S
         for step in steps:
             if state is None or state.digest != step.parent:
                 return None
@@ -258,39 +263,73 @@ class StepReplay:
     def _replay(
         self, state: ModuleState, step: CommitStatement, holders: Sequence[str], until_s: float
     ) -> ModuleState | None:
-        """Take a step that others took; whoever was in its group is asked first."""
+        """Take a step that others took; whoever was in its group is asked first.
+
+        Who is busy is asked again: the state would wait for the same lines, with more bytes.
+        """
         members = {row.peer for row in step.table}
         order = spread(step.digest, holders, self._asker.peer_id)
-        for peer in sorted(order, key=lambda peer: peer not in members)[:MOST_ASKED]:
-            packed = self._fetch(peer, step, state.layout.size, until_s)
-            if packed is None:
-                continue
-            try:
-                average = unpack(packed, self._codec, state.layout.size)
-                outer, table, number = self._plan.outer, step.table, step.round_index
-                found = outer_step(state, average, table, outer, number)
-            except IntegrityError as error:
-                logger.warning("peer %s: refused the step to %s: %s", peer, step.digest[:12], error)
-                continue
-            if found.digest == step.digest:
-                self._held.steps.hold(found, packed)
-                return found
-            logger.warning(
-                "peer %s: refused the step to %s: it leads to %s",
-                peer,
-                step.digest[:12],
-                found.digest[:12],
-            )
+        waiting = sorted(order, key=lambda peer: peer not in members)[:MOST_ASKED]
+        while waiting and time.monotonic() < until_s:
+            for peer in list(waiting):
+                found, is_busy = self._fetch(peer, step, state.layout.size, until_s)
+                if not is_busy:
+                    waiting.remove(peer)
+                made = self._take(state, step, peer, found) if found is not None else None
+                if made is not None:
+                    return made
+            if waiting:
+                time.sleep(BUSY_WAIT_S)
         return None
 
-    def _fetch(self, peer: str, step: CommitStatement, values: int, until_s: float) -> bytes | None:
-        count = packed_bytes(self._codec, values)
-        slow_s = SLOW_GRACE_S + count / LEAST_RATE_BYTES_S
-        timeout_s = min(slow_s, until_s - time.monotonic())
-        if timeout_s <= 0:
-            return None
+    def _take(
+        self, state: ModuleState, step: CommitStatement, peer: str, packed: bytes
+    ) -> ModuleState | None:
+        """Take a step with what a peer sent; None if it does not lead where it should."""
         try:
-            return self._asker.sample(peer, step_name(step.digest), 0, count, timeout_s)
-        except DipacoError as error:
-            logger.debug("no step to %s: %s", step.digest[:12], error)
+            average = unpack(packed, self._codec, state.layout.size)
+            found = outer_step(state, average, step.table, self._plan.outer, step.round_index)
+        except IntegrityError as error:
+            logger.warning("peer %s: refused the step to %s: %s", peer, step.digest[:12], error)
             return None
+        if found.digest == step.digest:
+            self._held.steps.hold(found, packed)
+            return found
+        logger.warning(
+            "peer %s: refused the step to %s: it leads to %s",
+            peer,
+            step.digest[:12],
+            found.digest[:12],
+        )
+        return None
+
+    def _fetch(
+        self, peer: str, step: CommitStatement, values: int, until_s: float
+    ) -> tuple[bytes | None, bool]:
+        """Return a peer's average, None if it does not come, and whether that was as it is busy."""
+        count, found = packed_bytes(self._codec, values), bytearray()
+        has_failed = False
+        while len(found) < count:
+            wanted = min(PIECE_BYTES, count - len(found))
+            slow_s = SLOW_GRACE_S + wanted / LEAST_RATE_BYTES_S
+            timeout_s = min(slow_s, until_s - time.monotonic())
+            if timeout_s <= 0:
+                return None, False
+            try:
+                piece = self._asker.sample(
+                    peer, step_name(step.digest), len(found), wanted, timeout_s
+                )
+            except DipacoError as error:
+                logger.debug("no step to %s: %s", step.digest[:12], error)
+                if has_failed or not found:
+                    return None, False
+                has_failed = True
+                continue
+            if piece is None and not found:
+                return None, True
+            if piece is None:
+                time.sleep(BUSY_WAIT_S)
+            else:
+                found += piece
+                has_failed = False
+        return bytes(found), False
