@@ -103,7 +103,9 @@ def test_who_trains_and_was_never_seen_to_hold_a_state_may_go_on_from_genesis() 
     peer.look()
     assert rounds_stood_on(known, MODULE) == {-1}  # Out of sight, without a goodbye.
     known.note_holder("Pn", MODULE, "9" * 64, is_sure=True)
-    assert rounds_stood_on(known, MODULE) == {-1}  # Where its state comes from is not known yet.
+    # Where its state comes from is not known yet: from any before the anchor.
+    assert rounds_stood_on(known, MODULE) == {-1, 0, 1}
+    assert rounds_stood_on(known, MODULE, is_seen=True) == {-1}
     known.note_holder("Pn", MODULE, known.anchors[MODULE].digest, is_sure=True)
     assert rounds_stood_on(known, MODULE) == set()
 
@@ -114,6 +116,23 @@ def test_who_trains_and_cannot_be_called_may_go_on_from_genesis_whether_it_answe
     peer.silent.add("Pn")
     peer.look()
     assert rounds_stood_on(peer.member.known, MODULE) == {-1}
+
+
+def test_what_is_held_by_who_cannot_be_called_counts_though_it_never_shows_itself() -> None:
+    """Two such peers take over from each other what the records say that they hold."""
+    peer = group("Pa")
+    known = peer.member.known
+    _, second, first, _ = known.book.ancestors(MODULE, known.anchors[MODULE].digest)
+    peer.claims.append(claim("Pn", reachable="outgoing"))
+    peer.silent.add("Pn")
+    peer.held["Pn"] = [known.book.reference(MODULE, first)]
+    peer.look()
+    assert rounds_stood_on(known, MODULE) == {0}
+    peer.held["Pn"] = [known.book.reference(MODULE, second)]
+    peer.look()
+    assert rounds_stood_on(known, MODULE) == {1}
+    # It speaks for nobody.
+    assert "Pn" not in known.standing_on(MODULE, {second})
 
 
 def test_what_was_offered_long_ago_and_never_shown_is_forgotten_where_another_state_is() -> None:

@@ -54,6 +54,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
         None,
         None,
     ),  # All met a leader with an impossible row again and again.
+    ("latency", 531350, None, None),  # What one held that cannot be called parted two parts.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

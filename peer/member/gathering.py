@@ -280,9 +280,11 @@ def rounds_stood_on(
     """
     book, anchor = known.book, known.anchors[module]
     rounds: dict[str, list[int]] = {}
+    own_rounds: list[int] = []
     signed: dict[str, int] = {}
     for made in reversed(book.chain(module, anchor.digest)):
         said = made.statement
+        own_rounds.append(said.round_index)
         signed |= dict.fromkeys(made.signers, said.round_index)
         for row in said.table:
             rounds.setdefault(row.peer, []).append(said.round_index)
@@ -308,6 +310,9 @@ def rounds_stood_on(
         found.add(least)
         if not is_seen:
             found.update(later for later in maybe if later is not None and later > least)
+        if not is_seen and any(last_shared(digest) is None for digest in stand.offered):
+            # Where that came from nobody has said yet.
+            found.update(later for later in own_rounds if later > least)
     found.discard(-2)
     seen_to_hold = {peer for peer, stand in stands.items() if stand.seen}
     unseen = known.trainers_seen(module) - seen_to_hold - frozenset(signed)

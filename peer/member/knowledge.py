@@ -243,10 +243,14 @@ class Knowledge:
         stand.seen = digest
 
     def stands(self, module: str) -> dict[str, Stand]:
-        """Return what others hold of a module in training: of those who have shown themselves, and
-        have not said goodbye."""
-        stands = self._stands.get(module, {})
-        return {p: stand for p, stand in stands.items() if self.doubts.has_shown_itself(p)}
+        """Return what others hold of a module in training: of those who have shown themselves, or
+        train it and never can, as they cannot be called, and have not said goodbye."""
+        shown, trainers = self.doubts.has_shown_itself, self.trainers_seen(module)
+        return {
+            peer: stand
+            for peer, stand in self._stands.get(module, {}).items()
+            if shown(peer) or (peer in trainers and not self.can_ever_answer(peer))
+        }
 
     def _weigh(self, contributors: Collection[str]) -> int:
         """Return what contributors to a chain weigh together.
@@ -270,7 +274,8 @@ class Knowledge:
         """
         if self.plan.admission == "invitation" or module not in self.anchors:
             return frozenset()
-        found = {p for p, stand in self.stands(module).items() if stand.seen in digests}
+        shown, stands = self.doubts.has_shown_itself, self._stands.get(module, {})
+        found = {p for p, stand in stands.items() if stand.seen in digests and shown(p)}
         if self.anchors[module].digest in digests:
             found.add(self.me)
         return frozenset(found)

@@ -22,7 +22,8 @@ ceil(K/P)+1 dwells.
 module or with the last one who did, three peers hold that state or a later one, where three honest
 ones can be reached, and more honest peers made it, and each one since, than there are liars that
 answer calls: keepers have no documents to score a state with, and cannot tell one liar from one
-trainer. What was committed by clocks that were ahead nobody keeps before its round has come.
+trainer. What was committed by clocks that were ahead nobody keeps before its round has come, nor
+does who is behind.
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart. A bootstrap node may serve a shard to each who begins a path
 besides: where all are new, nobody else has one. A counted round is as long as its steps, and
@@ -45,7 +46,7 @@ from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
 from .carrying import SHARD_BYTES
 from .findings import Figures, Stay, Violation
-from .liveness import Liveness, is_in_reach, is_slow
+from .liveness import RIGHT_CLOCK_S, Liveness, is_in_reach, is_slow
 from .work import SimulatedState, contents_by_peer, counts_of
 from .world import Body, World
 
@@ -94,6 +95,7 @@ class Invariants:
         self._commits: dict[str, list[tuple[float, SimulatedState]]] = {}
         self._liveness = Liveness(world, self._violated)
         self._up_since: dict[str, float] = {}
+        """Since when a machine is there, and knows the time."""
         self._trained: dict[int, tuple[float, int]] = {}
         self._seen_steps: Counter[str] = Counter()
         self._traffic: dict[str, tuple[int, float]] = {}
@@ -224,7 +226,7 @@ class Invariants:
         world = self._world
         world.engine.after(self._round_s / 2, self._sample)
         for machine in world.machines.values():
-            if not machine.is_awake:
+            if not machine.is_awake or abs(machine.clock_error_s) >= RIGHT_CLOCK_S:
                 self._up_since.pop(machine.peer, None)
             else:
                 self._up_since.setdefault(machine.peer, world.now_s)

@@ -18,6 +18,8 @@ from .world import Body, World
 LIVENESS_ROUNDS = 4
 # Of a round: who takes longer over an inner step hears the answer to a question too late.
 SLOW_SHARE = 0.1
+# Whose clock is further off does not know what can have happened by now.
+RIGHT_CLOCK_S = 1.0
 
 
 class Liveness:
@@ -57,7 +59,7 @@ class Liveness:
             if m.is_awake
             and not is_slow(m)
             and not self._is_split_off(m)
-            and abs(m.clock_error_s) < 1.0
+            and abs(m.clock_error_s) < RIGHT_CLOCK_S
         ]
         sides = Counter(m.link.side for m in fit)
         together = max(sides.values(), default=0)
