@@ -41,8 +41,8 @@ SHARE_OF_A_STATE = 0.5
 GREATEST_HELD_BYTES = 2**30
 # Holders that are asked for one step. Where none of them gives it, the state is fetched.
 MOST_ASKED = 3
-# For all steps that are made up for at once, whoever is asked, beside what their bytes take at the
-# least rate.
+# For holders that are busy, and for all steps that are made up for at once, beside what their bytes
+# take at the least rate.
 GREATEST_WAIT_S = 120.0
 # A step comes in pieces: on a full line, behind reduces, each has its time.
 PIECE_BYTES = 2**18
@@ -270,7 +270,8 @@ class StepReplay:
         members = {row.peer for row in step.table}
         order = spread(step.digest, holders, self._asker.peer_id)
         waiting = sorted(order, key=lambda peer: peer not in members)[:MOST_ASKED]
-        while waiting and time.monotonic() < until_s:
+        busy_until_s = min(until_s, time.monotonic() + GREATEST_WAIT_S)
+        while waiting and time.monotonic() < busy_until_s:
             for peer in list(waiting):
                 found, is_busy = self._fetch(peer, step, state.layout.size, until_s)
                 if not is_busy:
@@ -308,7 +309,7 @@ class StepReplay:
     ) -> tuple[bytes | None, bool]:
         """Return a peer's average, None if it does not come, and whether that was as it is busy."""
         count, found = packed_bytes(self._codec, values), bytearray()
-        has_failed = False
+        has_failed, busy_until_s = False, until_s
         while len(found) < count:
             wanted = min(PIECE_BYTES, count - len(found))
             slow_s = SLOW_GRACE_S + wanted / LEAST_RATE_BYTES_S
@@ -327,9 +328,11 @@ class StepReplay:
                 continue
             if piece is None and not found:
                 return None, True
-            if piece is None:
+            if piece is not None:
+                found += piece
+                has_failed, busy_until_s = False, time.monotonic() + GREATEST_WAIT_S
+            elif time.monotonic() < busy_until_s:
                 time.sleep(BUSY_WAIT_S)
             else:
-                found += piece
-                has_failed = False
+                return None, False
         return bytes(found), False
