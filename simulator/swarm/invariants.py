@@ -10,7 +10,8 @@ were no numbers) the last steps may be missing: those after its last merged boun
 could take the copies of a chain (see `copies`), somebody may go on from before the parts that a
 peer keeps apart: what is older than these may be gone.
 `descent`: no honest member replaces a chain by one with fewer certified contributors that train
-since their common ancestor, as far as its certificates go. Of two peers that cannot be called none
+since their common ancestor, as far as its certificates go; but three may win over each other in a
+circle, where a third one that it knows may come between. Of two peers that cannot be called none
 can show itself to the other, and what has not shown itself weighs nothing (design 4.4).
 `liveness`: while an honest trainer of a module lives, connected to more than half of those that
 train it, or claim it still, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as
@@ -180,20 +181,39 @@ class Invariants:
         ancestor = book.common_ancestor(module, new, before)
         if ancestor is None:
             return
-        # Names that only sign are nobody.
-        real = self._world.machines
-        mine = book.contributors_since(module, before, ancestor) & frozenset(real)
-        if not machine.link.can_be_called:
-            mine = frozenset(
-                peer for peer in mine if peer == machine.peer or real[peer].link.can_be_called
-            )
-        theirs = book.contributors_since(module, new, ancestor) & frozenset(real)
-        if len(theirs) < len(mine):
+        mine, theirs = self._since_fork(machine, module, before, new)
+        if len(theirs) < len(mine) and not self._is_in_circle(machine, module, before, new):
             self._violated(
                 "descent",
                 f"{machine.peer} takes {new[:8]} of {module}, with {sorted(theirs)} since "
                 f"{ancestor[:8]}, for {before[:8]}, with {sorted(mine)}",
             )
+
+    def _since_fork(
+        self, machine: Body, module: str, before: str, new: str
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Return who contributed to each of two chains since they parted, as a machine knows it.
+
+        Names that only sign are nobody.
+        """
+        real, book = self._world.machines, machine.book
+        ancestor = book.common_ancestor(module, new, before)
+        mine = book.contributors_since(module, before, ancestor) & frozenset(real)
+        if not machine.link.can_be_called:
+            mine = frozenset(
+                peer for peer in mine if peer == machine.peer or real[peer].link.can_be_called
+            )
+        return mine, book.contributors_since(module, new, ancestor) & frozenset(real)
+
+    def _is_in_circle(self, machine: Body, module: str, before: str, new: str) -> bool:
+        """Tell whether a third chain may replace the one, and the other may replace that."""
+
+        def may_replace(one: str, other: str) -> bool:
+            mine, theirs = self._since_fork(machine, module, one, other)
+            return len(theirs) >= len(mine)
+
+        others = {known.statement.digest for known in machine.book.all_of(module)} - {before, new}
+        return any(may_replace(before, other) and may_replace(other, new) for other in others)
 
     def _note_gone(self, machine: Body, action: Adopt, old: SimulatedState) -> None:
         """Note the own steps of a chain given up that are in no part, if liars can be why."""
