@@ -199,6 +199,22 @@ def test_who_cannot_be_called_takes_it_that_one_of_those_it_cannot_meet_is_there
     assert not known.descent.wins(behind, whole)
 
 
+@pytest.mark.parametrize(("is_apart", "offers"), [(True, 2), (False, 1)])
+def test_who_trains_on_another_chain_holds_no_copy(is_apart: bool, offers: int) -> None:
+    family = Family()
+    both = family.commit(genesis(MODULE), 0, ["Pz", ME])
+    own = family.commits(both, (1, 2), [ME])
+    theirs = family.commits(both, (1, 2, 3), ["Pz"]) if is_apart else family.commit(own, 3, ["Pz"])
+    peer = LoneMember(family=family)
+    peer.claims = [claim("Pz", since_s=1e9)]
+    peer.now_s += 4 * ROUND_S
+    peer.begin(own, family.commits(genesis(LAST), range(3), ["Pz", ME]))
+    peer.member.known.book.add_all(family.chain(theirs))
+    peer.held, peer.serving = {"Pz": [theirs]}, ["Ps", "Pt", "Pu"]
+    found = [offer for offer in of(a.Offer, peer.look()) if offer.reference == own]
+    assert len(found) == offers
+
+
 def test_many_invented_digests_keep_no_certificates_out() -> None:
     peer = Victim("Pa")
     peer.now_s += 4 * ROUND_S

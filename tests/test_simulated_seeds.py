@@ -55,6 +55,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
         None,
     ),  # All met a leader with an impossible row again and again.
     ("latency", 531350, None, None),  # What one held that cannot be called parted two parts.
+    ("invited", 540317, None, None),  # What a liar held of its own chain passed for a copy.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

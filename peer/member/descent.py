@@ -194,6 +194,11 @@ class Descent:
         """Tell whether what `peer` contributed to a module in a round is in a state."""
         return self.book.contains(state.module, state.digest, peer, round_index)
 
+    def are_of_one_chain(self, state: StateReference, other: StateReference) -> bool:
+        """Tell whether one of two states is the other, or descends from it."""
+        ancestor = self.book.common_ancestor(state.module, state.digest, other.digest)
+        return ancestor in (state.digest, other.digest)
+
     def reaches(self, state: StateReference, other: StateReference) -> bool:
         """Tell whether the certificates known connect two states, through genesis or later."""
         return self.book.common_ancestor(state.module, state.digest, other.digest) is not None

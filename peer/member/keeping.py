@@ -178,17 +178,23 @@ class Keeping:
             missing -= 1
 
     def _holders(self, state: StateReference) -> set[str]:
-        """Return who has signed a state, or announces one that is hardly older."""
+        """Return who has signed a state, or announces one of its chain that is hardly older."""
         known = self._known
         certificate = known.book.get(state.module, state.digest)
         every = max(1, known.plan.rounds.replication_every_rounds)
         signers = certificate.signers if certificate is not None else frozenset[str]()
-        return set(signers) | {
-            held.peer_id
+        announced = {
+            held.peer_id: held.reference
             for held in known.view.holdings.get(state.module, ())
-            if known.descent.is_certified(held.reference)
-            and state.last_round < held.reference.last_round + every
+            if state.last_round < held.reference.last_round + every
         }
+        # What parted from it is no copy of it, however new.
+        near = {
+            other.digest
+            for other in set(announced.values())
+            if known.descent.is_certified(other) and known.descent.are_of_one_chain(other, state)
+        }
+        return set(signers) | {peer for peer, other in announced.items() if other.digest in near}
 
     def _order(self, module: str) -> tuple[str, ...]:
         """Return the other peers in the order in which they are asked to keep a module.
