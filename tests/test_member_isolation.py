@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member import actions as a
-from dipaco.peer.member.knowledge import ISOLATED_ROUNDS
-from support.lone_member import claim, of, record
+from dipaco.peer.member.knowledge import GONE_PERIODS, ISOLATED_ROUNDS
+from support.lone_member import claim, of, record, small_plan
 from support.outer_rounds import MODULE, boundary_s, group
+
+PERIOD_S = refresh_period_s(small_plan().rounds)
 
 
 def test_a_peer_that_reaches_nobody_it_knew_commits_nothing_that_others_share() -> None:
@@ -72,3 +75,19 @@ def test_who_said_goodbye_leaves_nobody_isolated() -> None:
     peer.serving = []
     peer.look()
     assert of(a.TakeOuterStep, peer.at(boundary_s(3))) != []
+
+
+def test_who_crashed_long_before_the_last_one_said_goodbye_leaves_nobody_isolated() -> None:
+    """A bootstrap node that is gone must not keep the last peer from committing."""
+    for waits_s, commits in ((GONE_PERIODS * PERIOD_S, True), (0.0, False)):
+        peer = group("Pa")
+        peer.serving = [record("Pk", "serving")]
+        peer.look()
+        peer.serving, peer.now_s = [], peer.now_s + waits_s
+        if waits_s:
+            peer.look()
+        peer.claims, peer.serving = [], [record("Pa", "leaving")]
+        peer.look()
+        peer.serving = []
+        peer.look()
+        assert (of(a.TakeOuterStep, peer.at(boundary_s(3))) != []) is commits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ CALL_PERIODS = 20
 # that reaches nobody commits nothing that others share for so long; after that the others count as
 # gone. Its commits never outweigh theirs (`descent`).
 ISOLATED_ROUNDS = 8
+# Who is missing for so many refresh periods, while others are in sight, has crashed.
+GONE_PERIODS = 2
 # Offers to one peer that are remembered, and for how many refresh periods where it has shown since
 # then that it holds another state: by then what it took would have shown.
 GREATEST_OFFERED, OFFERED_PERIODS = 4, 4
@@ -122,6 +125,8 @@ class Knowledge:
         """What each of the others said last that has not said goodbye since."""
         self._seen_s: dict[str, float] = {}
         """When these were in a view last."""
+        self._company_s = -math.inf
+        """When anybody was in a view last that was not about to leave."""
         self._stands: dict[str, dict[str, Stand]] = {}
 
     @property
@@ -174,7 +179,9 @@ class Knowledge:
                 self._leapt_s = None
         self._known.update(said)
         self._seen_s.update(dict.fromkeys(said, view.now_s))
-        leaving = [peer for peer, record in said.items() if record.state == "leaving"]
+        leaving = {peer for peer, record in said.items() if record.state == "leaving"}
+        if (said.keys() | view.from_elsewhere) - leaving - {self.me}:
+            self._company_s = view.now_s
         self._lose_sight({self.me, *leaving})
         if view.scope is not None:
             # Who is out of sight because this member looks elsewhere is not missing.
@@ -342,8 +349,15 @@ class Knowledge:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether nobody is in sight any more of those who were, and who did not say goodbye."""
-        if self._view is None or not self._known:
+        """Whether nobody is in sight any more of those who were, and who did not say goodbye.
+
+        Who was missing before, while others were in sight, crashed: when these have said goodbye,
+        nothing is wrong with the network of this peer.
+        """
+        if self._view is None:
+            return False
+        since_s = self._company_s - GONE_PERIODS * refresh_period_s(self.plan.rounds)
+        if not any(seen_s > since_s for seen_s in self._seen_s.values()):
             return False
         view, only_me = self._view, {self.me}
         return view.peers.keys() <= only_me and view.from_elsewhere <= only_me
