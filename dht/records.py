@@ -145,6 +145,18 @@ class _Standing(Record):
     pinned: bool = False
     reachable: Reachability
 
+    emptied: ClassVar[Mapping[str, Any]] = {}
+    """What a goodbye does not say any more, beside the standing."""
+
+    def goodbye(self) -> Self:
+        """Return what stands here until it expires, once its peer has left.
+
+        Whoever looks learns that the peer was not lost: the last one there would believe itself
+        cut off.
+        """
+        gone = {"state": "leaving", "reachable": "outgoing"}
+        return self.model_copy(update={**gone, **self.emptied})
+
     @functools.cached_property
     def claim(self) -> Claim | None:
         """The claim in it; None when the peer trains no path."""
@@ -228,6 +240,8 @@ class Holding(AnnouncedState, Record):
 class ModuleRecord(_Standing):
     """What a peer has to do with a module: it trains a path through it, keeps a copy, or both."""
 
+    emptied = {"held": None}
+
     module: ModuleName
     held: HeldState | None
     """What it can serve of it."""
@@ -253,6 +267,7 @@ class PeerRecord(_Standing):
     """What a peer says of itself."""
 
     passing = frozenset({"tokens_per_s", "waits_for", "bytes_up", "bytes_down"})
+    emptied = {"addresses": (), "waits_for": ""}
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     software: Text

@@ -300,18 +300,13 @@ class Publisher:
             self._refreshed.notify_all()
 
     def _say_goodbye(self) -> None:
-        """Whoever looks before these records expire learns that this peer left, and was not lost:
-        the last one there would believe itself cut off."""
-        gone = {"state": "leaving", "reachable": "outgoing"}
         life_s = record_life_s(self.period_s)
         try:
             with self._directory.together():
                 for bucket, record in self._said_in.items():
-                    goodbye = record.model_copy(update={**gone, "addresses": (), "waits_for": ""})
-                    self._directory.publish_peer(goodbye, bucket, life_s)
+                    self._directory.publish_peer(record.goodbye(), bucket, life_s)
                 for said in self._said_of.values():
-                    left = said.model_copy(update={**gone, "held": None})
-                    self._directory.publish_module(left, life_s)
+                    self._directory.publish_module(said.goodbye(), life_s)
                 for annex in self._annexes:
                     annex.withdraw(self._directory)
         except DipacoError as error:

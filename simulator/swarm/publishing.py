@@ -175,10 +175,7 @@ class Publishing:
     def withdraw(self) -> None:
         """Leave, and say so in every record: how far paths are stays."""
         life_s = record_life_s(refresh_period_s(self._world.plan.rounds))
-        gone = {"state": "leaving", "reachable": "outgoing"}
         for key, (_, record, _) in self._said.items():
             if not key.startswith("progress/"):
-                of_kind = {"addresses": ()} if isinstance(record, PeerRecord) else {"held": None}
-                goodbye = record.model_copy(update={**gone, **of_kind})
-                self._world.directory.write(self._machine.peer, key, goodbye, life_s)
+                self._world.directory.write(self._machine.peer, key, record.goodbye(), life_s)
         self._said.clear()
