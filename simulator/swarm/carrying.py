@@ -214,7 +214,7 @@ class Carrying:
         if work is None:
             self._wrong(f"takes a snapshot of {action.module}, which it does not train")
             return
-        tokens = self._machine.claimed_tokens(work)
+        tokens = self._machine.claimed_tokens(work, action.round_index)
         is_finite = not self._world.engine.chance(self._world.conditions.not_finite)
         work.cut(action.round_index, tokens)
         self._machine.answers.append(

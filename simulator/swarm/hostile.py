@@ -188,7 +188,7 @@ class Braggart(Machine):
 
     is_honest = False
 
-    def claimed_tokens(self, work: ModuleWork) -> int:
+    def claimed_tokens(self, work: ModuleWork, round_index: int) -> int:
         """Return the greatest number that is not refused, as the clock says."""
         now_round = self.world.plan.rounds.round_at(self.believed_s - self.world.plan.start_s)
         return greatest_contribution(self.world.plan, self.believed_s - 1.0, max(0, now_round))

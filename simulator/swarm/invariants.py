@@ -24,7 +24,8 @@ module or with the last one who did, three peers hold that state or a later one,
 ones can be reached, and more honest peers made it, and each one since, than there are liars that
 answer calls: keepers have no documents to score a state with, and cannot tell one liar from one
 trainer. What was committed by clocks that were ahead nobody keeps before its round has come, nor
-does who is behind.
+does who is behind; and three holders may crash within the time that it takes to replace them
+(`copies.py`).
 `cost`: requests and bytes of an honest peer in a round stay below bounds without the swarm's size;
 reading the swarm is counted apart. A bootstrap node may serve a shard to each who begins a path
 besides: where all are new, nobody else has one. A counted round is as long as its steps, and
@@ -40,12 +41,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from dipaco.dht.view import plausible_state
 from dipaco.modules.outer import Contribution
 from dipaco.peer.member.actions import Adopt, Commit
 from dipaco.peer.member.keeping import OFFER_LIMIT_S
 
 from .carrying import SHARD_BYTES
+from .copies import COPY_ROUNDS, Copies, contributors, descends
 from .findings import Figures, Stay, Violation
 from .liveness import RIGHT_CLOCK_S, Liveness, is_in_reach, is_slow
 from .work import SimulatedState, contents_by_peer, counts_of
@@ -62,8 +63,6 @@ INVARIANTS = (
     "checks",
     "contract",
 )
-COPIES = 3
-COPY_ROUNDS = 2
 # In a round and for each module of the path: requests, and states of bytes.
 REQUESTS_PER_MODULE, REQUESTS = 150, 150
 STATES_PER_MODULE, STATES = 12, 12
@@ -89,12 +88,10 @@ class Invariants:
         """Who trains a module."""
         self._gone: dict[tuple[str, str], set[int]] = {}
         """Steps that may be missing."""
-        self._went: dict[str, SimulatedState] = {}
-        """What stood under the work of the last one that stopped training a module."""
         self._versions: dict[tuple[str, int], str] = {}
         self._forked: set[tuple[str, int]] = set()
-        self._commits: dict[str, list[tuple[float, SimulatedState]]] = {}
         self._liveness = Liveness(world, self._violated)
+        self._copies = Copies(world, self._violated)
         self._up_since: dict[str, float] = {}
         """Since when a machine is there, and knows the time."""
         self._trained: dict[int, tuple[float, int]] = {}
@@ -134,12 +131,16 @@ class Invariants:
             if why == "it crashed":
                 self._liveness.crashed(module, machine.peer)
             if machine.is_honest:
-                self._went[module] = machine.works[module].anchor
+                self._copies.stopped_training(machine, module)
 
     def found_out(self, machine: Body, digest: str, table: tuple[Contribution, ...]) -> None:
         """An average is known to be wrong where it was found out and where that was told."""
         self.figures.found_out += machine.is_honest
         self._found_out.setdefault(machine.peer, set()).add((digest, table))
+
+    def crashed(self, machine: Body) -> None:
+        """A machine ends without a word."""
+        self._copies.crashed(machine)
 
     def left(self, machine: Body) -> None:
         """A machine has left, with the copies that it held."""
@@ -161,10 +162,7 @@ class Invariants:
         if self._versions.setdefault(place, reference.digest) != reference.digest:
             self._forked.add(place)
             self.figures.forks = len(self._forked)
-        commits = self._commits.setdefault(reference.module, [])
-        if all(known is not state for _, known in commits[-4:]):
-            self.figures.commits += 1
-        commits.append((self._world.now_s, state))
+        self.figures.commits += self._copies.committed(state)
         self._liveness.committed(reference.module)
 
     def adopted(self, machine: Body, action: Adopt, old: SimulatedState) -> None:
@@ -217,11 +215,12 @@ class Invariants:
 
     def _note_gone(self, machine: Body, action: Adopt, old: SimulatedState) -> None:
         """Note the own steps of a chain given up that are in no part, if liars can be why."""
-        peer, states = machine.peer, self._world.stock.states
+        peer, world = machine.peer, self._world
+        states = world.stock.states
         new, work = states[action.reference.digest], machine.works[action.module]
         line, makers = states.get(old.reference.digest), math.inf
-        while line is not None and not self._descends(new, line):
-            makers = min(makers, len(self._contributors(line)))
+        while line is not None and not descends(world, new, line):
+            makers = min(makers, len(contributors(world, line)))
             line = states.get(line.parent)
         if makers <= self.liars:
             kept = (_steps_of(content, peer) for content in (new.content, *work.parts.values()))
@@ -270,68 +269,10 @@ class Invariants:
             others = untrained + len(self._trainers(module, honest=False))
             trainers = self._trainers(module)
             self._liveness.check(module, trainers, others, takes_turns=takes_turns)
-            self._check_copies(module, before_s, reachable)
+            if not world.network.split and self.faulty_s <= before_s - self._round_s:
+                self._copies.check(module, trainers, before_s, reachable, self.liars)
         if self._checks_coverage:
             self._check_coverage()
-
-    def _check_copies(self, module: str, before_s: float, reachable: int) -> None:
-        if self._world.network.split or self.faulty_s > before_s - self._round_s:
-            return
-        state, makers = None, math.inf
-        for time_s, made in reversed(self._commits.get(module, ())):
-            state, makers = made, min(makers, len(self._contributors(made)))
-            if time_s <= before_s:
-                break
-        else:
-            return
-        if self.liars and makers <= self.liars:
-            return
-        wanted, plan = state.reference, self._world.plan
-        if not plausible_state(wanted, plan, self._world.grid, before_s):
-            return
-        trainers = self._trainers(module)
-        never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
-        if reachable < COPIES or never_meet or self._has_lost(state, trainers):
-            return
-
-        def holds(machine: Body, version: int = wanted.version) -> bool:
-            held = machine.served.get(module)
-            return held is not None and held.reference.version >= version
-
-        if sum(holds(m) for m in trainers) >= COPIES:
-            return
-        # Who spoils reduces may serve copies all the same.
-        holders = [m.peer for m in self._world.machines.values() if m.is_alive and holds(m)]
-        if len(holders) < COPIES:
-            self._violated(
-                "copies",
-                f"{COPY_ROUNDS} rounds after version {wanted.version} of {module} only "
-                f"{', '.join(holders) or 'nobody'} hold it, of {reachable} that could",
-            )
-
-    def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
-        """Tell whether all who train a module have taken another chain, which may be shorter.
-
-        Where nobody does, the last one who did.
-        """
-        module = state.reference.module
-        if trainers:
-            return not any(self._descends(m.works[module].anchor, state) for m in trainers)
-        last = self._went.get(module, state)
-        return not self._descends(last, state) and not self._descends(state, last)
-
-    def _descends(self, state: SimulatedState, from_: SimulatedState) -> bool:
-        """Tell whether a state is another one or was made from it."""
-        line: SimulatedState | None = state
-        while line is not None and line is not from_:
-            line = self._world.stock.states.get(line.parent)
-        return line is from_
-
-    def _contributors(self, state: SimulatedState) -> list[Body]:
-        """Return the honest living machines in the group that made a state."""
-        table = state.statement.table if state.statement is not None else ()
-        machines = (self._world.machines[row.peer] for row in table)
-        return [m for m in machines if m.is_honest and m.is_alive]
 
     def _check_coverage(self) -> None:
         world, now_s = self._world, self._world.now_s
@@ -376,7 +317,7 @@ class Invariants:
         if not self._world.plan.rounds.inner_steps:
             return 1
         since_s, passed = self._world.now_s - self._round_s, 1
-        for commits in self._commits.values():
+        for commits in self._copies.commits.values():
             lately = itertools.takewhile(lambda made: made[0] > since_s, reversed(commits))
             passed = max(passed, len({state.reference.last_round for _, state in lately}))
         return passed

@@ -110,6 +110,7 @@ class Machine(Body):
         if not self.link.is_up:
             return
         self.world.say(self.peer, "!", "crashes" + (" and loses its disk" if empty_disk else ""))
+        self.world.watch.crashed(self)
         self._lose_all("it crashed")
         self.link.is_up, self.link.hangs = False, hangs
         self.carrying.end()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from dipaco.dht.certificates import Certificate, CertificateBook
 from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
 from dipaco.dht.records import ProgressEntry
+from dipaco.dht.view import claimed_tokens
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import Contribution
 from dipaco.modules.plan import RunPlan
@@ -61,6 +62,10 @@ class Watch(Protocol):
 
     def found_out(self, machine: Body, digest: str, table: tuple[Contribution, ...]) -> None:
         """A machine has found, or was shown, that an average of a group from a state is wrong."""
+        ...
+
+    def crashed(self, machine: Body) -> None:
+        """A machine ends without a word."""
         ...
 
     def left(self, machine: Body) -> None:
@@ -272,9 +277,10 @@ class Body(ABC):
             del self.recent[digest]
         return self.disk.find(digest)
 
-    def claimed_tokens(self, work: ModuleWork) -> int:
+    def claimed_tokens(self, work: ModuleWork, round_index: int) -> int:
         """Return what this machine says that it has trained since the anchor of a module."""
-        return steps_in(work.shift) * self.world.tokens_per_step
+        tokens = steps_in(work.shift) * self.world.tokens_per_step
+        return claimed_tokens(self.world.plan, tokens, round_index)
 
     def count_steps(self) -> None:
         """Bring what every module knows of the steps up to date."""

@@ -1,0 +1,123 @@
+"""Whether states have as many copies as they should (promise 7).
+
+Two rounds after a commit three peers hold that state or a later one, where three honest ones can be
+reached. Nobody can promise that of a state whose holders all crash before there can be others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from dipaco.dht.view import plausible_state
+from dipaco.modules.state import StateReference
+
+from .work import SimulatedState
+from .world import Body, World
+
+COPIES = 3
+COPY_ROUNDS = 2
+
+
+class Copies:
+    """The watch of the copies of every module."""
+
+    def __init__(self, world: World, violated: Callable[[str, str], None]) -> None:
+        self._world = world
+        self._violated = violated
+        self._round_s = world.plan.rounds.duration_s
+        self.commits: dict[str, list[tuple[float, SimulatedState]]] = {}
+        """By module: when, and what."""
+        self._crashes: dict[str, list[tuple[float, int]]] = {}
+        """By module: when somebody crashed that held it, and which version."""
+        self._went: dict[str, SimulatedState] = {}
+        """What stood under the work of the last one that stopped training a module."""
+
+    def committed(self, state: SimulatedState) -> bool:
+        """Note a commit; returns whether it is the first of this state, as far as one remembers."""
+        commits = self.commits.setdefault(state.reference.module, [])
+        is_first = all(known is not state for _, known in commits[-4:])
+        commits.append((self._world.now_s, state))
+        return is_first
+
+    def stopped_training(self, machine: Body, module: str) -> None:
+        """Somebody does not train a module any more."""
+        self._went[module] = machine.works[module].anchor
+
+    def crashed(self, machine: Body) -> None:
+        """Somebody ended without a word, with the copies that it held."""
+        for module, state in machine.served.items():
+            crashed = self._world.now_s, state.reference.version
+            self._crashes.setdefault(module, []).append(crashed)
+
+    def check(
+        self, module: str, trainers: list[Body], before_s: float, reachable: int, liars: int
+    ) -> None:
+        """Is there a third copy of what was committed until `before_s`, and of what came later?
+
+        `trainers` are honest; `reachable` honest peers could hold copies, and `liars` answer calls.
+        """
+        state, makers = None, math.inf
+        for time_s, made in reversed(self.commits.get(module, ())):
+            state, makers = made, min(makers, len(contributors(self._world, made)))
+            if time_s <= before_s:
+                break
+        else:
+            return
+        if liars and makers <= liars:
+            return
+        wanted, plan = state.reference, self._world.plan
+        if not plausible_state(wanted, plan, self._world.grid, before_s):
+            return
+        never_meet = len(trainers) > 1 and not any(m.link.can_be_called for m in trainers)
+        if reachable < COPIES or never_meet or self._has_lost(state, trainers):
+            return
+
+        def holds(machine: Body) -> bool:
+            held = machine.served.get(module)
+            return held is not None and held.reference.version >= wanted.version
+
+        if sum(holds(m) for m in trainers) >= COPIES:
+            return
+        # Who spoils reduces may serve copies all the same.
+        holders = [m.peer for m in self._world.machines.values() if m.is_alive and holds(m)]
+        if len(holders) < COPIES and not self._crashed_together(wanted):
+            self._violated(
+                "copies",
+                f"{COPY_ROUNDS} rounds after version {wanted.version} of {module} only "
+                f"{', '.join(holders) or 'nobody'} hold it, of {reachable} that could",
+            )
+
+    def _crashed_together(self, wanted: StateReference) -> bool:
+        """Tell whether as many holders as there should be crashed before others could follow."""
+        crashed = self._crashes.get(wanted.module, ())
+        times_s = [time_s for time_s, version in crashed if version >= wanted.version]
+        pairs = zip(times_s, times_s[COPIES - 1 :], strict=False)
+        return any(last_s - first_s < COPY_ROUNDS * self._round_s for first_s, last_s in pairs)
+
+    def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
+        """Tell whether all who train a module have taken another chain, which may be shorter.
+
+        Where nobody does, the last one who did.
+        """
+        world = self._world
+        if trainers:
+            anchors = (m.works[state.reference.module].anchor for m in trainers)
+            return not any(descends(world, anchor, state) for anchor in anchors)
+        last = self._went.get(state.reference.module, state)
+        return not descends(world, last, state) and not descends(world, state, last)
+
+
+def descends(world: World, state: SimulatedState, from_: SimulatedState) -> bool:
+    """Tell whether a state is another one or was made from it."""
+    line: SimulatedState | None = state
+    while line is not None and line is not from_:
+        line = world.stock.states.get(line.parent)
+    return line is from_
+
+
+def contributors(world: World, state: SimulatedState) -> list[Body]:
+    """Return the honest living machines in the group that made a state."""
+    table = state.statement.table if state.statement is not None else ()
+    machines = (world.machines[row.peer] for row in table)
+    return [m for m in machines if m.is_honest and m.is_alive]
