@@ -48,13 +48,12 @@ def choose_path(
     """Choose the path with the least service: fewest trainers, then longest waited, then hash.
 
     Of paths with as many trainers, who cannot be called and so `can_lead` no group avoids those
-    with a module whose trainers can all not be called, and anybody else goes there first.
+    with a module whose trainers can all not be called, and anybody else goes there first. `exclude`
+    holds while it leaves a path.
     """
     if pinned is not None:
         return Decision(pinned, "asked for by --path")
-    paths = [path for path in view.paths(grid) if path not in exclude]
-    if not paths:
-        raise ValueError("every path is excluded")
+    paths = [path for path in view.paths(grid) if path not in exclude] or list(view.paths(grid))
     others = {path: _others(view, path, me) for path in paths}
 
     least = min(others.values())
@@ -129,13 +128,16 @@ def _reason(view: SwarmView, path: int, others: int) -> str:
     return f"least service: {others} other{'s' if others > 1 else ''} on it"
 
 
-def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
+def resolve_collision(
+    view: SwarmView, grid: Grid, me: str, *, exclude: Collection[int] = ()
+) -> Decision | None:
     """Give way, or stay (None), after a second look at a path that was just claimed.
 
     Those who already train the path stay. Those who are joining it take places one after another,
     in the order of their rendezvous hash: each goes where the fewest are by then, or stays here if
     that is as good. So newcomers that met on one path part at the first look, in as many
-    directions. Everybody works out everybody's place and takes only its own.
+    directions. Everybody works out everybody's place and takes only its own; to this peer, those to
+    `exclude` are no places.
     """
     mine = view.claims.get(me)
     if mine is None:
@@ -145,7 +147,7 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
         for claim in view.claimants(mine.path)
         if claim.state == "joining" and not claim.pinned
     } | {me}
-    trainers = {path: view.claim_count(path) for path in view.paths(grid)}
+    trainers = {path: view.claim_count(path) for path in view.paths(grid) if path not in exclude}
     trainers[mine.path] = sum(c.peer_id not in joining for c in view.claimants(mine.path))
     for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
         least, place = min(trainers.values()), mine.path
@@ -162,26 +164,33 @@ def resolve_collision(view: SwarmView, grid: Grid, me: str) -> Decision | None:
 
 
 def should_move(
-    view: SwarmView, grid: Grid, me: str, *, rounds_on_path: int, dwell_rounds: int
+    view: SwarmView,
+    grid: Grid,
+    me: str,
+    *,
+    rounds_on_path: int,
+    dwell_rounds: int,
+    exclude: Collection[int] = (),
 ) -> Decision | None:
     """Move to a path that needs a trainer more, or stay (None). Asked at the end of a round.
 
     A path that nobody trains gets a spare replica at once. With fewer peers than paths everybody
     moves on after the dwell: the peer that has been longest on its path goes to the path that
     has waited longest, the next to the next, so that two movers rarely meet. When all paths are
-    served, a path with two more trainers than another gives its newest one away.
+    served, a path with two more trainers than another gives its newest one away. This peer goes to
+    none of those to `exclude`.
     """
     mine = view.claims.get(me)
     if mine is None:
         return None
     waiting = sorted(
-        (path for path in view.paths(grid) if not view.claimants(path)),
+        (path for path in view.paths(grid) if path not in exclude and not view.claimants(path)),
         # Of as many rounds by hash: in the order of their numbers, peers that see different paths
         # would all begin with those of the first modules.
         key=lambda path: (view.last_round(path), rendezvous("", path)),
     )
     if not waiting:
-        return _even_out(view, grid, mine) if rounds_on_path >= dwell_rounds else None
+        return _even_out(view, grid, mine, exclude) if rounds_on_path >= dwell_rounds else None
     spare = _spare_peers(view, grid)
     # A lead leaves its path to wait only when the spare peers are not enough.
     movers = spare if len(spare) >= len(waiting) else [*spare, *_leads(view, grid, dwell_rounds)]
@@ -231,12 +240,14 @@ def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
     return [claim.peer_id for claim in (*waiting, *stuck)]
 
 
-def _even_out(view: SwarmView, grid: Grid, mine: Claim) -> Decision | None:
+def _even_out(
+    view: SwarmView, grid: Grid, mine: Claim, exclude: Collection[int]
+) -> Decision | None:
     """Give the newest trainer of a path to one that has two fewer."""
     here = view.claimants(mine.path)
     if len(here) < 3 or here[-1].peer_id != mine.peer_id:
         return None
-    counts = {path: len(view.claimants(path)) for path in view.paths(grid)}
+    counts = {path: len(view.claimants(path)) for path in view.paths(grid) if path not in exclude}
     target = min(counts, key=lambda path: (counts[path], rendezvous(mine.peer_id, path)))
     if counts[target] > len(here) - 2:
         return None

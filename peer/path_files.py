@@ -42,6 +42,11 @@ class PathFiles:
         # Modules are asked for at once, and the base model is as large as a path.
         self._lock = threading.Lock()
         self._base: dict[str, torch.Tensor] | None = None
+        self._fetched_lock = threading.Lock()
+        self._wanted: int | None = None
+        """The path that is about to begin."""
+        self._fetched: PathData | None = None
+        """What it needs, once it is here."""
 
     def replica_number(self, lead_rank: int) -> int:
         """Return which stream of batches a replica draws: 0 for the lead, its own otherwise.
@@ -53,8 +58,31 @@ class PathFiles:
             return 0
         return 1 + zlib.crc32(self._node.me.encode()) % (2**31 - 2)
 
-    def fetch(self, path: int) -> PathData:
-        """Fetch and open the files of `path`. Blocks; raises a `DipacoError`."""
+    def want(self, path: int) -> bool:
+        """Note which path is about to begin; returns whether that is another than was noted last.
+
+        What is fetched for one that was given up since, and may come late, is not kept.
+        """
+        with self._fetched_lock:
+            is_other, self._wanted = self._wanted != path, path
+            if is_other:
+                self._fetched = None
+            return is_other
+
+    def fetch(self, path: int) -> None:
+        """Fetch and open the files of `path`, to be taken. Blocks; raises a `DipacoError`."""
+        data = self._open(path)
+        with self._fetched_lock:
+            if self._wanted == path:
+                self._fetched = data
+
+    def take(self, path: int) -> PathData:
+        """Hand out what was fetched for `path`."""
+        with self._fetched_lock:
+            data, self._fetched = self._fetched, None
+        return data or self._open(path)
+
+    def _open(self, path: int) -> PathData:
         node, plan = self._node, self._node.plan
         shard = node.load_shard_index().paths[path]
         if shard.train_sequences == 0:
@@ -114,8 +142,11 @@ class PathFiles:
         return node.run_folder.genesis_state(plan, module)
 
     def release(self) -> None:
-        """Forget the base model, which is as large as a path; called when training begins."""
+        """Forget what was fetched and not taken, and the base model, which is as large as a path;
+        called when training begins or goes on."""
         self._base = None
+        with self._fetched_lock:
+            self._wanted = self._fetched = None
 
 
 class OptimizerFiles:

@@ -288,6 +288,7 @@ class Session:
                 self._pause(action)
             case a.Stay():
                 self._errands.forget("begin")
+                self._files.release()
                 logger.warning("stays on path %d: %s", action.path, action.reason)
             case _:
                 raise AssertionError(f"nobody carries out {action}")
@@ -299,22 +300,22 @@ class Session:
         claim = self.status.claim
         if claim.path == action.path:
             self.events.emit("claimed", path=claim.path, reason=claim.reason)
+        if self._files.want(action.path):
+            self._errands.forget("begin")
 
         def fetch() -> None:
             try:
-                data = self._files.fetch(action.path)
+                self._files.fetch(action.path)
             except (NetworkError, IntegrityError) as error:
                 self._shell.report(e.PathFailed(action.path, str(error)))
                 return
-            self._path_data = data
             self._shell.report(e.PathReady(action.path))
 
         # An empty shard or a full disk does not get better with time: it ends the peer.
         self._background.watch("files", self._errands.run(fetch))
 
     def _start_path(self, action: a.StartPath) -> None:
-        data = self._path_data
-        assert data is not None
+        self._path_data = data = self._files.take(action.path)
         states = {state.module: self._errands.take(state, "begin") for state in action.states}
         self._errands.forget("begin", "adopt")
         optimizer_state = self.node.states.load_optimizer(action.path)
@@ -356,6 +357,7 @@ class Session:
         self._outer_steps.forget()
         self._snapshots.clear()
         self._path_data = None
+        self._files.release()
         self._trainer.release()
         self._meter = RateMeter()
         self.status.tokens_per_s = 0.0

@@ -12,6 +12,8 @@ from dipaco.dht.records import Claim
 from dipaco.dht.view import SwarmView
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
+from dipaco.peer.member.beginning import LONGEST_S, WITH_OTHERS_LIMIT_S
+from dipaco.peer.member.horizon import Horizon
 from dipaco.peer.member.knowledge import Knowledge, MemberSettings
 from dipaco.peer.member.member import Member
 from support.family import genesis
@@ -55,6 +57,10 @@ class Peer:
         self.last_rounds: dict[int, int] = {}
         self.done: list[a.Action] = []
         self.looked: list[tuple[int, ...]] = []
+        self.lost: set[int] = set()
+        """Paths whose shard nobody has."""
+        self.tried: list[tuple[int, float]] = []
+        """Paths that this peer began, and when: without attempts that follow at once."""
 
     def happen(self, event: e.Event) -> None:
         for action in self.member.handle(event, self.now_s):
@@ -68,7 +74,11 @@ class Peer:
                     self.looked.append(action.further)
                     self.happen(e.Viewed(self.view(action.further), is_answer=True))
                 case a.FetchPath():
-                    self.happen(e.PathReady(action.path))
+                    if not self.tried or self.tried[-1][0] != action.path:
+                        self.tried.append((action.path, self.now_s))
+                    failed = e.PathFailed(action.path, "nobody has it")
+                    lost = action.path in self.lost
+                    self.happen(failed if lost else e.PathReady(action.path))
                 case a.FetchState(purpose="begin"):
                     self.happen(
                         e.StateFetched(genesis(action.reference.module), {}, (), action.purpose)
@@ -226,3 +236,43 @@ def test_a_holder_from_another_bucket_is_there_unless_it_is_doubted() -> None:
         known.doubts.called_in_vain([elsewhere])
     known.forget_beliefs()
     assert not known.is_here(elsewhere)
+
+
+def test_a_newcomer_leaves_a_path_alone_whose_shard_nobody_has() -> None:
+    """The least served path is the one that cannot be begun: others can."""
+    peer = Peer(*everywhere(5, 300))
+    peer.lost = {5, 300}
+    peer.run_until(a.Begun)
+    paths = [path for path, _ in peer.tried]
+    assert paths[-1] not in peer.lost
+    assert set(paths[:-1]) <= peer.lost
+    assert peer.now_s - PLAN.start_s < (len(paths) - 1) * (WITH_OTHERS_LIMIT_S + 5.0) + 5.0
+    warnings = [warn.text for warn in of(a.Warn, peer.done)]
+    assert [f"looks for another path than {path}: nobody has it" for path in paths[:-1]] == warnings
+
+
+def test_a_newcomer_that_can_begin_nothing_gives_up() -> None:
+    peer = Peer(*everywhere())
+    peer.lost = set(range(GRID.path_count))
+    peer.run_until(a.Left, 2 * LONGEST_S)
+    (left,) = of(a.Left, peer.done)
+    assert left.error == "nobody has it"
+    assert peer.now_s - PLAN.start_s < LONGEST_S + 2 * WITH_OTHERS_LIMIT_S
+
+
+def test_who_could_not_begin_a_path_tries_it_more_and_more_seldom() -> None:
+    """Each time it trains nothing for a while."""
+    known = Knowledge(MemberSettings(ME), PLAN, GRID, CertificateBook())
+    horizon, dwell_s = Horizon(known), PLAN.rounds.dwell_rounds * ROUND_S
+    for dwells in (1, 2, 4, 8, 8):
+        horizon.pass_over(3)
+        known.now_s += dwells * dwell_s - 1.0
+        assert horizon.passed_over() == {3}
+        known.now_s += 1.0
+        assert not horizon.passed_over()
+    horizon.pass_over(3)
+    horizon.pass_over(4)
+    horizon.begun(3)
+    assert horizon.passed_over() == {4}
+    known.now_s -= 1.0
+    assert not horizon.passed_over()  # The clock was put back.

@@ -11,7 +11,17 @@ from dipaco.dht.records import Claim
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.member.beginning import LIMIT_S, MOVE_LIMIT_S, MOVE_SHARE, RETRY_S, Beginning
+from dipaco.peer.member.beginning import (
+    LIMIT_S,
+    LONG_S,
+    LONGEST_S,
+    MOVE_LIMIT_S,
+    MOVE_SHARE,
+    RETRY_S,
+    UNAVAILABLE_S,
+    WITH_OTHERS_LIMIT_S,
+    Beginning,
+)
 from dipaco.peer.member.chains import Chains
 from dipaco.peer.member.claiming import LONGEST_WAIT_S, MAX_LOOKS, SHORTEST_WAIT_S, Claiming
 from dipaco.peer.member.horizon import Horizon
@@ -198,16 +208,52 @@ def test_a_shard_that_cannot_be_had_at_first_is_tried_again() -> None:
     assert 0 < wait.limit_s < LIMIT_S
 
 
-def test_a_peer_that_has_a_path_does_not_stand_idle_for_another() -> None:
-    for path, limit_s in ((None, LIMIT_S), (1, MOVE_LIMIT_S)):
-        known = knowledge(PLAN)
-        known.path = path
-        known.learn(view_of(START_S))
-        beginning = Beginning(known, Chains(known))
-        beginning.begin(0)
-        assert beginning.left_s == limit_s
-        known.now_s += limit_s + 0.1
-        assert beginning.has_failed
+@pytest.mark.parametrize(
+    ("path", "has_others", "limit_s"),
+    [(None, False, LIMIT_S), (None, True, WITH_OTHERS_LIMIT_S), (1, False, MOVE_LIMIT_S)],
+)
+def test_a_peer_that_has_a_path_does_not_stand_idle_for_another(
+    path: int | None, has_others: bool, limit_s: float
+) -> None:
+    """And who may take another one tries that sooner."""
+    known = knowledge(PLAN)
+    known.now_s = START_S
+    known.path = path
+    known.learn(view_of(START_S))
+    beginning = Beginning(known, Chains(known))
+    beginning.begin(0, has_others=has_others)
+    attempt_s = 10.0
+    while not beginning.has_failed:
+        known.now_s += attempt_s
+        beginning.on_path(e.PathFailed(0, "nobody serves the shard of path 0"))
+        assert beginning.left_s == pytest.approx(max(0.0, START_S + limit_s - known.now_s))
+        known.now_s += RETRY_S
+        beginning.on_turn()
+    assert limit_s < known.now_s - START_S < limit_s + attempt_s + RETRY_S
+
+
+def test_what_comes_slowly_is_waited_for() -> None:
+    """An attempt to fetch a large state ends after a while; what came is kept for the next."""
+    known = knowledge(PLAN)
+    known.now_s = START_S
+    known.learn(view_of(START_S))
+    beginning = Beginning(known, Chains(known))
+    beginning.begin(0, has_others=True)
+    beginning.on_path(e.PathReady(0))
+    wanted = [want.reference for want in of(a.FetchState, taken(known))]
+    assert beginning.left_s == LONGEST_S
+    for _ in range(4):
+        known.now_s += LIMIT_S
+        assert not beginning.has_failed
+        for state in wanted:
+            beginning.on_state(e.FetchFailed(state.module, state.digest, "not all", "begin"))
+        known.now_s += UNAVAILABLE_S
+        assert not beginning.has_failed
+        beginning.on_turn()
+        assert [want.reference for want in of(a.FetchState, taken(known))] == wanted
+        known.now_s += LONG_S
+    known.now_s = START_S + LONGEST_S + 0.1
+    assert beginning.has_failed
 
 
 def test_a_peer_that_moves_waits_longer_for_what_is_on_its_way() -> None:

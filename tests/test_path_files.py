@@ -72,6 +72,26 @@ def test_only_what_is_needed_is_fetched(served: Served) -> None:
     assert served.fetched == ["the genesis index", f"the genesis state of {MODULE}"]
 
 
+def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another path would be trained, or checked, with its documents."""
+    opened: list[int] = []
+    monkeypatch.setattr(PathFiles, "_open", lambda _, path: (opened.append(path), path))
+    files = served.files()
+    assert files.want(3)
+    assert not files.want(3)
+    assert files.want(5)
+    files.fetch(5)
+    files.fetch(3)
+    assert files.take(5) == (None, 5)
+    assert opened == [5, 3]
+    files.fetch(5)
+    files.release()
+    assert files.take(5) == (None, 5)
+    assert opened == [5, 3, 5, 5]
+
+
 def test_a_state_that_nobody_serves_is_named(served: Served) -> None:
     served.source.blobs.remove(served.index[MODULE])
     with pytest.raises(NetworkError, match=f"genesis state of {MODULE}"):

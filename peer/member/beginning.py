@@ -2,10 +2,13 @@
 
 Of each module the best certified state is taken, or what lies on this disk, or the genesis state;
 who moves keeps its own state of a module that both paths go through.
-What cannot be had is tried again: under churn a holder that has just gone is ordinary.
+What cannot be had is tried again: under churn a holder that has just gone is ordinary. What is on
+its way is waited for: a model may take long on a slow line.
 """
 
 from __future__ import annotations
+
+import math
 
 from dipaco.modules.state import StateReference
 
@@ -14,12 +17,17 @@ from .chains import Chains
 from .events import FetchFailed, PathFailed, PathReady, StateFetched
 from .knowledge import Knowledge, is_answer_to
 
-# How long content is waited for before a member gives up on a path.
-LIMIT_S = 300.0
+# How long what does not come is waited for before a member gives up on a path, and how long where
+# it may take another one.
+LIMIT_S, WITH_OTHERS_LIMIT_S = 300.0, 60.0
+# How long all may take that comes. An attempt that has taken so long is one at which something
+# comes: holders that are silent are given up before.
+LONGEST_S, LONG_S = 3600.0, 60.0
 # A member that has a path to train waits no longer than this for another one; while all that is
 # missing is on its way, up to this share of a round, or a slow line would never let it move.
 MOVE_LIMIT_S, MOVE_SHARE = 20.0, 0.5
 RETRY_S = 3.0
+SHARD = "shard"
 # A state that could not be fetched is left alone for so long.
 UNAVAILABLE_S = 15.0
 
@@ -37,22 +45,32 @@ class Beginning:
         self._has_shard = False
         self._shard_wanted = False
         self._retry_s = 0.0
-        self._until_s = self._latest_s = 0.0
+        self._until_s = self._latest_s = self._limit_of_one_s = 0.0
         self._fetching: dict[str, StateReference] = {}
         self._ready: dict[str, StateReference] = {}
         self._unavailable: dict[str, float] = {}
+        self._asked_s: dict[str, float] = {}
+        """Of what is on its way, since when."""
+        self._failed: set[str] = set()
+        """What could not be had at first."""
 
-    def begin(self, path: int) -> None:
-        """Start to get what `path` needs."""
+    def begin(self, path: int, *, has_others: bool = False) -> None:
+        """Start to get what `path` needs; `has_others`: there are other paths to train."""
         self.path = path
         self.reason = ""
         self._has_shard = self._shard_wanted = False
         self._retry_s = 0.0
-        known, moves = self._known, self._known.path is not None
-        self._until_s = known.now_s + (MOVE_LIMIT_S if moves else LIMIT_S)
-        patience_s = MOVE_SHARE * known.plan.rounds.duration_s if moves else 0.0
-        self._latest_s = max(self._until_s, known.now_s + patience_s)
-        self._fetching, self._ready, self._unavailable = {}, {}, {}
+        known = self._known
+        if known.path is not None:
+            self._limit_of_one_s = MOVE_LIMIT_S
+            self._latest_s = known.now_s + MOVE_SHARE * known.plan.rounds.duration_s
+        else:
+            self._limit_of_one_s = WITH_OTHERS_LIMIT_S if has_others else LIMIT_S
+            self._latest_s = known.now_s + LONGEST_S
+        self._until_s = known.now_s + self._limit_of_one_s
+        self._latest_s = max(self._until_s, self._latest_s)
+        self._fetching, self._ready, self._unavailable, self._asked_s = {}, {}, {}, {}
+        self._failed.clear()
         self.on_turn()
 
     def stop(self) -> None:
@@ -78,9 +96,16 @@ class Beginning:
     def _limit_s(self) -> float:
         """When it is given up: later if all that is missing is on its way."""
         modules = self._known.grid.modules_of_path(self.path or 0)
-        is_coming = self._has_shard or self._shard_wanted
-        is_coming &= all(m in self._ready or m in self._fetching for m in modules)
-        return self._latest_s if is_coming else self._until_s
+        missing = [module for module in modules if module not in self._ready]
+        if not self._has_shard:
+            missing.append(SHARD)
+        return self._latest_s if all(map(self._is_coming, missing)) else self._until_s
+
+    def _is_coming(self, what: str) -> bool:
+        """Tell whether something is on its way: what failed before, only once it takes long."""
+        is_asked = self._shard_wanted if what == SHARD else what in self._fetching
+        took_s = self._known.now_s - self._asked_s.get(what, math.inf)
+        return is_asked and (what not in self._failed or took_s >= LONG_S)
 
     @property
     def waits_for(self) -> str:
@@ -116,6 +141,7 @@ class Beginning:
             return
         if not self._has_shard and not self._shard_wanted:
             self._shard_wanted = True
+            self._asked_s[SHARD] = known.now_s
             known.do(FetchPath(self.path))
         for module in known.grid.modules_of_path(self.path):
             if module not in self._ready and module not in self._fetching:
@@ -151,6 +177,7 @@ class Beginning:
 
     def _fetch(self, state: StateReference, holders: tuple[str, ...]) -> None:
         self._fetching[state.module] = state
+        self._asked_s[state.module] = self._known.now_s
         self._known.do(FetchState(state, holders, "begin"))
 
     def on_path(self, event: PathReady | PathFailed) -> None:
@@ -161,7 +188,7 @@ class Beginning:
         if isinstance(event, PathReady):
             self._has_shard = True
         else:
-            self._try_later(event.reason)
+            self._try_later(SHARD, event.reason)
 
     def on_state(self, event: StateFetched | FetchFailed) -> None:
         """A state is here, or its holders could not serve it."""
@@ -175,11 +202,17 @@ class Beginning:
             self._unavailable[digest] = self._known.now_s + UNAVAILABLE_S
             if wanted == self._known.held.get(module):
                 del self._known.held[module]  # It is not on this disk any more.
-            self._try_later(event.reason)
+            self._try_later(module, event.reason)
         else:
             self._known.take_certificates(event.certificates)
             self._ready[module] = event.reference
 
-    def _try_later(self, reason: str) -> None:
+    def _try_later(self, what: str, reason: str) -> None:
+        now_s = self._known.now_s
         self.reason = reason
-        self._retry_s = self._known.now_s + RETRY_S
+        self._retry_s = now_s + RETRY_S
+        self._failed.add(what)
+        if now_s - self._asked_s[what] >= LONG_S:
+            # What has come in so long a time is kept, and the next attempt goes on from there.
+            until_s = max(self._until_s, now_s + self._limit_of_one_s)
+            self._until_s = min(until_s, self._latest_s)

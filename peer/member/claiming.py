@@ -87,6 +87,7 @@ class Claiming:
                     known.grid,
                     known.me,
                     pinned=known.settings.pinned,
+                    exclude=self._horizon.passed_over(),
                     can_lead=known.own_reachable not in CANNOT_LEAD,
                 )
             )
@@ -97,7 +98,8 @@ class Claiming:
             self._looks += 1
             better = None
             if known.settings.pinned is None and self._looks < MAX_LOOKS:
-                better = resolve_collision(known.choice, known.grid, known.me)
+                passed_over = self._horizon.passed_over()
+                better = resolve_collision(known.choice, known.grid, known.me, exclude=passed_over)
             if better is None:
                 self._phase = _Phase.IDLE
                 self.decision = self._chosen

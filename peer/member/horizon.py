@@ -25,6 +25,9 @@ from dipaco.dht.view import SwarmView
 from .actions import Look, Watch
 from .knowledge import Knowledge
 
+# A path that could not be begun is passed over for so many dwells: each time twice as long.
+PASSED_OVER_DWELLS, GREATEST_PASSED_OVER_DWELLS = 1, 8
+
 
 class Horizon:
     """Works out the scope, and keeps views to it."""
@@ -35,6 +38,8 @@ class Horizon:
         self._scope: Scope | None = None
         self._needs: tuple[Collection[object], ...] = ()
         self._has_few_neighbours = False
+        self._failed: dict[int, tuple[float, int]] = {}
+        """Of paths that could not be begun: when that was tried last, and how often in vain."""
 
     @property
     def is_whole(self) -> bool:
@@ -91,11 +96,41 @@ class Horizon:
             known.me,
             rounds_on_path=rounds_on_path,
             dwell_rounds=known.plan.rounds.dwell_rounds,
+            exclude=self.passed_over(),
         )
         if decision is None or decision.path == known.path or known.path is None:
             self.settle()
             return None
         return decision
+
+    def pass_over(self, path: int) -> None:
+        """A path could not be begun: leave it to others for a while."""
+        _, times = self._failed.get(path, (0.0, 0))
+        self._failed[path] = self._known.now_s, times + 1
+
+    def begun(self, path: int) -> None:
+        """A path is in training."""
+        self._failed.pop(path, None)
+
+    def passed_over(self) -> frozenset[int]:
+        """Return the paths that this peer does not choose, as it could not begin them."""
+        rounds, now_s = self._known.plan.rounds, self._known.now_s
+        dwell_s = rounds.dwell_rounds * rounds.duration_s
+        return frozenset(
+            path
+            for path, (since_s, times) in self._failed.items()
+            if 0.0
+            <= now_s - since_s
+            < min(GREATEST_PASSED_OVER_DWELLS, PASSED_OVER_DWELLS * 2 ** (times - 1)) * dwell_s
+        )
+
+    def has_another(self, path: int) -> bool:
+        """Tell whether there may be another path to choose."""
+        known = self._known
+        if known.settings.pinned is not None:
+            return False
+        without = self.passed_over() | {path}
+        return not self.is_whole or any(p not in without for p in range(known.grid.path_count))
 
     def settle(self) -> None:
         """A path is chosen: what was sampled is looked at no more."""

@@ -22,10 +22,9 @@ from dipaco.modules.state import StateReference
 from . import events as e
 from .actions import Action, Begun, EndRound, Left, Move, SaveAll, Stay, TakeStep, Wait, Warn
 from .adoption import Adoption
-from .beginning import LIMIT_S, Beginning
 from .chains import Chains
-from .claiming import Claiming
 from .horizon import Horizon
+from .joining import Joining
 from .keeping import Keeping
 from .knowledge import Knowledge, MemberSettings
 from .outer import OuterRounds
@@ -40,8 +39,7 @@ SHORT_WAIT_S = 1.0
 
 class _Phase(Enum):
     NEW = auto()
-    CLAIMING = auto()
-    BEGINNING = auto()
+    JOINING = auto()
     TRAINING = auto()
     THINKING = auto()
     PARTING = auto()
@@ -69,16 +67,14 @@ class Member:
         self.position = round_position(known.schedule)
         self._chains = Chains(known)
         self._horizon = Horizon(known)
-        self._claiming = Claiming(known, self._horizon)
-        self._beginning = Beginning(known, self._chains)
+        self._joining = Joining(known, self._horizon, self._chains)
         self._adoption = Adoption(known, self._chains)
         self._outer = OuterRounds(known, self.position, self._adoption, self._chains)
         self._keeping = Keeping(known, self._chains)
         self._parting = Parting(known, self.position, self._outer)
-        self._pausing = Pausing(known, self._beginning, self._claiming, self._outer)
+        self._pausing = Pausing(known, self._joining, self._outer)
         self._moving: Decision | None = None
         self._phase = _Phase.NEW
-        self._since_s = 0.0
         self._waits_since_s = 0.0
         self._rounds_on_path = 0
         self.rounds_done = 0
@@ -115,7 +111,13 @@ class Member:
             return []
         if went_back:
             self.position.clock_went_back(now_s)
-            parts = (self._claiming, self._outer, self._adoption, self._chains, self._keeping)
+            parts = (
+                self._joining.claiming,
+                self._outer,
+                self._adoption,
+                self._chains,
+                self._keeping,
+            )
             for part in parts:
                 part.clock_went_back()
         if isinstance(event, e.Turn):
@@ -132,7 +134,7 @@ class Member:
             self._successor = True
         else:
             self._on_answer(event)
-        self._horizon.watch(known.path, self._claiming.path)
+        self._horizon.watch(known.path, self._joining.claiming.path)
         actions, known.actions = known.actions, []
         return actions
 
@@ -142,9 +144,9 @@ class Member:
             case e.LookFailed():
                 self._on_look_failed(event)
             case e.PathReady() | e.PathFailed():
-                self._beginning.on_path(event)
+                self._joining.beginning.on_path(event)
             case e.StateFetched(purpose="begin") | e.FetchFailed(purpose="begin"):
-                self._beginning.on_state(event)
+                self._joining.beginning.on_state(event)
             case e.StateFetched(purpose="adopt") | e.FetchFailed(purpose="adopt"):
                 self._adoption.on_state(event)
             case e.StateFetched() | e.FetchFailed():
@@ -199,8 +201,8 @@ class Member:
             self.known.call_unknown()
 
     def _on_look(self) -> None:
-        if self._claiming.is_under_way:
-            self._claiming.on_view()
+        if self._joining.claiming.is_under_way:
+            self._joining.claiming.on_view()
         elif self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self._move_if_better()
@@ -212,7 +214,7 @@ class Member:
                 self._move_if_better()
 
     def _on_look_failed(self, event: e.LookFailed) -> None:
-        self._claiming.on_look_failed()
+        self._joining.claiming.on_look_failed()
         self._thinks = False
         if self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
@@ -237,12 +239,10 @@ class Member:
             if self._pausing.reason:
                 self._pausing.begin()
         if self._phase is _Phase.PAUSED and not self._pausing.reason:
-            self._phase, self._since_s = _Phase.CLAIMING, known.now_s
-            self._claiming.begin()
-        if self._phase is _Phase.CLAIMING:
-            self._turn_claiming()
-        if self._phase is _Phase.BEGINNING:
-            self._turn_beginning()
+            self._phase = _Phase.JOINING
+            self._joining.begin()
+        if self._phase is _Phase.JOINING:
+            self._turn_joining()
         if self._phase is _Phase.TRAINING:
             self._turn_training(turn)
         elif self._phase is _Phase.THINKING:
@@ -256,42 +256,16 @@ class Member:
         elif self._phase is _Phase.LEAVING:
             self._turn_leaving()
 
-    def _turn_claiming(self) -> None:
-        known = self.known
-        self._claiming.on_turn()
-        decision = self._claiming.decision
-        if not self._claiming.is_under_way and decision is not None:
-            self._phase = _Phase.BEGINNING
-            self._beginning.begin(decision.path)
-            return
-        left_s = self._since_s + LIMIT_S - known.now_s
-        if left_s > 0:
-            known.do(Wait("the swarm's answer to a claim", left_s))
-        elif known.path is None:
-            self._give_up(
-                f"the DHT did not answer for {LIMIT_S:.0f} s; check the network and start again"
-            )
-        else:
-            self._stay(f"the DHT did not answer for {LIMIT_S:.0f} s")
-
-    def _turn_beginning(self) -> None:
-        known, beginning = self.known, self._beginning
-        beginning.on_turn()
-        if beginning.is_ready:
-            beginning.start()
+    def _turn_joining(self) -> None:
+        joining = self._joining
+        joining.on_turn()
+        if joining.has_begun:
             self._begun()
-        elif beginning.has_failed:
-            reason = beginning.reason or f"waited in vain for {beginning.waits_for}"
-            beginning.stop()
-            if known.path is None:
-                self._give_up(reason)
-            else:
-                self._stay(reason)
-        else:
-            what = beginning.waits_for
-            if beginning.reason:
-                what += f" ({beginning.reason})"
-            known.do(Wait(what, beginning.left_s))
+        elif joining.failure and self.known.path is None:
+            self._error = joining.failure
+            self._leave(to_successor=False)
+        elif joining.failure:
+            self._stay(joining.failure)
 
     def _begun(self) -> None:
         known = self.known
@@ -301,7 +275,7 @@ class Member:
         self._rounds_on_path = 0
         self._phase = _Phase.TRAINING
         self._enter_round()
-        self._claiming.train()
+        self._joining.claiming.train()
         known.do(Begun(known.path, self.position.round_index))
 
     def _enter_round(self) -> None:
@@ -412,9 +386,8 @@ class Member:
         assert known.path is not None
         self._moving = None
         known.do(Move(known.path, decision.path, decision.reason))
-        self._phase = _Phase.CLAIMING
-        self._since_s = known.now_s
-        self._claiming.begin(decision)
+        self._phase = _Phase.JOINING
+        self._joining.begin(decision)
 
     def _stay(self, reason: str) -> None:
         """Go on with the present path after a move failed: its model is untouched."""
@@ -422,7 +395,7 @@ class Member:
         assert known.path is not None
         self._rounds_on_path = 0
         self._phase = _Phase.TRAINING
-        self._claiming.take_back(known.path)
+        self._joining.claiming.take_back(known.path)
         self._enter_round()
         known.do(Stay(known.path, reason))
 
@@ -436,7 +409,7 @@ class Member:
         if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
             self._phase, self._moving = _Phase.PARTING, None
             self._parting.begin(MERGE_BUDGET_S, waits_for_boundaries=True)
-        elif self._phase in (_Phase.CLAIMING, _Phase.BEGINNING):
+        elif self._phase is _Phase.JOINING:
             self._phase = _Phase.PAUSED
             self._pausing.begin()
 
@@ -465,7 +438,7 @@ class Member:
             self.known.do(Wait("the last work on this path to be merged", self._parting.left_s))
         elif self._moving is not None:
             self._move(self._moving)
-            self._turn_claiming()
+            self._turn_joining()
         elif self._leave_s is None:
             self._phase = _Phase.PAUSED
             self._pausing.begin()
@@ -474,10 +447,6 @@ class Member:
             self._leave(to_successor=False)
             self._turn_leaving()
 
-    def _give_up(self, reason: str) -> None:
-        self._error = reason
-        self._leave(to_successor=False)
-
     def _leave(self, *, to_successor: bool) -> None:
         """Withdraw the claim, save, hand over."""
         self._phase = _Phase.LEAVING
@@ -485,8 +454,8 @@ class Member:
             self._leave_s = self.known.now_s
         self._to_successor = to_successor
         self._outer.is_leaving = True
-        self._beginning.stop()
-        self._claiming.leave()
+        self._joining.beginning.stop()
+        self._joining.claiming.leave()
         self.known.do(SaveAll())
         if not to_successor:
             self._keeping.hand_over(self._leave_s + LEAVE_BUDGET_S - self.known.now_s)

@@ -10,9 +10,8 @@ whose owner needs the machine parts like one that leaves, and stays in the swarm
 from __future__ import annotations
 
 from .actions import Pause, SaveAll
-from .beginning import Beginning
-from .claiming import Claiming
 from .gathering import possible_peers
+from .joining import Joining
 from .knowledge import Knowledge
 from .outer import OuterRounds
 from .rounds import ClockPosition, RoundPosition
@@ -96,13 +95,11 @@ class Pausing:
     def __init__(
         self,
         knowledge: Knowledge,
-        beginning: Beginning,
-        claiming: Claiming,
+        joining: Joining,
         outer: OuterRounds,
     ) -> None:
         self._known = knowledge
-        self._beginning = beginning
-        self._claiming = claiming
+        self._joining = joining
         self._outer = outer
         self.reason = ""
         """Why nothing is to be trained; empty when something is."""
@@ -112,7 +109,7 @@ class Pausing:
         known = self._known
         known.do(SaveAll(), Pause(known.path, self.reason))
         known.path, known.anchors = None, {}
-        self._beginning.stop()
+        self._joining.beginning.stop()
         self._outer.begin_path()
         self._outer.adoption.begin_path()
-        self._claiming.pause(self.reason)
+        self._joining.claiming.pause(self.reason)
