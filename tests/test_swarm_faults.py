@@ -2,7 +2,7 @@
 
 Joining is what takes time, so the accidents follow each other in one swarm: peers are killed
 around a boundary, the bootstrap node is killed, a newcomer joins through another peer, a peer
-presses Ctrl+C, and at last everybody is killed and some come back.
+presses Ctrl+C, so do all others but one, and at last that one is killed and comes back.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def test_accidents(tmp_path: Path) -> None:
         newcomer = _bootstrap_killed(world, bootstrap)
         _interrupted(world, newcomer)
         world.assert_whole()
-        _everybody_gone(world)
+        last = _all_but_one_leave(world)
+        _everybody_gone(world, last)
 
 
 def _only_trainer_killed(world: Accidents) -> None:
@@ -239,20 +240,27 @@ def _interrupted(world: Accidents, leaver: Member) -> None:
     assert all(versions[module] >= version for module, version in held.items()), (versions, held)
 
 
-def _everybody_gone(world: Accidents) -> None:
-    """When all peers were gone, the first to come back serves its disk states."""
+def _all_but_one_leave(world: Accidents) -> Member:
+    """Whoever is left was not cut off: it goes on with what all of them trained."""
     world.wait_for_commits(1)
-    keeper, *others = world.training()
-    modules = keeper.of("training")[-1]["modules"]
-    wait_until(lambda: modules.keys() <= {e["module"] for e in keeper.of("commit")}, LIMIT_S)
-    versions = {e["module"]: e["version"] for e in keeper.of("commit")}
-    path = world.path_of(keeper)
-    keeper.kill()
+    last, *others = world.training()
     for member in others:
         member.interrupt()
     for member in others:
         member.popen.wait(LIMIT_S)
         assert_gone(member)
+    world.wait_for_commits(2)
+    assert "isolated" not in last.output.read_text()
+    return last
+
+
+def _everybody_gone(world: Accidents, keeper: Member) -> None:
+    """When all peers were gone, the first to come back serves its disk states."""
+    modules = keeper.of("training")[-1]["modules"]
+    wait_until(lambda: modules.keys() <= {e["module"] for e in keeper.of("commit")}, LIMIT_S)
+    versions = {e["module"]: e["version"] for e in keeper.of("commit")}
+    path = world.path_of(keeper)
+    keeper.kill()
     # A bootstrap node with the run's files but without states: all states come from the peer.
     for file in world.run.states.folder.rglob("*.safetensors"):
         file.unlink()
