@@ -112,7 +112,7 @@ class ReadOnlyClient:
 
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
-        return self._node.fetcher.blob(sha256, what)
+        return self._node.fetcher.needed_blob(sha256, what)
 
     def fetch_best_path(self, path: int, sha256: str) -> BestParameters:
         """Fetch announced best states of a path; their score is a claim that nobody checked here.

@@ -161,11 +161,11 @@ class Node:
         """Fetch the shard index if it is not here, and make shards and genesis states known to
         the fetcher."""
         if self.shard_index is None:
-            self.fetcher.blob(self.plan.blobs.shards, "the shard index")
+            self.fetcher.needed_blob(self.plan.blobs.shards, "the shard index")
             self.shard_index = self.run_folder.shard_index(self.plan)
             self.fetcher.use_shards(self.shard_index)
             if self.plan.blobs.genesis is not None:
-                self.fetcher.blob(self.plan.blobs.genesis, "the genesis index")
+                self.fetcher.needed_blob(self.plan.blobs.genesis, "the genesis index")
                 self.fetcher.use_genesis(self.run_folder.genesis_index(self.plan) or {})
         return self.shard_index
 

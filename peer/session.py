@@ -298,10 +298,10 @@ class Session:
 
     def _fetch_path(self, action: a.FetchPath) -> None:
         claim = self.status.claim
-        if claim.path == action.path:
-            self.events.emit("claimed", path=claim.path, reason=claim.reason)
         if self._files.want(action.path):
             self._errands.forget("begin")
+            if claim.path == action.path:
+                self.events.emit("claimed", path=claim.path, reason=claim.reason)
 
         def fetch() -> None:
             try:

@@ -256,7 +256,7 @@ def test_a_newcomer_that_can_begin_nothing_gives_up() -> None:
     peer.lost = set(range(GRID.path_count))
     peer.run_until(a.Left, 2 * LONGEST_S)
     (left,) = of(a.Left, peer.done)
-    assert left.error == "nobody has it"
+    assert left.error == "nobody has it; start again later"
     assert peer.now_s - PLAN.start_s < LONGEST_S + 2 * WITH_OTHERS_LIMIT_S
 
 
@@ -266,13 +266,28 @@ def test_who_could_not_begin_a_path_tries_it_more_and_more_seldom() -> None:
     horizon, dwell_s = Horizon(known), PLAN.rounds.dwell_rounds * ROUND_S
     for dwells in (1, 2, 4, 8, 8):
         horizon.pass_over(3)
+        horizon.want_path()
         known.now_s += dwells * dwell_s - 1.0
         assert horizon.passed_over() == {3}
         known.now_s += 1.0
         assert not horizon.passed_over()
     horizon.pass_over(3)
     horizon.pass_over(4)
+    horizon.want_path()
     horizon.begun(3)
     assert horizon.passed_over() == {4}
     known.now_s -= 1.0
     assert not horizon.passed_over()  # The clock was put back.
+
+
+def test_a_newcomer_tries_each_path_once() -> None:
+    """However short rounds are: else it would go to and fro between two that cannot be begun."""
+    known = Knowledge(
+        MemberSettings(ME), small_plan((16, 32), 20.0, dwell_rounds=1), GRID, CertificateBook()
+    )
+    horizon = Horizon(known)
+    for path in range(GRID.path_count):
+        assert horizon.has_another(path - 1)
+        horizon.pass_over(path)
+        known.now_s += WITH_OTHERS_LIMIT_S
+        assert horizon.passed_over() == set(range(path + 1))

@@ -293,7 +293,7 @@ def test_what_never_comes_ends_the_wait_with_its_reason() -> None:
     peer.claim()
     peer.happen(e.PathFailed(0, "nobody serves the shard of path 0"))
     (left,) = of(a.Left, peer.turn(LIMIT_S + 1.0))
-    assert left.error == "nobody serves the shard of path 0"
+    assert left.error == "nobody serves the shard of path 0; start again later"
     assert peer.member.is_gone
     assert peer.turn() == []
 
@@ -313,7 +313,7 @@ def test_who_cannot_begin_hands_over_its_copies_before_it_ends() -> None:
     peer.happen(e.OfferAnswered("L0.E0", copy.digest, "Pz", True))
     (left,) = of(a.Left, peer.turn(LEAVE_BUDGET_S))
     assert left.handed_over == ("L0.E0",)
-    assert left.error == "nobody serves the shard of path 0"
+    assert left.error == "nobody serves the shard of path 0; start again later"
 
 
 @pytest.mark.parametrize("version", [0, 2])

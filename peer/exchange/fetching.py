@@ -44,6 +44,7 @@ logger = logging.getLogger("dipaco.peer.exchange.fetching")
 # Of blobs whose kind this file does not know: what this peer itself has added.
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
+ASK_AGAIN = "start again, other holders are then asked too"
 # How often it is looked whether another peer of this machine has fetched a blob.
 TURN_S = 0.5
 # Unfinished downloads of states that are kept for another attempt.
@@ -160,9 +161,15 @@ class ContentFetcher:
                     time.sleep(TURN_S)
             return self.blobs.path(sha256)
         except DipacoError as error:
-            raise type(error)(
-                f"could not fetch {what}: {error}; start again, other holders are then asked too"
-            ) from None
+            raise type(error)(f"could not fetch {what}: {error}") from None
+
+    def needed_blob(self, sha256: str, what: str) -> Path:
+        """Return the file of a blob as `blob` does, for a program that ends without it: the error
+        says what to do."""
+        try:
+            return self.blob(sha256, what)
+        except DipacoError as error:
+            raise type(error)(f"{error}; {ASK_AGAIN}") from None
 
     def best_path(self, path: int, sha256: str) -> BestParameters:
         """Fetch the best states of a path and check all but their score.

@@ -40,6 +40,8 @@ class Horizon:
         self._has_few_neighbours = False
         self._failed: dict[int, tuple[float, int]] = {}
         """Of paths that could not be begun: when that was tried last, and how often in vain."""
+        self._tried: set[int] = set()
+        """Paths that could not be begun since this member wants one."""
 
     @property
     def is_whole(self) -> bool:
@@ -103,8 +105,13 @@ class Horizon:
             return None
         return decision
 
+    def want_path(self) -> None:
+        """A path is about to be chosen."""
+        self._tried.clear()
+
     def pass_over(self, path: int) -> None:
-        """A path could not be begun: leave it to others for a while."""
+        """A path could not be begun: leave it to others for a while, and until another could."""
+        self._tried.add(path)
         _, times = self._failed.get(path, (0.0, 0))
         self._failed[path] = self._known.now_s, times + 1
 
@@ -116,7 +123,7 @@ class Horizon:
         """Return the paths that this peer does not choose, as it could not begin them."""
         rounds, now_s = self._known.plan.rounds, self._known.now_s
         dwell_s = rounds.dwell_rounds * rounds.duration_s
-        return frozenset(
+        return frozenset(self._tried).union(
             path
             for path, (since_s, times) in self._failed.items()
             if 0.0

@@ -36,6 +36,7 @@ class Joining:
         """Claim a path: `decision`, if given (a move), otherwise the least served one."""
         self.has_begun, self.failure = False, ""
         self._wanted_s = self._known.now_s
+        self._horizon.want_path()
         self._claim(decision)
 
     def _claim(self, decision: Decision | None = None) -> None:
@@ -89,7 +90,7 @@ class Joining:
         self._horizon.pass_over(path)
         is_late = known.now_s - self._wanted_s >= LONGEST_S
         if known.path is not None or is_late or not self._horizon.has_another(path):
-            self.failure = reason
+            self.failure = reason if known.path is not None else f"{reason}; start again later"
             return
         known.do(Warn(f"looks for another path than {path}: {reason}"))
         self._claim()
