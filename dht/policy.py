@@ -248,6 +248,7 @@ def _even_out(
     if len(here) < 3 or here[-1].peer_id != mine.peer_id:
         return None
     counts = {path: len(view.claimants(path)) for path in view.paths(grid) if path not in exclude}
+    counts[mine.path] = len(here)
     target = min(counts, key=lambda path: (counts[path], rendezvous(mine.peer_id, path)))
     if counts[target] > len(here) - 2:
         return None

@@ -273,7 +273,6 @@ def test_who_could_not_begin_a_path_tries_it_more_and_more_seldom() -> None:
         assert not horizon.passed_over()
     horizon.pass_over(3)
     horizon.pass_over(4)
-    horizon.want_path()
     horizon.begun(3)
     assert horizon.passed_over() == {4}
     known.now_s -= 1.0

@@ -199,6 +199,23 @@ def test_replicas_even_out() -> None:
     assert should_move(two, grid_of(), peer_name(2), rounds_on_path=9, dwell_rounds=1) is None
 
 
+def test_who_passes_over_all_other_paths_stays() -> None:
+    claims = [*(claim(n, 0, since_s=n) for n in range(3)), *(claim(10 + n, n) for n in (1, 2, 3))]
+    view, me = view_of(claims), peer_name(2)
+    others = {1, 2, 3}
+    for left in others:
+        exclude = others - {left}
+        moved = should_move(view, grid_of(), me, rounds_on_path=2, dwell_rounds=2, exclude=exclude)
+        assert moved is not None
+        assert moved.path == left
+    for exclude in (others, {0, *others}):
+        assert not should_move(
+            view, grid_of(), me, rounds_on_path=2, dwell_rounds=2, exclude=exclude
+        )
+    assert choose_path(view, grid_of(), peer_name(9), exclude=others).path == 0
+    assert choose_path(view, grid_of(), peer_name(9), exclude={0, *others}).path in others
+
+
 class Swarm:
     """Peers that follow the policy, round by round, without a network.
 

@@ -118,6 +118,7 @@ class Horizon:
     def begun(self, path: int) -> None:
         """A path is in training."""
         self._failed.pop(path, None)
+        self._tried.clear()
 
     def passed_over(self) -> frozenset[int]:
         """Return the paths that this peer does not choose, as it could not begin them."""
