@@ -56,6 +56,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ),  # All met a leader with an impossible row again and again.
     ("latency", 531350, None, None),  # What one held that cannot be called parted two parts.
     ("invited", 540317, None, None),  # What a liar held of its own chain passed for a copy.
+    ("churn", 560069, None, None),  # All three holders of a state crashed within 72 s.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 
