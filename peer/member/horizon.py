@@ -1,8 +1,10 @@
-"""What a member reads of the swarm (design 4.7): what its decisions need, and no more.
+"""Which paths a member chooses among, and what it reads of the swarm for that and all else that it
+decides (design 4.5, 4.7): what it needs, and no more.
 
 At every refresh that is the modules that it trains or keeps copies of, and the bucket of its path.
 Where that bucket has few peers, nobody could be found in it to keep a copy, so the next ones are
-read too. Who chooses a path looks into a few buckets more: others each time.
+read too. Who chooses a path looks into a few buckets more: others each time. Paths that it could
+not begin it leaves alone for a while.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ PASSED_OVER_DWELLS, GREATEST_PASSED_OVER_DWELLS = 1, 8
 
 
 class Horizon:
-    """Works out the scope, and keeps views to it."""
+    """Works out the scope, keeps views to it, and says which paths are passed over."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._known = knowledge
