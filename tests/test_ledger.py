@@ -147,6 +147,18 @@ def test_a_fork_at_a_step_that_others_took_in_the_same_round_puts_back_the_own_o
     assert peer.counted() == peer.trained
 
 
+def test_a_clock_that_was_put_back_steps_in_rounds_before_the_fork() -> None:
+    family = Family()
+    fork = family.commits(genesis(), range(7), "ABC")
+    peer = Trainer(family, fork)
+    for round_index in (9, 2, 3):
+        peer.train(round_index)
+        peer.commit(round_index, "")
+    peer.adopt(family.commit(fork, 10, "AB"))
+    assert peer.local == Counter({9: 1, 2: 1, 3: 1})
+    assert peer.counted() == peer.trained
+
+
 def test_a_missed_commit_takes_what_was_in_it_and_leaves_what_came_after() -> None:
     family = Family()
     peer = began(family)

@@ -224,3 +224,36 @@ def test_who_would_be_left_alone_waits_for_those_who_did_not_come() -> None:
     peer.look()
     peer.turn()
     assert peer.of(a.Average)[-1].awaited == {"Pa", ME}
+
+
+def test_who_does_not_come_to_rounds_that_come_to_nothing_is_waited_for_no_more() -> None:
+    peer = counted("Pa", "Pd")
+    for round_index in range(2):
+        # Somebody is ahead, and the round waits for who is left.
+        peer.claims = [claim("Pa", round=round_index + 1), claim("Pd", round=round_index)]
+        peer.look()
+        for module in (MODULE, LAST):
+            peer.turn()
+            meeting = peer.of(a.Average)[-1]
+            assert (meeting.module, meeting.awaited) == (module, {"Pd", ME})
+            peer.now_s = meeting.close_s
+            peer.average_failed(module)
+            peer.answered(module, {"Pa": None})
+            peer.turn()
+            for _ in range(2):
+                peer.happen(e.Stepped(10))
+    peer.claims = [claim("Pa", round=2), claim("Pd", round=2)]
+    peer.look()
+    peer.turn()
+    assert peer.of(a.Average)[-1].awaited == {"Pa", ME}
+
+
+def test_who_is_behind_does_not_wait_for_those_who_never_come() -> None:
+    """The others wait for it in the next round: it would come late to that one too."""
+    peer = counted("Pa", "Pc", "Pd")
+    for round_index in range(2):
+        round_of_all(peer, round_index, ["Pa", ME, "Pc"])
+    peer.claims = [claim("Pa", round=3), claim("Pc", round=3), claim("Pd", round=2)]
+    peer.look()
+    assert of(a.Average, actions := peer.turn()) == []
+    assert of(a.Ask, actions) == [a.Ask(MODULE, 2, ("Pa", "Pc", "Pd"))]

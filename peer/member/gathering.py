@@ -86,21 +86,42 @@ def awaited(
     module: str,
     round_index: int,
     *,
-    excluded: Collection[str],
+    culprits: frozenset[str],
+    absent: frozenset[str],
     alive: frozenset[str] | None,
 ) -> frozenset[str] | None:
     """With fixed steps: return whom a meeting waits for; None for nobody any more.
 
-    A claim that has expired or goes on to a later round is not waited for. Of a second attempt's
-    group only those that are `alive`.
+    A claim that has expired or goes on to a later round is not waited for, nor are `culprits`. Of
+    a second attempt's group only those that are `alive`. Whoever is left alone without the `absent`
+    waits for those all the same, unless others wait for it in a later round: it would come late to
+    that one too.
     """
-    others = awaited_group(known.view, known.grid, module, round_index)
-    others = others - {known.me} - frozenset(excluded)
-    if alive is not None:
-        others &= alive
-    if not others or is_behind(known, module):
+    if is_behind(known, module):
         return None
-    return others | {known.me}
+    claimed = awaited_group(known.view, known.grid, module, round_index) - {known.me} - culprits
+    if alive is not None:
+        claimed &= alive
+    others = claimed - absent
+    if not others and not _are_ahead(known, module, culprits | absent, alive):
+        others = claimed
+    return others | {known.me} if others else None
+
+
+def _are_ahead(
+    known: Knowledge, module: str, excluded: frozenset[str], alive: frozenset[str] | None
+) -> bool:
+    """Tell, where nobody is waited for, whether one who made the module lately still trains it."""
+    claimed = expected_group(known.view, known.grid, module)
+    others = (claimed & _made_lately(known, module)) - {known.me} - excluded
+    return bool(others if alive is None else others & alive)
+
+
+def _made_lately(known: Knowledge, module: str) -> frozenset[str]:
+    """Return who contributed to the latest commits of a module."""
+    anchor = known.anchors[module]
+    since_round = anchor.last_round + 1 - RECENT_ROUNDS
+    return known.book.recent_contributors(module, anchor.digest, since_round)
 
 
 def is_behind(known: Knowledge, module: str) -> bool:
@@ -175,14 +196,10 @@ def out_of_sight(known: Knowledge, module: str) -> frozenset[str]:
     """
     if known.schedule.fixed_steps:
         return frozenset()
-    anchor = known.anchors[module]
     since_s = known.now_s - SIGHT_PERIODS * refresh_period_s(known.plan.rounds)
-    recent = known.book.recent_contributors(
-        module, anchor.digest, anchor.last_round + 1 - RECENT_ROUNDS
-    )
     return frozenset(
         peer
-        for peer in recent - {known.me} - frozenset(known.whole_view.claims)
+        for peer in _made_lately(known, module) - {known.me} - frozenset(known.whole_view.claims)
         if known.last_seen_s(peer) >= since_s and not known.doubts.is_doubted(peer)
     )
 

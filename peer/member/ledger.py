@@ -138,19 +138,14 @@ class Ledger:
         ancestor = descent.book.common_ancestor(state.module, state.digest, own.digest)
         if ancestor is None:
             return merged
-        certificate = descent.book.get(state.module, ancestor)
-        if certificate is None:
-            return set()
-        fork = certificate.statement.round_index
-
-        def is_shared(part: int) -> bool:
-            taken = self._merged_in.get(part, part)
-            if taken == fork:
-                # Whoever leaves takes a step before its time: a round can have two.
-                return descent.book.contains(state.module, ancestor, self._me, taken)
-            return taken < fork
-
-        return set(filter(is_shared, merged))
+        # By name, not by which round is earlier: a clock that was put back steps in old rounds.
+        own_side = descent.book.chain(own.module, own.digest)
+        behind_fork = {
+            made.statement.round_index
+            for made in itertools.takewhile(lambda m: m.statement.digest != ancestor, own_side)
+            if self._me in made.statement.peers
+        }
+        return {part for part in merged if self._merged_in.get(part, part) not in behind_fork}
 
     def _make_room(
         self,

@@ -240,14 +240,15 @@ class OuterRounds:
         """Return whom a meeting with fixed steps waits for; None for nobody any more."""
         if self.is_leaving:
             return None
-        known, module, round_index = self.known, running.module, running.boundary.round_index
-        absent = self._absentees.unawaited(module, round_index)
-        # Whoever is left alone by this waits for those all the same.
-        for excluded in dict.fromkeys((running.culprits | absent, running.culprits)):
-            found = awaited(known, module, round_index, excluded=excluded, alive=running.alive)
-            if found is not None:
-                return found
-        return None
+        module, round_index = running.module, running.boundary.round_index
+        return awaited(
+            self.known,
+            module,
+            round_index,
+            culprits=running.culprits,
+            absent=self._absentees.unawaited(module, round_index),
+            alive=running.alive,
+        )
 
     def _average(
         self, running: RoundUnderWay, possible: frozenset[str], close_s: float, end_s: float
@@ -306,11 +307,14 @@ class OuterRounds:
         if self._is_counted and not event.members and self._may_meet_again(running):
             self._pause(running, AGAIN_AFTER_S)
             return
+        round_index = running.boundary.round_index
+        came = {*event.members, known.me}
+        self._absentees.note(running.module, round_index, running.awaited or (), came)
         running.failure = event.reason
         running.had_members |= bool(event.members)
         culprits = set(event.culprits) - {known.me}
         running.culprits |= culprits
-        self._culprits.blame(culprits, running.boundary.round_index, is_proven=event.is_proven)
+        self._culprits.blame(culprits, round_index, is_proven=event.is_proven)
         if self.is_leaving:
             self._end(running, "this peer leaves")
             return

@@ -322,7 +322,6 @@ class Averaging:
     def _close(self, average: _Average) -> None:
         average.is_over = True
         self._under_way.pop(average.key, None)
-        self._reception.end(average.key)
 
 
 def _list_bytes(message: calls.Message) -> int:
