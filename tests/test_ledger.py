@@ -10,7 +10,7 @@ import pytest
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import DropPart, JoinParts
 from dipaco.peer.member.descent import Descent
-from dipaco.peer.member.ledger import MOST_PARTS, STALE_ROUNDS, Ledger
+from dipaco.peer.member.ledger import GREATEST_PARTS, MOST_PARTS, STALE_ROUNDS, Ledger
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.family import Family, genesis
@@ -43,10 +43,16 @@ class Trainer:
         self.tail[round_index] += 1
 
     def cut(
-        self, round_index: int, stood_on: Collection[int] = (), *likelier: Collection[int]
+        self,
+        round_index: int,
+        stood_on: Collection[int] = (),
+        *likelier: Collection[int],
+        is_clear: bool = True,
     ) -> None:
         self.parts[round_index], self.tail = self.tail, Counter()
-        done = self.ledger.cut(round_index, self.anchor, self.descent, stood_on, *likelier)
+        done = self.ledger.cut(
+            round_index, self.anchor, self.descent, stood_on, *likelier, is_clear=is_clear
+        )
         for action in done:
             if isinstance(action, JoinParts):
                 self.parts[action.newer] += self.parts.pop(action.older)
@@ -62,8 +68,9 @@ class Trainer:
         is_whole: bool = False,
         stood_on: Collection[int] = (),
         likelier: Collection[Collection[int]] = (),
+        is_clear: bool = True,
     ) -> StateReference:
-        self.cut(round_index, stood_on, *likelier)
+        self.cut(round_index, stood_on, *likelier, is_clear=is_clear)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
         self.contributions[state.digest] = self.local
         self.ledger.committed(
@@ -327,6 +334,25 @@ def test_who_steps_alone_and_gives_way_again_and_again_loses_nothing() -> None:
         if round_index != MOST_PARTS:  # Once it hears of them a round later.
             peer.adopt(theirs)
             seen = theirs
+    assert peer.counted() == peer.trained
+
+
+@pytest.mark.parametrize("fork", range(1, 7))
+def test_nothing_is_joined_before_it_is_known_where_others_parted(fork: int) -> None:
+    """A split is over; where the state comes from that the others hold is said a round later."""
+    family = Family()
+    peer = began(family)
+    states = {}
+    for round_index in range(1, MOST_PARTS + 2):
+        peer.train(round_index)
+        is_clear = round_index <= MOST_PARTS
+        states[round_index] = peer.commit(round_index, "", is_whole=True, is_clear=is_clear)
+    assert len(peer.ledger.parts) == GREATEST_PARTS
+    theirs = family.commits(states[fork], range(fork + 1, MOST_PARTS + 2), "AB")
+    peer.train(MOST_PARTS + 2)
+    peer.cut(MOST_PARTS + 2)
+    assert len(peer.ledger.parts) == MOST_PARTS
+    peer.adopt(theirs)
     assert peer.counted() == peer.trained
 
 

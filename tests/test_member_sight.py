@@ -9,6 +9,7 @@ from dipaco.dht.view import view_of_records
 from dipaco.peer.member import actions as a
 from dipaco.peer.member.gathering import (
     SIGHT_PERIODS,
+    are_chains_known,
     rounds_stood_on,
     stands_by_likelihood,
 )
@@ -164,6 +165,18 @@ def test_who_trains_and_is_in_sight_may_take_over_what_is_committed_without_it()
     assert stands_by_likelihood(known, MODULE) == ({0, 1, 2}, {1, 2}, {1})
     known.note_holder("Pn", MODULE, newest, is_sure=True)
     assert stands_by_likelihood(known, MODULE) == ({0, 2}, {2}, {2})
+
+
+def test_where_a_held_state_comes_from_is_unknown_until_its_chain_is_here() -> None:
+    peer = group("Pa")
+    known, family = peer.member.known, peer.family
+    theirs = family.commit(known.anchors[MODULE], 3, ["Pa"])
+    assert are_chains_known(known, MODULE)
+    peer.held = {"Pa": [theirs]}
+    peer.look()
+    assert not are_chains_known(known, MODULE)
+    known.book.add_all(family.chain(theirs))
+    assert are_chains_known(known, MODULE)
 
 
 def test_who_parted_at_genesis_goes_on_from_there() -> None:

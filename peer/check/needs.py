@@ -26,7 +26,7 @@ from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.peer.exchange.steps import SHARE_OF_A_STATE
-from dipaco.peer.member.ledger import MOST_PARTS
+from dipaco.peer.member.ledger import GREATEST_PARTS
 from torch._subclasses import FakeTensorMode
 
 FP32_BYTES = 4
@@ -123,7 +123,7 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     return {
         "anchors": path,
         "outer momentum": path,
-        REMEMBERED: MOST_PARTS * path,
+        REMEMBERED: GREATEST_PARTS * path,
         # See `peer/exchange/steps.py`.
         "latest outer steps": int(SHARE_OF_A_STATE * 2 * path),
         "averagers' buffers": sum(sizes[level] for level in sizes if level != PRIVATE_LEVEL),
@@ -138,7 +138,7 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
 def seldom_bytes(main_memory: dict[str, int]) -> int:
     """Return how much of a peer's main memory is empty most of the time: one contribution is
     remembered in each round, more only after rounds without a commit."""
-    more = main_memory[REMEMBERED] * (MOST_PARTS - 1) // MOST_PARTS
+    more = main_memory[REMEMBERED] * (GREATEST_PARTS - 1) // GREATEST_PARTS
     return more + main_memory[SCORING] + main_memory[BEST]
 
 

@@ -284,6 +284,12 @@ def stands_by_likelihood(known: Knowledge, module: str) -> tuple[frozenset[int],
     )
 
 
+def are_chains_known(known: Knowledge, module: str) -> bool:
+    """Tell whether the chains of all states of a module are known that others were seen to hold."""
+    held = (digest for stand in known.stands(module).values() for digest in stand.offered)
+    return all(known.book.get(module, digest) is not None for digest in held)
+
+
 def rounds_stood_on(
     known: Knowledge, module: str, *, of: Collection[str] | None = None, is_seen: bool = False
 ) -> frozenset[int]:

@@ -17,8 +17,10 @@ from dipaco.modules.state import StateReference
 from .actions import Action, DropPart, JoinParts
 from .descent import Descent
 
-# Parts of own work that are kept apart, for each module; each takes memory of its size.
+# Parts of own work that are kept apart, for each module; each takes memory of its size. One more
+# for a round while nobody has said where the states come from that others hold.
 MOST_PARTS = 6
+GREATEST_PARTS = MOST_PARTS + 1
 # Work that is put on a state of so many rounds later keeps its length; what is older is shortened.
 STALE_ROUNDS = 4
 
@@ -65,17 +67,20 @@ class Ledger:
         own: StateReference,
         descent: Descent,
         *stood_on: Collection[int],
+        is_clear: bool = True,
     ) -> list[Action]:
         """Note that a snapshot was taken: what came since the last one is a part.
 
         Returns what the trainer does to keep few parts. `own` is the anchor, `stood_on` are the
-        rounds of its chain after which others may go another way, and the likelier ones of these.
+        rounds of its chain after which others may go another way, and the likelier ones of these;
+        it `is_clear` if the chains of all states are known that others hold.
         """
         if round_index not in self.parts:
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
-        return self._make_room(own, descent, stood_on or ((),))
+        most = MOST_PARTS if is_clear else GREATEST_PARTS
+        return self._make_room(most, own, descent, stood_on or ((),))
 
     def uncut(self, round_index: int) -> None:
         """Forget a snapshot that nobody else can have averaged: its part goes on growing."""
@@ -149,6 +154,7 @@ class Ledger:
 
     def _make_room(
         self,
+        most: int,
         own: StateReference,
         descent: Descent,
         stood_on: Sequence[Collection[int]],
@@ -156,7 +162,7 @@ class Ledger:
         """Join parts between which no fork lies, as far as one can tell, or do without the
         oldest."""
         done: list[Action] = []
-        while len(self.parts) > MOST_PARTS:
+        while len(self.parts) > most:
             pair = self._pair_to_join(own, descent, stood_on)
             if pair is None:
                 # What no anchor has is in the local parameters, and has to be known by its name.

@@ -35,6 +35,7 @@ from .events import Answered, Averaged, AverageFailed, OuterStepFailed, OuterSte
 from .gathering import (
     ATTEMPTS,
     SHORTEST_MEETING_S,
+    are_chains_known,
     awaited,
     close_after_s,
     gathering_text,
@@ -176,19 +177,19 @@ class OuterRounds:
         running = self._of(event.module, event.round_index, Phase.COPYING)
         if running is None:
             return
-        ledger, anchor = self.adoption.ledgers[event.module], self.known.anchors[event.module]
-        stood_on = stands_by_likelihood(self.known, event.module)
-        self.known.do(*ledger.cut(event.round_index, anchor, self.known.descent, *stood_on))
+        known, round_index = self.known, event.round_index
+        ledger, anchor = self.adoption.ledgers[event.module], known.anchors[event.module]
+        stood_on = stands_by_likelihood(known, event.module)
+        is_clear = are_chains_known(known, event.module)
+        known.do(*ledger.cut(round_index, anchor, known.descent, *stood_on, is_clear=is_clear))
         if not event.is_finite:
             ledger.discard()
-            self.known.do(
-                Warn(f"{event.module} has become non-finite: back to its anchor"),
-                Discard(event.module),
-            )
+            text = f"{event.module} has become non-finite: back to its anchor"
+            known.do(Warn(text), Discard(event.module))
             self._end(running, "own outer gradient is not finite")
         elif event.tokens == 0:
             self._end(running, "nothing was trained since the last commit")
-        elif is_cut_off(self.known, running.module):
+        elif is_cut_off(known, running.module):
             self._end(running, "isolated: none of the peers that were here can be reached")
         else:
             self._meet(running)
