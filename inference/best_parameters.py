@@ -3,21 +3,27 @@
 What a swarm announces as the best states of a path is a claim (`dipaco.dht.announced_bests`), and
 a copy on a peer's disk may never have been checked. So they are scored again on the held-out rows
 that early stopping uses before their claim is believed: one pass over at most
-`validation_sequences` rows for each path.
+`validation_sequences` rows for each path. Trainers leave rounds out where scoring takes long, and
+those in which they end: where later states are not known to have been scored, they are scored here
+on the same rows, and the better of the two are the best.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 from dipaco.modules.best_parameters import BestParameters, BestParametersStore, claim_holds
+from dipaco.modules.compose import load_path
 from dipaco.modules.errors import DipacoError, IntegrityError
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.files import sha256_of_file
+from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.token_files import early_stopping_rows
 
@@ -30,6 +36,8 @@ class CheckedBestParameters:
     :param candidates: gives the best states to try of a path, one after the other
     :param held_out: gives all held-out rows of a path [N, T], or None where they are not here;
         what cannot be checked is then used unchecked
+    :param unscored: gives the newest states of a path, by module, if they are later than some best
+        ones and perhaps better; None if not
     :param device: where paths are run
     """
 
@@ -39,16 +47,21 @@ class CheckedBestParameters:
         store: BestParametersStore,
         candidates: Callable[[int], Iterable[BestParameters]],
         held_out: Callable[[int], np.ndarray | None],
+        unscored: Callable[[BestParameters], Mapping[str, ModuleState] | None],
         device: torch.device,
     ) -> None:
         self._plan = plan
         self._store = store
         self._candidates = candidates
         self._held_out = held_out
+        self._unscored = unscored
         self._device = device
         self._model: PathModel | None = None
         self._rounds: dict[int, int | None] = {}
         self._checked: set[str] = set()
+        self._grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
+        self._losses: dict[tuple[str, ...], float] = {}
+        """Of newest states that were scored here, by their digests."""
 
     def look_again(self) -> None:
         """Forget which states are the best: they are found again when next asked for. Those that
@@ -56,7 +69,8 @@ class CheckedBestParameters:
         self._rounds.clear()
 
     def round_of(self, path: int) -> int | None:
-        """Return the round of a path's best states, or None if there are none to use.
+        """Return the round of a path's best states; None if there are none to use, or the newest
+        states are better.
 
         They are found and checked when first asked for.
         """
@@ -76,6 +90,8 @@ class CheckedBestParameters:
                 except IntegrityError as error:
                     logger.warning("best states of path %d not used: %s", path, error)
                     continue
+                if self._is_outdone(best):
+                    return None
                 file = self._store.file(path)
                 if not (file.is_file() and sha256_of_file(file) == best.sha256):
                     self._store.hold(best)
@@ -92,11 +108,8 @@ class CheckedBestParameters:
         if rows is None:
             logger.debug("best states of path %d are not checked: no held-out rows", best.path)
             return
-        if self._model is None:
-            self._model = PathModel(self._plan.model).to(self._device).eval()
-        best.load_into(self._model)
-        chosen = early_stopping_rows(rows, self._plan.rounds)
-        found = LossSum(*sum_losses(self._model, chosen, self._plan.routing.prefix_tokens))
+        best.load_into(model := self._scoring_model())
+        found = self._loss(model, rows)
         claimed = best.held_out_loss
         if not claim_holds(claimed, found):
             raise IntegrityError(
@@ -104,3 +117,26 @@ class CheckedBestParameters:
                 f"here it is {found.loss} over {found.tokens}"
             )
         self._checked.add(best.sha256)
+
+    def _is_outdone(self, best: BestParameters) -> bool:
+        """Tell whether later states, which nobody has scored, are better than checked best ones."""
+        rows = self._held_out(best.path)
+        states = self._unscored(best) if rows is not None else None
+        if rows is None or states is None:
+            return False
+        digests = tuple(state.digest for _, state in sorted(states.items()))
+        if digests not in self._losses:
+            load_path(model := self._scoring_model(), self._grid, best.path, states)
+            loss = self._loss(model, rows).loss
+            self._losses[digests] = loss if loss is not None else math.inf
+        # A loss that is no number is not less.
+        return self._losses[digests] < best.reference.loss
+
+    def _scoring_model(self) -> PathModel:
+        if self._model is None:
+            self._model = PathModel(self._plan.model).to(self._device).eval()
+        return self._model
+
+    def _loss(self, model: PathModel, rows: np.ndarray) -> LossSum:
+        chosen = early_stopping_rows(rows, self._plan.rounds)
+        return LossSum(*sum_losses(model, chosen, self._plan.routing.prefix_tokens))

@@ -84,7 +84,12 @@ class StateSource(ABC):
         self._best_states: CheckedBestParameters | None = None
         if not settings.current:
             self._best_states = CheckedBestParameters(
-                plan, self._bests, self._best_candidates, self._held_out, settings.device
+                plan,
+                self._bests,
+                self._best_candidates,
+                self._held_out,
+                self._unscored_states,
+                settings.device,
             )
 
     @abstractmethod
@@ -123,11 +128,32 @@ class StateSource(ABC):
 
     def best_round(self, path: int) -> int | None:
         """Return the round of the best states that are used for a path; None for the newest."""
-        return self._best_states.round_of(path) if self._best_states is not None else None
+        found = self._best_states.round_of(path) if self._best_states is not None else None
+        if found is not None:
+            self.forget(path)
+        return found
 
     def best_path(self, path: int) -> BestParameters | None:
         """Return the best states of a path (DiPaCo section 2.7), or None to use the newest."""
         return self._best_states.load(path) if self._best_states is not None else None
+
+    def _unscored_states(self, best: BestParameters) -> Mapping[str, ModuleState] | None:
+        """Return the newest states of a path if they are later than some best ones, and it is not
+        known that they were scored."""
+        if self._was_scored_since(best):
+            return None
+        states: dict[str, ModuleState] = {}
+        for module in self.grid.modules_of_path(best.path):
+            state = self.state(module)
+            if state is None:
+                return None
+            states[module] = state
+        is_later = any(state.last_round > best.round_index for state in states.values())
+        return states if is_later else None
+
+    def _was_scored_since(self, best: BestParameters) -> bool:
+        """Tell whether the newest states of a path are known to be no better than the best ones."""
+        return False
 
     def missing_modules(self, path: int) -> tuple[str, ...]:
         """Return the modules that keep a path from being put together, having no state."""
@@ -362,6 +388,12 @@ class SwarmSource(StateSource):
         loss = best or LossSum(service.validation_nll, service.validation_tokens)
         # Who only holds best states publishes a path without knowing its tokens.
         return SourceProgress(service.tokens or None, service.last_round, loss)
+
+    def _was_scored_since(self, best: BestParameters) -> bool:
+        service = self._client.view().progress.get(best.path)
+        if service is None or not service.validation_tokens:
+            return False
+        return service.last_round > best.round_index
 
     @property
     def advice(self) -> str:

@@ -58,6 +58,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("invited", 540317, None, None),  # What a liar held of its own chain passed for a copy.
     ("churn", 560069, None, None),  # All three holders of a state crashed within 72 s.
     ("mixed", 659, None, None),  # Two parts were joined before it was known where others parted.
+    ("closed", 11268, None, None),  # Counted rounds end when their last group closes.
     ("mixed", 12242, None, None),  # A clock was put back: steps in rounds before a fork were lost.
     ("mixed", 12619, None, None),  # Who was behind waited for a liar, and stayed behind.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.

@@ -3,7 +3,8 @@
 While an honest trainer of a module lives, connected to more than half of those that train it, the
 module commits at least every `LIVENESS_ROUNDS` rounds. Who crashed is waited for like one that
 trains until its claim expires: before that, nobody can tell that it will not come back. Who is in
-a split from all others is isolated.
+a split from all others is isolated. Where rounds are counted, one lasts its limit and until its
+last group closes, half a commit window later.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Liveness:
     def __init__(self, world: World, violated: Callable[[str, str], None]) -> None:
         self._world = world
         self._violated = violated
-        self._round_s = world.plan.rounds.duration_s
-        self._claim_s = record_life_s(refresh_period_s(world.plan.rounds))
+        rounds = world.plan.rounds
+        self._round_s = rounds.duration_s + (rounds.window_s / 2 if rounds.inner_steps else 0.0)
+        self._claim_s = record_life_s(refresh_period_s(rounds))
         self._since_s: dict[str, float] = {}
         """When the present chance of a module to commit began."""
         self._crashed: dict[str, dict[str, float]] = {}
