@@ -60,8 +60,8 @@ class CheckedBestParameters:
         self._rounds: dict[int, int | None] = {}
         self._checked: set[str] = set()
         self._grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-        self._losses: dict[tuple[str, ...], float] = {}
-        """Of newest states that were scored here, by their digests."""
+        self._scored: dict[int, tuple[list[str], float]] = {}
+        """For each path, the digests of newest states that were scored here, and their loss."""
 
     def look_again(self) -> None:
         """Forget which states are the best: they are found again when next asked for. Those that
@@ -124,13 +124,13 @@ class CheckedBestParameters:
         states = self._unscored(best) if rows is not None else None
         if rows is None or states is None:
             return False
-        digests = tuple(state.digest for _, state in sorted(states.items()))
-        if digests not in self._losses:
+        digests = [states[module].digest for module in sorted(states)]
+        if self._scored.get(best.path, ([], 0.0))[0] != digests:
             load_path(model := self._scoring_model(), self._grid, best.path, states)
             loss = self._loss(model, rows).loss
-            self._losses[digests] = loss if loss is not None else math.inf
+            self._scored[best.path] = digests, loss if loss is not None else math.inf
         # A loss that is no number is not less.
-        return self._losses[digests] < best.reference.loss
+        return self._scored[best.path][1] < best.reference.loss
 
     def _scoring_model(self) -> PathModel:
         if self._model is None:
