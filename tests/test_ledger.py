@@ -47,11 +47,18 @@ class Trainer:
         round_index: int,
         stood_on: Collection[int] = (),
         *likelier: Collection[int],
+        held: frozenset[str] = frozenset(),
         is_clear: bool = True,
     ) -> None:
         self.parts[round_index], self.tail = self.tail, Counter()
         done = self.ledger.cut(
-            round_index, self.anchor, self.descent, stood_on, *likelier, is_clear=is_clear
+            round_index,
+            self.anchor,
+            self.descent,
+            stood_on,
+            *likelier,
+            held=held,
+            is_clear=is_clear,
         )
         for action in done:
             if isinstance(action, JoinParts):
@@ -68,9 +75,10 @@ class Trainer:
         is_whole: bool = False,
         stood_on: Collection[int] = (),
         likelier: Collection[Collection[int]] = (),
+        held: frozenset[str] = frozenset(),
         is_clear: bool = True,
     ) -> StateReference:
-        self.cut(round_index, stood_on, *likelier, is_clear=is_clear)
+        self.cut(round_index, stood_on, *likelier, held=held, is_clear=is_clear)
         state = self.family.commit(self.anchor, round_index, set(group) | {ME})
         self.contributions[state.digest] = self.local
         self.ledger.committed(

@@ -61,6 +61,10 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("closed", 11268, None, None),  # Counted rounds end when their last group closes.
     ("mixed", 12242, None, None),  # A clock was put back: steps in rounds before a fork were lost.
     ("mixed", 12619, None, None),  # Who was behind waited for a liar, and stayed behind.
+    ("mixed", 4156, None, None),  # Two rounds that came to nothing took the place of two forks.
+    ("mixed", 4260, None, None),  # So did own chains that lost, of which nobody held a state.
+    ("mixed", 5365, None, None),  # Thirty claims that nobody stands behind were called in turn.
+    ("churn", 17254, None, None),  # Who had acknowledged a copy lost its disk, and came back.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

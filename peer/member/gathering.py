@@ -290,6 +290,16 @@ def are_chains_known(known: Knowledge, module: str) -> bool:
     return all(known.book.get(module, digest) is not None for digest in held)
 
 
+def states_held(known: Knowledge, module: str) -> frozenset[str]:
+    """Return the digests of all states of a module that others were seen to hold, or may hold."""
+    return frozenset(
+        digest
+        for stand in known.stands(module).values()
+        for digest in (stand.seen, *stand.offered)
+        if digest
+    )
+
+
 def rounds_stood_on(
     known: Knowledge, module: str, *, of: Collection[str] | None = None, is_seen: bool = False
 ) -> frozenset[int]:

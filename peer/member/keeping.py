@@ -39,6 +39,9 @@ GREATEST_OFFERS = 64
 SLOW_FETCH_S = 45.0
 # Between two looks whether others hold enough copies of what this peer need not keep.
 DROP_EVERY_S = 60.0
+# Who has shown that it holds a copy announces that within so many refresh periods: who does not any
+# more has lost its disk in a crash.
+ANNOUNCED_PERIODS = 3
 # Peers that a leaving peer offers each state to.
 HANDED_TO = 4
 
@@ -49,6 +52,8 @@ class _Care:
 
     acknowledged: dict[str, int] = field(default_factory=dict)
     """Peer to the last round of the state that it has shown to hold."""
+    acknowledged_s: dict[str, float] = field(default_factory=dict)
+    """Peer to when it has shown that."""
     offered: dict[str, float] = field(default_factory=dict)
     """Peer to when its answer must have come."""
     passed_over: dict[str, float] = field(default_factory=dict)
@@ -90,6 +95,7 @@ class Keeping:
         for care in self._care.values():
             care.offered.clear()
             care.passed_over.clear()
+            care.acknowledged_s = dict.fromkeys(care.acknowledged, self._known.now_s)
 
     # -- giving
 
@@ -159,6 +165,7 @@ class Keeping:
             for peer, round_index in care.acknowledged.items()
             if known.is_here(peer)
             and state.last_round < round_index + max(1, rounds.replication_every_rounds)
+            and self._has_copy(peer, module, care)
         }
         missing = rounds.copies - len(holders | fresh)
         if missing > 0:
@@ -176,6 +183,14 @@ class Keeping:
             known.note_holder(peer, state.module, state.digest, is_sure=False)
             known.do(Offer(state, peer, OFFER_LIMIT_S))
             missing -= 1
+
+    def _has_copy(self, peer: str, module: str, care: _Care) -> bool:
+        """Tell whether a peer that has shown to hold a copy still announces one, or has not had the
+        time to."""
+        known = self._known
+        since_s = known.now_s - ANNOUNCED_PERIODS * refresh_period_s(known.plan.rounds)
+        announced = known.view.holdings.get(module, ())
+        return care.acknowledged_s[peer] >= since_s or any(h.peer_id == peer for h in announced)
 
     def _holders(self, state: StateReference) -> set[str]:
         """Return who has signed a state, or announces one of its chain that is hardly older."""
@@ -229,6 +244,7 @@ class Keeping:
         certificate = known.book.get(event.module, event.digest)
         if event.is_kept and certificate is not None:
             care.acknowledged[event.peer] = certificate.statement.round_index
+            care.acknowledged_s[event.peer] = known.now_s
             care.refusals.pop(event.peer, None)
             care.refused_in_a_row = 0
             known.note_holder(event.peer, event.module, event.digest, is_sure=True)

@@ -27,6 +27,9 @@ from .calls import (
 GREATEST_ASKED = 4
 # How often one peer is called, unless it admitted this one.
 GREATEST_TRIES = 3
+# Who cannot lead, and has no leader, asks a peer that never answers every second time, then every
+# fourth, and so on, but at least so often: of what invented identities claim, none ever does.
+SELDOMEST_ASKED = 4
 # Redirects to peers that are no candidates.
 GREATEST_STRANGERS = 8
 # Of the seconds in which a group is to form: how long a call may go without an answer, but at
@@ -124,6 +127,9 @@ class LeaderSearch:
         self._strangers: set[str] = set()
         self._invited_by: set[str] = set()
         self._next_ask_s = float("-inf")
+        self._times_again = 0
+        self._pauses: dict[str, tuple[int, int]] = {}
+        """Of peers that have not answered: when they are asked again, and after how many times."""
 
     def call(self, peer: str, message: Join | Invite) -> int:
         """Open a call and return its number."""
@@ -143,6 +149,7 @@ class LeaderSearch:
 
     def answered(self, call: Called, peer: str, message: Message) -> None:
         """Note an answer on a call that stands."""
+        self._pauses.pop(peer, None)
         if isinstance(message, (Gathering, Closing)):
             call.set(Status.GATHERING, message.leader)
             self._tries[peer] = 0
@@ -287,13 +294,19 @@ class LeaderSearch:
 
     def ask_again(self) -> None:
         """Nobody led and this peer cannot: ask those again that have not answered."""
+        self._times_again += 1
         unanswered = [
             peer
             for peer in self._asked
-            if peer in self._calls and self._calls[peer].status in (Status.OVER, Status.SILENT)
+            if peer in self._calls
+            and self._calls[peer].status in (Status.OVER, Status.SILENT)
+            and self._pauses.get(peer, (0, 0))[0] <= self._times_again
         ]
         self.hang_up(unanswered, None)
         for peer in unanswered:
+            _, pause = self._pauses.get(peer, (0, 0))
+            pause = min(2 * pause, SELDOMEST_ASKED) if pause else 1
+            self._pauses[peer] = self._times_again + pause, pause
             del self._calls[peer]
             self._tries.pop(peer, None)
         self._next_ask_s = float("-inf")

@@ -50,6 +50,8 @@ class Ledger:
         """Those that are not in the anchor."""
         self._rows: dict[int, frozenset[int]] = {}
         """The parts that the contribution of a round has in it."""
+        self._in_vain: dict[int, frozenset[str]] = {}
+        """Who was in the group of a round that this peer did not commit."""
         self._merged_in: dict[int, int] = {}
         """The round of the step by which a part came into the anchor."""
         self._joinable: set[int] = set()
@@ -67,20 +69,26 @@ class Ledger:
         own: StateReference,
         descent: Descent,
         *stood_on: Collection[int],
+        held: frozenset[str] = frozenset(),
         is_clear: bool = True,
     ) -> list[Action]:
         """Note that a snapshot was taken: what came since the last one is a part.
 
         Returns what the trainer does to keep few parts. `own` is the anchor, `stood_on` are the
         rounds of its chain after which others may go another way, and the likelier ones of these;
-        it `is_clear` if the chains of all states are known that others hold.
+        `held` are the digests of the states that others hold; it `is_clear` if their chains are
+        all known.
         """
         if round_index not in self.parts:
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
         most = MOST_PARTS if is_clear else GREATEST_PARTS
-        return self._make_room(most, own, descent, stood_on or ((),))
+        return self._make_room(most, own, descent, stood_on or ((),), held)
+
+    def came_to_nothing(self, round_index: int, members: Collection[str]) -> None:
+        """Note who was in the group of a round that this peer did not commit."""
+        self._in_vain[round_index] = frozenset(members)
 
     def uncut(self, round_index: int) -> None:
         """Forget a snapshot that nobody else can have averaged: its part goes on growing."""
@@ -158,12 +166,13 @@ class Ledger:
         own: StateReference,
         descent: Descent,
         stood_on: Sequence[Collection[int]],
+        held: frozenset[str],
     ) -> list[Action]:
         """Join parts between which no fork lies, as far as one can tell, or do without the
         oldest."""
         done: list[Action] = []
         while len(self.parts) > most:
-            pair = self._pair_to_join(own, descent, stood_on)
+            pair = self._pair_to_join(own, descent, stood_on, held)
             if pair is None:
                 # What no anchor has is in the local parameters, and has to be known by its name.
                 oldest = next(part for part in self.parts if part not in self.unmerged)
@@ -187,6 +196,7 @@ class Ledger:
             }
             done.append(JoinParts(self._module, older, newer))
         self._rows = {r: row for r, row in self._rows.items() if row}
+        self._in_vain = {r: who for r, who in self._in_vain.items() if r in self._rows}
         return done
 
     def _pair_to_join(
@@ -194,6 +204,7 @@ class Ledger:
         own: StateReference,
         descent: Descent,
         stood_on: Sequence[Collection[int]],
+        held: frozenset[str],
     ) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
         tell. Where there are none, parts that no anchor has are kept all the same: then the first
@@ -209,7 +220,7 @@ class Ledger:
             for pair in itertools.pairwise(merged)
             if not self._parts_between(*pair, own, descent)
         ]
-        apart = [pair for pair in together if not self._is_open_between(*pair, descent)]
+        apart = [pair for pair in together if not self._is_open_between(*pair, own, descent)]
         sure, *likely = (
             [pair for pair in apart if not self._is_stood_between(*pair, rounds)]
             for rounds in stood_on
@@ -227,10 +238,18 @@ class Ledger:
             for older, newer in itertools.pairwise(merged)
             if self._merged_in.get(older, older) == self._merged_in.get(newer, newer)
         ]
-        surely_lost = [pair for pair in lost if not self._is_open_between(*pair, descent)]
+        surely_lost = [pair for pair in lost if not self._is_open_between(*pair, own, descent)]
+        # So do chains of which nobody was seen to hold a state.
+        unheld = (
+            pair
+            for pair in itertools.pairwise(merged)
+            if not self._is_open_between(*pair, own, descent)
+            and not self._is_stood_between(*pair, stood_on[0])
+            and held.isdisjoint(s.digest for s in self._chains_between(*pair, own, descent))
+        )
         pairs = (pair for pair in together if not self._is_stood_between(*pair, stood_on[0]))
         new = (pair for pair in unmerged if not self._parts_between(*pair, own, descent))
-        return next(itertools.chain(sure, surely_lost, *likely, pairs, lost, new), None)
+        return next(itertools.chain(sure, surely_lost, unheld, *likely, pairs, lost, new), None)
 
     def _what_parts(
         self, pair: tuple[int, int], own: StateReference, descent: Descent
@@ -240,15 +259,33 @@ class Ledger:
         that wins."""
         chains = list(self._chains_between(*pair, own, descent))
         wins = any(descent.wins(state, own) for state in chains)
-        return wins, self._is_open_between(*pair, descent), bool(chains)
+        return wins, self._is_open_between(*pair, own, descent), bool(chains)
 
-    def _is_open_between(self, older: int, newer: int, descent: Descent) -> bool:
+    def _is_open_between(
+        self, older: int, newer: int, own: StateReference, descent: Descent
+    ) -> bool:
         """Tell whether a contribution with one of two parts and without the other came to nothing,
         as far as is known: others of its group may have committed it."""
         return any(
-            older in row and newer not in row and not self._is_known(round_index, descent)
+            older in row
+            and newer not in row
+            and not self._is_known(round_index, descent)
+            and not self._is_given_up(round_index, own, descent)
             for round_index, row in self._rows.items()
         )
+
+    def _is_given_up(self, round_index: int, own: StateReference, descent: Descent) -> bool:
+        """Tell whether all others of a group that came to nothing here have gone on without what
+        it averaged: they signed later states of the own chain."""
+        members = self._in_vain.get(round_index)
+        if members is None:
+            return False
+        signed: set[str] = set()
+        for made in descent.book.chain(own.module, own.digest):
+            if made.statement.round_index <= round_index:
+                break
+            signed |= made.signers
+        return members <= signed | {self._me}
 
     def _is_known(self, round_index: int, descent: Descent) -> bool:
         """Tell whether a commit is known that has the contribution of a round in it."""

@@ -50,6 +50,7 @@ from .gathering import (
     out_of_sight,
     possible_peers,
     stands_by_likelihood,
+    states_held,
     who_counts,
     whose_turn,
     why_not_alone,
@@ -120,7 +121,10 @@ class OuterRounds:
         for running in () if self._is_counted else list(self._running.values()):
             latest_s = self.known.now_s + self.known.plan.rounds.duration_s
             if running.boundary.time_s > latest_s and running.phase is not Phase.STEPPING:
-                running.had_members |= running.phase is Phase.MEETING
+                if running.phase is Phase.MEETING:
+                    # Who is in its group has not been said yet.
+                    known = self.known
+                    running.add_members({known.me, *possible_peers(known, running.module)})
                 self._end(running, "the clock was put back", in_vain=False)
 
     def on_view(self) -> None:
@@ -180,8 +184,16 @@ class OuterRounds:
         known, round_index = self.known, event.round_index
         ledger, anchor = self.adoption.ledgers[event.module], known.anchors[event.module]
         stood_on = stands_by_likelihood(known, event.module)
-        is_clear = are_chains_known(known, event.module)
-        known.do(*ledger.cut(round_index, anchor, known.descent, *stood_on, is_clear=is_clear))
+        known.do(
+            *ledger.cut(
+                round_index,
+                anchor,
+                known.descent,
+                *stood_on,
+                held=states_held(known, event.module),
+                is_clear=are_chains_known(known, event.module),
+            )
+        )
         if not event.is_finite:
             ledger.discard()
             text = f"{event.module} has become non-finite: back to its anchor"
@@ -292,7 +304,7 @@ class OuterRounds:
         counting = self._counting(running)
         running.expected = len(counting | group)
         if not is_majority(group, counting):
-            running.had_members = True
+            running.add_members(group)
             have, need = f"{len(group)} of {running.expected} peers", running.expected // 2 + 1
             self._end(running, f"have {have} of {event.module}, need {need}")
             return
@@ -312,7 +324,7 @@ class OuterRounds:
         came = {*event.members, known.me}
         self._absentees.note(running.module, round_index, running.awaited or (), came)
         running.failure = event.reason
-        running.had_members |= bool(event.members)
+        running.add_members(event.members)
         culprits = set(event.culprits) - {known.me}
         running.culprits |= culprits
         self._culprits.blame(culprits, round_index, is_proven=event.is_proven)
@@ -462,6 +474,8 @@ class OuterRounds:
         """The average was no good: nothing changes."""
         running = self._of(event.module, event.round_index, Phase.STEPPING)
         if running is not None:
+            if running.group != {self.known.me}:
+                running.add_members(running.group)
             self._end(running, event.reason)
 
     def _of(self, module: str, round_index: int, phase: Phase) -> RoundUnderWay | None:
@@ -476,8 +490,11 @@ class OuterRounds:
     def _release(self, running: RoundUnderWay) -> None:
         """Let go of the copy. Where a group had formed, others may have merged what is in it."""
         module, round_index = running.module, running.boundary.round_index
-        if not running.had_members:
-            self.adoption.ledgers[module].uncut(round_index)
+        ledger = self.adoption.ledgers[module]
+        if running.had_members:
+            ledger.came_to_nothing(round_index, running.members)
+        else:
+            ledger.uncut(round_index)
         self.known.do(ForgetSnapshot(module, round_index, keeps_part=running.had_members))
 
     def _end(self, running: RoundUnderWay, reason: str, *, in_vain: bool = True) -> None:

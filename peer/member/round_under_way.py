@@ -51,11 +51,21 @@ class RoundUnderWay:
     alive: frozenset[str] | None = None
     culprits: frozenset[str] = frozenset()
     failure: str = "the commit window had passed"
-    had_members: bool = False
+    members: frozenset[str] = frozenset()
+    """Who was in groups of it, as far as is known: they may have committed what is copied."""
     awaited: frozenset[str] | None = None
     close_s: float = 0.0
     until_s: float = math.inf
     """When the present phase ends at the latest, where nothing else ends it."""
+
+    @property
+    def had_members(self) -> bool:
+        """Whether a group had formed, so that others may hold a state with the copy in it."""
+        return bool(self.members)
+
+    def add_members(self, peers: Collection[str]) -> None:
+        """Note who was in a group, or may have been."""
+        self.members |= frozenset(peers)
 
 
 class CatchingUp:

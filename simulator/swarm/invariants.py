@@ -294,7 +294,8 @@ class Invariants:
         world.engine.after(self._round_s, self._count_traffic)
         levels, passed = len(world.grid.level_names), self._rounds_passed()
         shards, self._begun = self._begun * SHARD_BYTES / world.state_bytes, 0
-        for machine in self._honest():
+        # Also of who is down just now, or its next round would be counted with the one before.
+        for machine in (m for m in world.machines.values() if m.is_honest):
             traffic = machine.link.traffic
             before = self._traffic.get(machine.peer, (0, 0.0))
             requests = traffic.requests - before[0]
