@@ -209,9 +209,13 @@ def settle(
                     f"scores of path {path} by {peer[-8:]} do not agree with a sample scored here "
                     f"({reason}); {then}"
                 )
-        if good:
+        # What was taken stays, or the router would be trained anew whenever another peer's come.
+        refused = {found[peer].to_bytes() for peer in reasons if peer not in good}
+        taken = folder.load(path, grid.modules_of_path(path))
+        is_refused = taken is None or taken.to_bytes() in refused
+        if good and is_refused:
             folder.save(found[good[0]])
-        elif reasons:
+        elif reasons and is_refused:
             folder.remove(path)
     return lines
 

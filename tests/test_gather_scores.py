@@ -356,6 +356,23 @@ def test_one_who_serves_permuted_numbers_is_named_and_the_other_is_believed(
     assert settling.settle() == [], "told once"
 
 
+def test_scores_that_were_taken_stay_when_others_that_agree_come(
+    peers: Peers, tmp_path: Path
+) -> None:
+    """A second `prepare` would train the router anew, and with it all that follows."""
+    settling = Settling(peers, tmp_path / "here")
+    asked_first, asked_last = sorted((ALICE, BOB))
+    scores = settling.honest[1]
+    settling.folder.add(scores, asked_last)
+    assert settling.settle() == []
+    later = dataclasses.replace(scores, nll=0.999 * scores.nll)
+    settling.folder.add(later, asked_first)
+    assert settling.settle() == []
+    kept = settling.kept(1)
+    assert kept is not None
+    assert np.array_equal(kept.nll, scores.nll)
+
+
 def test_few_wrong_numbers_among_many_are_noticed_where_two_have_scored(
     peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
