@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 from dipaco.dht.keeping import keepers
-from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.keeping import (
+    ANNOUNCED_PERIODS,
     DROP_EVERY_S,
     GREATEST_OFFERS,
     GREATEST_PLACE,
-    HANDED_TO,
     MOST_MORE_OFFERS,
     OFFER_LIMIT_S,
     PASSED_OVER_PERIODS,
@@ -24,42 +23,8 @@ from dipaco.peer.member.knowledge import MemberSettings
 from dipaco.peer.member.member import Member
 from dipaco.peer.member.recording import start_member
 from support.family import Family, genesis
-from support.lone_member import ME, LoneMember, claim, grid_of, of, record, small_plan, view_of
-
-MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
-COPIES = 3
-PERIOD_S = refresh_period_s(small_plan().rounds)
-
-
-class Trainer(LoneMember):
-    """A member that trains the only path alone, and stands on three commits."""
-
-    def __init__(self, *others: str, serving: tuple[str, ...] = (), **settings: object) -> None:
-        family = Family()
-        members = (*others, ME)
-        anchors = [family.commits(genesis(m), range(3), members) for m in (MODULE, LAST)]
-        super().__init__(family=family, **settings)
-        self.claims = [claim(peer, since_s=1e9) for peer in others]
-        self.now_s += 3 * ROUND_S
-        self.begin(*anchors)
-        self.serving = list(serving)
-
-    @property
-    def state(self) -> StateReference:
-        return self.member.anchors[MODULE]
-
-    def offered(self, actions: list[a.Action] | None = None) -> list[str]:
-        """Return who was asked to keep the module."""
-        found = of(a.Offer, self.look() if actions is None else actions)
-        return [offer.peer for offer in found if offer.reference.module == MODULE]
-
-    def answer(self, peer: str, *, is_kept: bool) -> list[a.Action]:
-        return self.happen(e.OfferAnswered(MODULE, self.state.digest, peer, is_kept))
-
-
-SERVING = ("Ps", "Pt", "Pu", "Pv", "Pw")
-ORDER = keepers(MODULE, SERVING, len(SERVING))
-
+from support.lone_member import ME, claim, grid_of, of, record, small_plan, view_of
+from support.lone_trainer import COPIES, MODULE, ORDER, PERIOD_S, ROUND_S, SERVING, Trainer
 
 # -- giving
 
@@ -174,6 +139,20 @@ def test_a_keeper_that_has_gone_is_replaced() -> None:
         peer.answer(keeper, is_kept=True)
     peer.serving = [p for p in SERVING if p != ORDER[0]]
     assert peer.offered() == [ORDER[2]]
+
+
+def test_who_acknowledged_a_copy_and_announces_none_is_asked_again() -> None:
+    """It crashed, lost its disk, and came back."""
+    peer = Trainer(serving=SERVING)
+    first, second, *_ = peer.offered()
+    for keeper in (first, second):
+        peer.answer(keeper, is_kept=True)
+    peer.held = {first: [peer.state]}
+    for _ in range(ANNOUNCED_PERIODS):
+        assert peer.offered() == [], "an announcement takes its time"
+        peer.now_s += PERIOD_S
+    peer.now_s += 0.1
+    assert peer.offered() == [second]
 
 
 def test_other_trainers_are_copies_and_a_leaving_peer_is_asked_nothing() -> None:
@@ -435,84 +414,3 @@ def test_a_module_in_training_is_not_dropped() -> None:
     peer.held = {keeper: [peer.state] for keeper in SERVING}
     peer.now_s += 10 * DROP_EVERY_S
     assert of(a.Drop, peer.look()) == []
-
-
-# -- leaving
-
-
-def test_who_leaves_hands_over_what_nobody_else_holds() -> None:
-    peer = Trainer(serving=SERVING)
-    peer.look()
-    peer.held = {keeper: [peer.member.anchors[LAST]] for keeper in SERVING[:COPIES]}
-    peer.look()
-    actions = peer.leave()
-    assert {offer.reference.module for offer in of(a.Offer, actions)} == {MODULE}
-    assert len(of(a.Offer, actions)) == HANDED_TO
-    assert of(a.Left, peer.turn()) == []
-    assert "take over" in of(a.Wait, peer.turn())[0].what
-    for keeper in ORDER[:COPIES]:
-        assert of(a.Left, peer.turn()) == [], "the next one may leave too"
-        peer.answer(keeper, is_kept=True)
-    (left,) = of(a.Left, peer.turn())
-    assert set(left.handed_over) == {MODULE, LAST}
-    assert peer.of(a.Warn) == []
-
-
-def test_who_leaves_counts_on_nobody_who_leaves() -> None:
-    peer = Trainer("Pc", serving=("Ps",))
-    peer.held = {"Pc": list(peer.member.anchors.values())}
-    peer.look()
-    peer.claims = [claim("Pc", state="leaving", since_s=1e9)]
-    peer.look()
-    actions = peer.leave()
-    assert {(o.reference.module, o.peer) for o in of(a.Offer, actions)} == {
-        (MODULE, "Ps"),
-        (LAST, "Ps"),
-    }
-
-
-def test_who_leaves_takes_no_more_copies() -> None:
-    peer = Trainer(serving=("Ps",), plan=small_plan((2, 1)))
-    other = peer.family.commits(genesis("L0.E1"), range(3), ["Pz"])
-    peer.look()
-    peer.leave()
-    assert peer.happen(e.Offered("Pz", other)) == []
-
-
-def test_a_copy_that_nobody_else_holds_is_handed_on() -> None:
-    peer = Trainer(serving=("Ps", "Pt"), plan=small_plan((2, 1)))
-    copy = peer.family.commits(genesis("L0.E1"), range(3), ["Pz"])
-    peer.member.known.serve(copy)
-    peer.look()
-    actions = peer.leave()
-    assert copy in [offer.reference for offer in of(a.Offer, actions)]
-
-
-def test_what_nobody_took_over_is_said() -> None:
-    peer = Trainer(serving=("Ps",))
-    peer.look()
-    peer.leave()
-    for module in (MODULE, LAST):
-        digest = peer.member.anchors[module].digest
-        peer.happen(e.OfferAnswered(module, digest, "Ps", is_kept=False))
-    (left,) = of(a.Left, peer.turn())
-    assert left.handed_over == ()
-    (warning,) = peer.of(a.Warn)
-    assert warning.text.startswith(f"{MODULE}, {LAST}: nobody took over")
-
-
-def test_leaving_does_not_wait_for_ever() -> None:
-    peer = Trainer(serving=("Ps",))
-    peer.look()
-    peer.leave()
-    peer.now_s += 9.0
-    assert len(of(a.Left, peer.turn())) == 1
-
-
-def test_the_last_peer_of_all_leaves_its_states_on_its_disk_and_says_so() -> None:
-    peer = Trainer()
-    peer.look()
-    (left,) = of(a.Left, peer.leave())
-    assert left.handed_over == ()
-    assert a.SaveAll() in peer.done
-    assert len(peer.of(a.Warn)) == 1

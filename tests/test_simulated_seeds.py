@@ -65,6 +65,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 4260, None, None),  # So did own chains that lost, of which nobody held a state.
     ("mixed", 5365, None, None),  # Thirty claims that nobody stands behind were called in turn.
     ("churn", 17254, None, None),  # Who had acknowledged a copy lost its disk, and came back.
+    ("churn", 68, None, None),  # A state of 20 s: both that had it crashed.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

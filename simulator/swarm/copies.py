@@ -1,7 +1,8 @@
 """Whether states have as many copies as they should (promise 7).
 
 Two rounds after a commit three peers hold that state or a later one, where three honest ones can be
-reached. Nobody can promise that of a state whose holders all crash before there can be others.
+reached. Nobody can promise that of a state whose holders all crash before there can be others: as
+many as there should be within two rounds, or fewer, all of them, within two rounds of its commit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Copies:
         """By module: when, and what."""
         self._crashes: dict[str, list[tuple[float, int]]] = {}
         """By module: when somebody crashed that held it, and which version."""
+        self._lost: dict[str, list[tuple[float, int, int]]] = {}
+        """By module: when the last holder of some versions crashed; behind which, up to which."""
         self._went: dict[str, SimulatedState] = {}
         """What stood under the work of the last one that stopped training a module."""
 
@@ -46,9 +49,14 @@ class Copies:
 
     def crashed(self, machine: Body) -> None:
         """Somebody ended without a word, with the copies that it held."""
+        now_s, others = self._world.now_s, self._world.machines.values()
         for module, state in machine.served.items():
-            crashed = self._world.now_s, state.reference.version
-            self._crashes.setdefault(module, []).append(crashed)
+            version = state.reference.version
+            self._crashes.setdefault(module, []).append((now_s, version))
+            holders = (m for m in others if m is not machine and m.is_alive and module in m.served)
+            left = max((m.served[module].reference.version for m in holders), default=0)
+            if left < version:
+                self._lost.setdefault(module, []).append((now_s, left, version))
 
     def check(
         self, module: str, trainers: list[Body], before_s: float, reachable: int, liars: int
@@ -60,7 +68,7 @@ class Copies:
         state, makers = None, math.inf
         for time_s, made in reversed(self.commits.get(module, ())):
             state, makers = made, min(makers, len(contributors(self._world, made)))
-            if time_s <= before_s:
+            if time_s <= before_s and not self._was_lost_young(made.reference, time_s):
                 break
         else:
             return
@@ -73,14 +81,12 @@ class Copies:
         if reachable < COPIES or never_meet or self._has_lost(state, trainers):
             return
 
-        def holds(machine: Body) -> bool:
-            held = machine.served.get(module)
-            return held is not None and held.reference.version >= wanted.version
-
-        if sum(holds(m) for m in trainers) >= COPIES:
+        if sum(_holds(m, wanted) for m in trainers) >= COPIES:
             return
         # Who spoils reduces may serve copies all the same.
-        holders = [m.peer for m in self._world.machines.values() if m.is_alive and holds(m)]
+        holders = [
+            m.peer for m in self._world.machines.values() if m.is_alive and _holds(m, wanted)
+        ]
         if len(holders) < COPIES and not self._crashed_together(wanted):
             self._violated(
                 "copies",
@@ -95,6 +101,18 @@ class Copies:
         pairs = zip(times_s, times_s[COPIES - 1 :], strict=False)
         return any(last_s - first_s < COPY_ROUNDS * self._round_s for first_s, last_s in pairs)
 
+    def _was_lost_young(self, made: StateReference, committed_s: float) -> bool:
+        """Tell whether the last holder of a state crashed before there had to be three, and nobody
+        came back with it."""
+        machines = self._world.machines.values()
+        if any(m.is_alive and _holds(m, made) for m in machines):
+            return False
+        return any(
+            left < made.version <= version
+            and 0.0 <= time_s - committed_s < COPY_ROUNDS * self._round_s
+            for time_s, left, version in self._lost.get(made.module, ())
+        )
+
     def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
         """Tell whether all who train a module have taken another chain, which may be shorter.
 
@@ -106,6 +124,12 @@ class Copies:
             return not any(descends(world, anchor, state) for anchor in anchors)
         last = self._went.get(state.reference.module, state)
         return not descends(world, last, state) and not descends(world, state, last)
+
+
+def _holds(machine: Body, wanted: StateReference) -> bool:
+    """Tell whether a machine serves a state or a later one."""
+    held = machine.served.get(wanted.module)
+    return held is not None and held.reference.version >= wanted.version
 
 
 def descends(world: World, state: SimulatedState, from_: SimulatedState) -> bool:
