@@ -391,6 +391,8 @@ def test_an_average_that_no_state_can_be_made_of_changes_nothing() -> None:
     actions = peer.happen(e.OuterStepFailed(MODULE, 3, "not finite"))
     assert [c.reason for c in of(a.CarryOn, actions)] == ["not finite"]
     assert peer.member.anchors == before
+    # Others may make a state of it all the same, if a reducer lied and they did not notice.
+    assert of(a.ForgetSnapshot, actions) == [a.ForgetSnapshot(MODULE, 3, keeps_part=True)]
 
 
 def test_a_boundary_that_is_long_over_is_skipped_and_a_late_one_is_met() -> None:

@@ -9,9 +9,8 @@ from dipaco.dht.view import view_of_records
 from dipaco.peer.member import actions as a
 from dipaco.peer.member.gathering import (
     SIGHT_PERIODS,
-    are_chains_known,
     rounds_stood_on,
-    stands_by_likelihood,
+    where_others_stand,
 )
 from support.family import genesis
 from support.lone_member import ME, LoneMember, claim, knowledge, of, record, small_plan
@@ -162,21 +161,21 @@ def test_who_trains_and_is_in_sight_may_take_over_what_is_committed_without_it()
     alone = family.commit(known.anchors[MODULE], 3, [ME])
     known.book.add_all(family.chain(alone))
     known.anchors[MODULE] = alone
-    assert stands_by_likelihood(known, MODULE) == ({0, 1, 2}, {1, 2}, {1})
+    assert where_others_stand(known, MODULE).rounds == ({0, 1, 2}, {1, 2}, {1})
     known.note_holder("Pn", MODULE, newest, is_sure=True)
-    assert stands_by_likelihood(known, MODULE) == ({0, 2}, {2}, {2})
+    assert where_others_stand(known, MODULE).rounds == ({0, 2}, {2}, {2})
 
 
 def test_where_a_held_state_comes_from_is_unknown_until_its_chain_is_here() -> None:
     peer = group("Pa")
     known, family = peer.member.known, peer.family
     theirs = family.commit(known.anchors[MODULE], 3, ["Pa"])
-    assert are_chains_known(known, MODULE)
+    assert where_others_stand(known, MODULE).is_clear
     peer.held = {"Pa": [theirs]}
     peer.look()
-    assert not are_chains_known(known, MODULE)
+    assert not where_others_stand(known, MODULE).is_clear
     known.book.add_all(family.chain(theirs))
-    assert are_chains_known(known, MODULE)
+    assert where_others_stand(known, MODULE).is_clear
 
 
 def test_who_parted_at_genesis_goes_on_from_there() -> None:

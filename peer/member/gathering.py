@@ -16,6 +16,7 @@ from dipaco.dht.records import Holding, refresh_period_s
 from dipaco.modules.config import RoundsConfig
 
 from .knowledge import ISOLATED_ROUNDS, Knowledge
+from .ledger import Others
 from .quorum import RECENT_ROUNDS, counting_peers, is_majority
 from .round_under_way import RoundUnderWay
 
@@ -270,34 +271,23 @@ def is_last_signed(known: Knowledge, module: str) -> bool:
     return last is not None and last.signers == last.statement.peers
 
 
-def stands_by_likelihood(known: Knowledge, module: str) -> tuple[frozenset[int], ...]:
-    """Return the rounds after which others may go another way: all, those of who trains the module,
-    and of these what they were seen to hold.
+def where_others_stand(known: Knowledge, module: str) -> Others:
+    """Return what parts the own work in a module.
 
-    Who only keeps copies goes on from them itself only if it begins to train.
+    Rounds after which others may go another way: all, those of who trains the module, and of these
+    what they were seen to hold. Who only keeps copies goes on from them itself only if it begins
+    to train.
     """
-    trainers = known.trainers_seen(module)
-    return (
+    trainers, stands = known.trainers_seen(module), known.stands(module).values()
+    rounds = (
         rounds_stood_on(known, module),
         rounds_stood_on(known, module, of=trainers),
         rounds_stood_on(known, module, of=trainers, is_seen=True),
     )
-
-
-def are_chains_known(known: Knowledge, module: str) -> bool:
-    """Tell whether the chains of all states of a module are known that others were seen to hold."""
-    held = (digest for stand in known.stands(module).values() for digest in stand.offered)
-    return all(known.book.get(module, digest) is not None for digest in held)
-
-
-def states_held(known: Knowledge, module: str) -> frozenset[str]:
-    """Return the digests of all states of a module that others were seen to hold, or may hold."""
-    return frozenset(
-        digest
-        for stand in known.stands(module).values()
-        for digest in (stand.seen, *stand.offered)
-        if digest
-    )
+    offered = {digest for stand in stands for digest in stand.offered}
+    seen = {stand.seen for stand in stands if stand.seen}
+    is_clear = all(known.book.get(module, digest) is not None for digest in offered)
+    return Others(rounds, frozenset(offered | seen), is_clear)
 
 
 def rounds_stood_on(

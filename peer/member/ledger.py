@@ -9,7 +9,7 @@ trainer, and are done as they are told here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from dipaco.modules.state import StateReference
@@ -23,6 +23,18 @@ MOST_PARTS = 6
 GREATEST_PARTS = MOST_PARTS + 1
 # Work that is put on a state of so many rounds later keeps its length; what is older is shortened.
 STALE_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Others:
+    """Where others stand, as far as this peer knows."""
+
+    rounds: tuple[Collection[int], ...] = ((),)
+    """Of the own chain, after which others may go another way; after it the likelier of these."""
+    held: frozenset[str] = frozenset()
+    """Digests of states that they were seen to hold, or may hold."""
+    is_clear: bool = True
+    """Whether the chains of what they hold are all known."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +80,18 @@ class Ledger:
         round_index: int,
         own: StateReference,
         descent: Descent,
-        *stood_on: Collection[int],
-        held: frozenset[str] = frozenset(),
-        is_clear: bool = True,
+        others: Others,
     ) -> list[Action]:
         """Note that a snapshot was taken: what came since the last one is a part.
 
-        Returns what the trainer does to keep few parts. `own` is the anchor, `stood_on` are the
-        rounds of its chain after which others may go another way, and the likelier ones of these;
-        `held` are the digests of the states that others hold; it `is_clear` if their chains are
-        all known.
+        Returns what the trainer does to keep few parts. `own` is the anchor.
         """
         if round_index not in self.parts:
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
-        most = MOST_PARTS if is_clear else GREATEST_PARTS
-        return self._make_room(most, own, descent, stood_on or ((),), held)
+        most = MOST_PARTS if others.is_clear else GREATEST_PARTS
+        return self._make_room(most, own, descent, others)
 
     def came_to_nothing(self, round_index: int, members: Collection[str]) -> None:
         """Note who was in the group of a round that this peer did not commit."""
@@ -165,14 +172,13 @@ class Ledger:
         most: int,
         own: StateReference,
         descent: Descent,
-        stood_on: Sequence[Collection[int]],
-        held: frozenset[str],
+        others: Others,
     ) -> list[Action]:
         """Join parts between which no fork lies, as far as one can tell, or do without the
         oldest."""
         done: list[Action] = []
         while len(self.parts) > most:
-            pair = self._pair_to_join(own, descent, stood_on, held)
+            pair = self._pair_to_join(own, descent, others)
             if pair is None:
                 # What no anchor has is in the local parameters, and has to be known by its name.
                 oldest = next(part for part in self.parts if part not in self.unmerged)
@@ -203,8 +209,7 @@ class Ledger:
         self,
         own: StateReference,
         descent: Descent,
-        stood_on: Sequence[Collection[int]],
-        held: frozenset[str],
+        others: Others,
     ) -> tuple[int, int] | None:
         """Return two neighbours that are in a state together or not at all, as far as one can
         tell. Where there are none, parts that no anchor has are kept all the same: then the first
@@ -214,7 +219,7 @@ class Ledger:
         if not merged:
             return min(unmerged, key=lambda pair: self._what_parts(pair, own, descent))
         # Without the oldest, work is lost where somebody goes another way from before it.
-        is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in stood_on[0])
+        is_needed = any(r < self._merged_in.get(merged[0], merged[0]) for r in others.rounds[0])
         together = [
             pair
             for pair in itertools.pairwise(merged)
@@ -223,7 +228,7 @@ class Ledger:
         apart = [pair for pair in together if not self._is_open_between(*pair, own, descent)]
         sure, *likely = (
             [pair for pair in apart if not self._is_stood_between(*pair, rounds)]
-            for rounds in stood_on
+            for rounds in others.rounds
         )
         for near in (self._joinable, self._followed):
             for older, newer in sure:
@@ -244,10 +249,10 @@ class Ledger:
             pair
             for pair in itertools.pairwise(merged)
             if not self._is_open_between(*pair, own, descent)
-            and not self._is_stood_between(*pair, stood_on[0])
-            and held.isdisjoint(s.digest for s in self._chains_between(*pair, own, descent))
+            and not self._is_stood_between(*pair, others.rounds[0])
+            and others.held.isdisjoint(s.digest for s in self._chains_between(*pair, own, descent))
         )
-        pairs = (pair for pair in together if not self._is_stood_between(*pair, stood_on[0]))
+        pairs = (pair for pair in together if not self._is_stood_between(*pair, others.rounds[0]))
         new = (pair for pair in unmerged if not self._parts_between(*pair, own, descent))
         return next(itertools.chain(sure, surely_lost, unheld, *likely, pairs, lost, new), None)
 

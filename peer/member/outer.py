@@ -35,7 +35,6 @@ from .events import Answered, Averaged, AverageFailed, OuterStepFailed, OuterSte
 from .gathering import (
     ATTEMPTS,
     SHORTEST_MEETING_S,
-    are_chains_known,
     awaited,
     close_after_s,
     gathering_text,
@@ -49,8 +48,7 @@ from .gathering import (
     may_find_out,
     out_of_sight,
     possible_peers,
-    stands_by_likelihood,
-    states_held,
+    where_others_stand,
     who_counts,
     whose_turn,
     why_not_alone,
@@ -183,17 +181,8 @@ class OuterRounds:
             return
         known, round_index = self.known, event.round_index
         ledger, anchor = self.adoption.ledgers[event.module], known.anchors[event.module]
-        stood_on = stands_by_likelihood(known, event.module)
-        known.do(
-            *ledger.cut(
-                round_index,
-                anchor,
-                known.descent,
-                *stood_on,
-                held=states_held(known, event.module),
-                is_clear=are_chains_known(known, event.module),
-            )
-        )
+        others = where_others_stand(known, event.module)
+        known.do(*ledger.cut(round_index, anchor, known.descent, others))
         if not event.is_finite:
             ledger.discard()
             text = f"{event.module} has become non-finite: back to its anchor"

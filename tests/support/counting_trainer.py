@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dipaco.modules.state import StateReference
 from dipaco.peer.member.actions import DropPart, JoinParts
 from dipaco.peer.member.descent import Descent
-from dipaco.peer.member.ledger import Ledger
+from dipaco.peer.member.ledger import Ledger, Others
 
 from .family import Family, genesis
 
@@ -48,15 +48,8 @@ class Trainer:
         is_clear: bool = True,
     ) -> None:
         self.parts[round_index], self.tail = self.tail, Counter()
-        done = self.ledger.cut(
-            round_index,
-            self.anchor,
-            self.descent,
-            stood_on,
-            *likelier,
-            held=held,
-            is_clear=is_clear,
-        )
+        others = Others((stood_on, *likelier), held, is_clear)
+        done = self.ledger.cut(round_index, self.anchor, self.descent, others)
         for action in done:
             if isinstance(action, JoinParts):
                 self.parts[action.newer] += self.parts.pop(action.older)
