@@ -254,3 +254,25 @@ def test_own_chains_that_lost_and_that_nobody_holds_take_nobodys_place() -> None
         fork = made if round_index == 6 else fork
     peer.adopt(family.commits(fork, range(7, 14), "AB"))
     assert peer.counted() == peer.trained
+
+
+def test_a_step_of_the_same_round_before_a_restart_contains_nothing_of_what_came_after() -> None:
+    """A peer that lost its disk starts anew, and finds copies of what it had made itself."""
+    family = Family()
+    peer = began(family)
+    before = family.commits(peer.anchor, (1, 2, 3), ME, tokens=20)
+    peer.train(1)
+    peer.commit(1, "", held=frozenset({before.digest}))
+    peer.adopt(before)
+    assert peer.counted() == peer.trained
+
+
+def test_a_step_of_the_same_round_that_came_after_contains_what_was_given_to_it() -> None:
+    family = Family()
+    peer = began(family)
+    peer.train(1)
+    peer.cut(1, held=frozenset({peer.anchor.digest}))
+    theirs = family.commit(peer.anchor, 1, {"A", "B", ME})
+    peer.contributions[theirs.digest] = peer.local
+    peer.adopt(theirs)
+    assert peer.counted() == peer.trained

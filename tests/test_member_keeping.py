@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from dipaco.peer.member.keeping import (
     GREATEST_PLACE,
     MOST_MORE_OFFERS,
     OFFER_LIMIT_S,
+    OFFERS_PER_ROUND,
     PASSED_OVER_PERIODS,
     SLOW_FETCH_S,
 )
@@ -24,7 +26,7 @@ from dipaco.peer.member.member import Member
 from dipaco.peer.member.recording import start_member
 from support.family import Family, genesis
 from support.lone_member import ME, claim, grid_of, of, record, small_plan, view_of
-from support.lone_trainer import COPIES, MODULE, ORDER, PERIOD_S, ROUND_S, SERVING, Trainer
+from support.lone_trainer import COPIES, LAST, MODULE, ORDER, PERIOD_S, ROUND_S, SERVING, Trainer
 
 # -- giving
 
@@ -113,6 +115,25 @@ def test_all_that_take_offers_are_asked_before_the_silent_are_asked_again() -> N
     assert COPIES - 1 < at_once <= COPIES - 1 + MOST_MORE_OFFERS, "many refuse: more are asked"
     order = keepers(MODULE, crowd, near)
     assert asked == [*order, *order[: len(asked) - near]], "the far ones would not take it"
+
+
+def test_offers_in_a_round_are_bounded_and_modules_take_turns() -> None:
+    """Names that only refuse, and do so at once."""
+    peer = Trainer(serving=tuple(f"P{number}" for number in range(OFFERS_PER_ROUND)))
+    asked = []
+    for _ in range(3):
+        offers = waiting = of(a.Offer, peer.look())
+        while waiting:
+            answers = [
+                e.OfferAnswered(o.reference.module, o.reference.digest, o.peer, False)
+                for o in waiting
+            ]
+            waiting = [o for answer in answers for o in of(a.Offer, peer.happen(answer))]
+            offers += waiting
+        asked.append(Counter(offer.reference.module for offer in offers))
+        assert asked[-1].total() == OFFERS_PER_ROUND * PERIOD_S / ROUND_S
+        peer.now_s += PERIOD_S
+    assert all(counts[MODULE] and counts[LAST] for counts in asked), asked
 
 
 def test_an_offer_that_nobody_answers_for_is_made_again() -> None:

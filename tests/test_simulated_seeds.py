@@ -66,6 +66,8 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 5365, None, None),  # Thirty claims that nobody stands behind were called in turn.
     ("churn", 17254, None, None),  # Who had acknowledged a copy lost its disk, and came back.
     ("churn", 68, None, None),  # A state of 20 s: both that had it crashed.
+    ("mixed", 6132, None, None),  # A round of the same name before a restart took its work.
+    ("mixed", 13685, None, None),  # One peer looked after five orphans among thirty empty names.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -29,6 +29,9 @@ OFFER_LIMIT_S = 60.0
 # be made at a time, up to so many: names that only answer would hold the copies up for as long as
 # all of them take to refuse, one after the other.
 MOST_MORE_OFFERS = 6
+# Offers that a peer makes in a round, over all modules: it may look after many orphans where many
+# names only answer.
+OFFERS_PER_ROUND = 240
 # Who did not take an offer is passed over for a refresh period, since it may have been busy, but
 # not for longer than this at first; then for twice as long each time, up to so many periods.
 FIRST_PASSED_OVER_S = 20.0
@@ -85,13 +88,18 @@ class Keeping:
         self._fetching: dict[str, dict[str, float]] = {}
         """Of a module, the digests of what is on its way here, and since when."""
         self._looked_s = -math.inf
+        self._made_since_s = -math.inf
+        self._made_offers = 0
+        """Offers made in the refresh period that began then."""
+        self._first = ""
+        """Where to begin: the module for which no offer was left."""
         self._handing_over: dict[str, _HandOver] | None = None
         self.handed_over: set[str] = set()
         """Modules whose newest states others hold, while the member leaves."""
 
     def clock_went_back(self) -> None:
         """Forget until when offers are waited for, and who is passed over."""
-        self._looked_s = -math.inf
+        self._looked_s = self._made_since_s = -math.inf
         for care in self._care.values():
             care.offered.clear()
             care.passed_over.clear()
@@ -104,8 +112,8 @@ class Keeping:
         known = self._known
         if self._handing_over is not None:
             return
-        for module, state in sorted(known.held.items()):
-            self._look_after(module, state)
+        for module in sorted(known.held, key=lambda name: (name < self._first, name)):
+            self._look_after(module, known.held[module])
         self._take_offers()
         self._drop_unneeded()
 
@@ -179,10 +187,25 @@ class Keeping:
                 continue
             if known.now_s < care.passed_over.get(peer, -math.inf):
                 continue
+            if not self._may_offer():
+                self._first = module
+                break
             care.offered[peer] = known.now_s + OFFER_LIMIT_S
             known.note_holder(peer, state.module, state.digest, is_sure=False)
             known.do(Offer(state, peer, OFFER_LIMIT_S))
             missing -= 1
+
+    def _may_offer(self) -> bool:
+        """Count an offer, or tell that there were enough of them in this refresh period."""
+        rounds, now_s = self._known.plan.rounds, self._known.now_s
+        period_s = refresh_period_s(rounds)
+        if now_s - self._made_since_s >= period_s:
+            self._made_since_s, self._made_offers = now_s, 0
+        most = max(1, round(OFFERS_PER_ROUND * period_s / rounds.duration_s))
+        if self._made_offers >= most:
+            return False
+        self._made_offers += 1
+        return True
 
     def _has_copy(self, peer: str, module: str, care: _Care) -> bool:
         """Tell whether a peer that has shown to hold a copy still announces one, or has not had the

@@ -62,6 +62,8 @@ class Ledger:
         """Those that are not in the anchor."""
         self._rows: dict[int, frozenset[int]] = {}
         """The parts that the contribution of a round has in it."""
+        self._earlier: dict[int, tuple[str, ...]] = {}
+        """Digests of states that there were before a round's part was cut."""
         self._in_vain: dict[int, frozenset[str]] = {}
         """Who was in the group of a round that this peer did not commit."""
         self._merged_in: dict[int, int] = {}
@@ -87,11 +89,26 @@ class Ledger:
         Returns what the trainer does to keep few parts. `own` is the anchor.
         """
         if round_index not in self.parts:
+            self._note_earlier(round_index, descent, others)
             self.parts.append(round_index)
             self.unmerged.append(round_index)
         self._rows[round_index] = frozenset(self.unmerged)
         most = MOST_PARTS if others.is_clear else GREATEST_PARTS
         return self._make_room(most, own, descent, others)
+
+    def _note_earlier(self, round_index: int, descent: Descent, others: Others) -> None:
+        """Note which states there are that may have a step of this round already.
+
+        Whoever starts with an empty disk steps in rounds that bear the names of earlier ones.
+        """
+        made = {c.statement.digest: c.statement for c in descent.book.all_of(self._module)}
+        own = {
+            digest
+            for digest, said in made.items()
+            if said.round_index == round_index and self._me in said.peers
+        }
+        held = {d for d in others.held if d not in made or made[d].round_index >= round_index}
+        self._earlier[round_index] = tuple(sorted(own | held))
 
     def came_to_nothing(self, round_index: int, members: Collection[str]) -> None:
         """Note who was in the group of a round that this peer did not commit."""
@@ -130,7 +147,7 @@ class Ledger:
         """Work out what of the own work a state contains, and note that it is the anchor."""
         contained: dict[int, int] = {}
         for round_index, row in sorted(self._rows.items(), reverse=True):
-            if descent.contains(state, self._me, round_index):
+            if self._is_in(state, round_index, descent):
                 contained |= dict.fromkeys(row, round_index)
         for part in self._surely_shared(state, own, descent) - frozenset(contained):
             contained[part] = self._merged_in.get(part, part)
@@ -146,6 +163,21 @@ class Ledger:
         self._base_round = state.last_round
         weight = min(1.0, STALE_ROUNDS / age) if age else 1.0
         return Reckoning(tuple(on_top), is_merged, weight)
+
+    def _is_in(self, state: StateReference, round_index: int, descent: Descent) -> bool:
+        """Tell whether the contribution of a round is in a state, by a step that came after it."""
+        if not descent.contains(state, self._me, round_index):
+            return False
+        there_was = self._earlier.get(round_index)
+        if not there_was:
+            return True
+        before = {d for digest in there_was for d in descent.book.ancestors(self._module, digest)}
+        return any(
+            made.statement.round_index == round_index
+            and self._me in made.statement.peers
+            and made.statement.digest not in before
+            for made in descent.book.chain(state.module, state.digest)
+        )
 
     def _surely_shared(
         self, state: StateReference, own: StateReference, descent: Descent
@@ -203,6 +235,7 @@ class Ledger:
             done.append(JoinParts(self._module, older, newer))
         self._rows = {r: row for r, row in self._rows.items() if row}
         self._in_vain = {r: who for r, who in self._in_vain.items() if r in self._rows}
+        self._earlier = {r: there for r, there in self._earlier.items() if r in self._rows}
         return done
 
     def _pair_to_join(
@@ -322,6 +355,6 @@ class Ledger:
         for certificate in descent.book.all_of(own.module):
             state = certificate.reference
             if state.digest not in line:
-                has = [any(descent.contains(state, self._me, r) for r in rs) for rs in rounds]
+                has = [any(self._is_in(state, r, descent) for r in rs) for rs in rounds]
                 if has[0] != has[1]:
                     yield state
