@@ -68,6 +68,8 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("churn", 68, None, None),  # A state of 20 s: both that had it crashed.
     ("mixed", 6132, None, None),  # A round of the same name before a restart took its work.
     ("mixed", 13685, None, None),  # One peer looked after five orphans among thirty empty names.
+    ("mixed", 9265, None, None),  # Two who slept weighed nothing for one that came meanwhile.
+    ("invited", 19433, None, None),  # A liar that never came was waited for by three, in turn.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

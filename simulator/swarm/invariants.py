@@ -11,12 +11,14 @@ could take the copies of a chain (see `copies`), somebody may go on from before 
 peer keeps apart: what is older than these may be gone.
 `descent`: no honest member replaces a chain by one with fewer certified contributors that train
 since their common ancestor, as far as its certificates go; but three may win over each other in a
-circle, where a third one that it knows may come between. Of two peers that cannot be called none
-can show itself to the other, and what has not shown itself weighs nothing (design 4.4).
+circle, where a third one that it knows may come between. What has not shown itself weighs nothing
+(design 4.4): of two peers that cannot be called none can show itself to the other, nor can who
+sleeps, or is gone, to one that came meanwhile.
 `liveness`: while an honest trainer of a module lives, connected to more than half of those that
 train it, or claim it still, the module commits at least every `LIVENESS_ROUNDS` rounds; twice as
-many where rounds are counted and peers move: each begins its rounds when it comes, and may have to
-meet the others anew (`liveness.py`).
+many where peers move and rounds are counted, as each begins its rounds when it comes, and may have
+to meet the others anew, or nobody has committed the module yet, as each believes for two rounds
+that who claims it will come (`liveness.py`).
 `coverage`: with more paths than trainers and no faults, every path is trained within
 ceil(K/P)+1 dwells.
 `copies`: two rounds after a commit that no other chain has won over since, with those who train the
@@ -192,11 +194,16 @@ class Invariants:
     ) -> tuple[frozenset[str], frozenset[str]]:
         """Return who contributed to each of two chains since they parted, as a machine knows it.
 
-        Names that only sign are nobody.
+        Names that only sign are nobody, and who has slept ever since a machine came is not known
+        to be more than that.
         """
         real, book = self._world.machines, machine.book
         ancestor = book.common_ancestor(module, new, before)
-        mine = book.contributors_since(module, before, ancestor) & frozenset(real)
+        mine = frozenset(
+            peer
+            for peer in book.contributors_since(module, before, ancestor) & frozenset(real)
+            if peer == machine.peer or peer in machine.met or real[peer].is_awake
+        )
         if not machine.link.can_be_called:
             mine = frozenset(
                 peer for peer in mine if peer == machine.peer or real[peer].link.can_be_called
@@ -256,7 +263,6 @@ class Invariants:
         untrained = sum(m.path is None and m.trains for m in honest)
         moves = sum(m.trains for m in honest) < world.grid.path_count
         is_counted = world.plan.rounds.inner_steps > 0
-        takes_turns = moves and is_counted
         before_s = world.now_s - COPY_ROUNDS * self._round_s
         # A keeper decides thrice before it has a copy, each time between two of its steps.
         reachable = sum(
@@ -268,6 +274,7 @@ class Invariants:
         for module in world.grid.modules():
             others = untrained + len(self._trainers(module, honest=False))
             trainers = self._trainers(module)
+            takes_turns = moves and (is_counted or not self._copies.commits.get(module))
             self._liveness.check(module, trainers, others, takes_turns=takes_turns)
             if not world.network.split and self.faulty_s <= before_s - self._round_s:
                 self._copies.check(module, trainers, before_s, reachable, self.liars)

@@ -51,7 +51,7 @@ class Liveness:
         """Does the module commit in so many rounds while it could?
 
         `trainers` are honest; `others` train it, or may be about to. Where peers take turns
-        (`takes_turns`), each may have to meet the others anew.
+        (`takes_turns`), each may have to meet the others anew, or to wait for who never comes.
         """
         now_s = self._world.now_s
         # Who is slow has nothing to contribute in most rounds.

@@ -21,6 +21,9 @@ from dipaco.dht.records import refresh_period_s
 from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
 from dipaco.peer.member.events import (
     Admitted,
+    Answered,
+    Averaged,
+    CallAnswered,
     Event,
     LeaveWanted,
     PauseWanted,
@@ -183,6 +186,7 @@ class Machine(Body):
         world = self.world
         world.say(self.peer, "hears", event)
         self.handled += 1
+        self._note_met(event)
         try:
             actions = self.member.handle(event, self.believed_s)
         except Exception:
@@ -195,6 +199,14 @@ class Machine(Body):
             world.say(self.peer, "wants", action)
             self.carrying.do(action)
         return actions
+
+    def _note_met(self, event: Event) -> None:
+        if isinstance(event, CallAnswered):
+            self.met.update(event.answered)
+        elif isinstance(event, Answered):
+            self.met.update(event.holdings)
+        elif isinstance(event, Averaged):
+            self.met.update(row.peer for row in event.table)
 
     def _turn(self, number: int) -> None:
         if number != self._turns or self._stretch is not None:

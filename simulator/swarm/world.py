@@ -190,6 +190,8 @@ class Body(ABC):
     def forget(self) -> None:
         """Be as after a start: nothing in memory."""
         self.book = CertificateBook()
+        self.met: set[str] = set()
+        """Peers that have answered this member, or averaged with it."""
         self.path: int | None = None
         self.round_index = 0
         self.works: dict[str, ModuleWork] = {}
