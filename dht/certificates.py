@@ -79,7 +79,7 @@ class Certificate:
         """Members of the group whose signature is here."""
         return self.statement.peers & frozenset(self.signatures)
 
-    @property
+    @cached_property
     def reference(self) -> StateReference:
         """What names the state, as far as its certificate says: with the tokens of its last step
         alone, and without its size."""

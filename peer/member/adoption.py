@@ -110,7 +110,10 @@ class Adoption:
         known = self._known
         candidates, anchor = self._candidates(module), known.anchors[module]
         served = list(filter(self._is_served, candidates))
-        return known.descent.best(served, anchor) or known.descent.best(candidates, anchor)
+        best = known.descent.best(served, anchor)
+        if best is None and len(served) < len(candidates):
+            best = known.descent.best(candidates, anchor)
+        return best
 
     def _wins(self, state: StateReference, anchor: StateReference) -> bool:
         """Tell whether a state that is here should replace the anchor: among those that are served,

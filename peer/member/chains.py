@@ -121,12 +121,15 @@ class Chains:
         known = self._known
         book, doubts = known.book, known.doubts
         parted = known.descent.parted(state, own or StateReference.untrained(state.module))
-        unseen: dict[str, None] = {}
-        for certificate in book.chain(state.module, state.digest):
-            for peer in sorted(certificate.signers & parted):
-                if not doubts.has_shown_itself(peer):
-                    unseen[peer] = None
-        return list(unseen)[:CALLED]
+        left = {peer for peer in parted if not doubts.has_shown_itself(peer)}
+        unseen: list[str] = []
+        for certificate in book.chain(state.module, state.digest) if left else ():
+            found = left & certificate.signers
+            left -= found
+            unseen += sorted(found)
+            if not left or len(unseen) >= CALLED:
+                break
+        return unseen[:CALLED]
 
     def _is_answer_due(self, peers: Iterable[str]) -> bool:
         return any(self._calling.get(peer, float("-inf")) > self._known.now_s for peer in peers)

@@ -115,7 +115,7 @@ class Liar:
         """Invent a chain from a true state, and the state at its end."""
         world, engine = self._world, self._world.engine
         random = engine.random
-        real = [s for s in world.stock.states.values() if s.reference.module == module]
+        real = world.stock.states_of(module)
         parent = random.choice(real[-6:]).reference if engine.chance(0.5) else real[0].reference
         path = world.grid.paths_of_module(module)[0]
         signers = [self._peer, *self._others]

@@ -176,6 +176,7 @@ class Stock:
         self.run_id = plan.run_id
         self.state_bytes = state_bytes
         self.states: dict[str, SimulatedState] = {}
+        self._of_module: dict[str, dict[str, SimulatedState]] = {}
         self.genesis: dict[str, SimulatedState] = {}
         self._complete: dict[str, Certificate] = {}
         self._stepped: dict[tuple[str, int, int], tuple[Mapping[str, Content], SimulatedState]] = {}
@@ -191,9 +192,17 @@ class Stock:
         reference = StateReference(module, version, digest, tokens, round_index, self.state_bytes)
         paths = self.grid.paths_of_module(module)
         progress = {paths[0]: PathProgress(tokens, round_index)} if tokens else {}
-        state = SimulatedState(reference, {}, progress, is_sound=version == 0)
+        return self._keep(SimulatedState(reference, {}, progress, is_sound=version == 0))
+
+    def _keep(self, state: SimulatedState) -> SimulatedState:
+        digest = state.reference.digest
         self.states[digest] = state
+        self._of_module.setdefault(state.reference.module, {})[digest] = state
         return state
+
+    def states_of(self, module: str) -> list[SimulatedState]:
+        """Return the states that there are of a module, its genesis state first."""
+        return list(self._of_module[module].values())
 
     def shared(self, certificate: Certificate) -> Certificate:
         """Return the one certificate that has all signatures, if this has, or the same."""
@@ -255,8 +264,7 @@ class Stock:
         state = SimulatedState(
             reference, content, progress, before.digest, statement, anchor.is_sound
         )
-        self.states[digest] = state
-        return state
+        return self._keep(state)
 
 
 def signature(peer: str, statement: CommitStatement) -> bytes:
