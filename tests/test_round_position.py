@@ -64,3 +64,15 @@ def test_after_the_clock_was_put_back_boundaries_come_that_have_not_come_yet() -
     # What came once does not come again.
     position.clock_went_back(START_S + 3.9)
     assert "L0" not in [boundary.level for boundary in position.due(START_S + 16.0, 0.0)]
+
+
+def test_after_the_clock_was_put_back_boundaries_come_again_that_came_to_nothing() -> None:
+    """By a clock that is hours ahead nobody else comes: those rounds are still to be trained."""
+    position = _position(inner_steps=0)
+    position.enter(START_S, 0)
+    ahead = [b for b in position.due(START_S + 15.0, 0.0) if b.level == "L0"]
+    position.clock_went_back(START_S + 3.0)
+    assert "L0" not in [b.level for b in position.due(START_S + 4.0, 0.0)]
+    position.came_to_nothing(ahead[0])
+    position.clock_went_back(START_S + 3.0)
+    assert [b for b in position.due(START_S + 4.0, 0.0) if b.level == "L0"] == ahead

@@ -70,6 +70,9 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 13685, None, None),  # One peer looked after five orphans among thirty empty names.
     ("mixed", 9265, None, None),  # Two who slept weighed nothing for one that came meanwhile.
     ("invited", 19433, None, None),  # A liar that never came was waited for by three, in turn.
+    ("mixed", 254, None, None),  # Who had made a state left its chain; one slow peer had not yet.
+    ("mixed", 491, None, None),  # A clock was put back: rounds that came to nothing did not return.
+    ("mixed", 596, None, None),  # A slow peer took a state on the way to one that wins.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

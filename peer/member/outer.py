@@ -484,24 +484,25 @@ class OuterRounds:
             ledger.came_to_nothing(round_index, running.members)
         else:
             ledger.uncut(round_index)
+            self.position.came_to_nothing(running.boundary)
         self.known.do(ForgetSnapshot(module, round_index, keeps_part=running.had_members))
 
     def _end(self, running: RoundUnderWay, reason: str, *, in_vain: bool = True) -> None:
         """Carry on: the work stays in `anchor - local`."""
-        module, boundary = running.module, running.boundary
-        self._running.pop(boundary.level, None)
+        self._running.pop(running.boundary.level, None)
         self._release(running)
-        self._in_vain[module] += in_vain
+        self._in_vain[running.module] += in_vain
         self._say_carry_on(running, reason)
-        self.position.closed(boundary)
+        self.position.closed(running.boundary)
 
     def _skip(self, module: str, boundary: Boundary, reason: str) -> None:
         self.known.do(CarryOn(module, boundary.round_index, reason, 0))
+        self.position.came_to_nothing(boundary)
         self.position.closed(boundary)
 
     def _say_carry_on(self, running: RoundUnderWay, reason: str) -> None:
-        round_index = running.boundary.round_index
-        self.known.do(CarryOn(running.module, round_index, reason, running.expected))
+        said = CarryOn(running.module, running.boundary.round_index, reason, running.expected)
+        self.known.do(said)
 
     def waiting_for(self, together: Mapping[str, int]) -> tuple[str, float]:
         """With fixed steps: what the next inner step waits for, and until when at most.

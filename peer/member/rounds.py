@@ -140,6 +140,10 @@ class RoundPosition(ABC):
         """Tell whether all levels of the round are closed and none of `running` is left."""
         return not running and len(self._closed) == len(self._levels)
 
+    def came_to_nothing(self, boundary: Boundary) -> None:  # noqa: B027  counted rounds go on
+        """Note that nobody saw anything of the outer round at `boundary`: it may come again, should
+        the clock be put back."""
+
     def again(self, boundary: Boundary) -> None:  # noqa: B027  by the clock the next one is near
         """With fixed steps: let a boundary come again; others had a newer anchor."""
 
@@ -223,6 +227,10 @@ class ClockPosition(RoundPosition):
         self._taken[level, boundary.round_index] = None
         self._next[level] = self._schedule.following(boundary)
         return replace(boundary, time_s=min(now_s, boundary.time_s))
+
+    def came_to_nothing(self, boundary: Boundary) -> None:
+        """Let a boundary be taken once more if the clock was ahead and nothing came of it."""
+        self._taken.pop((boundary.level, boundary.round_index), None)
 
     def clock_went_back(self, now_s: float) -> None:
         """Take the boundaries from the present time on."""

@@ -114,15 +114,18 @@ class Copies:
         )
 
     def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
-        """Tell whether all who train a module have taken another chain, which may be shorter.
+        """Tell whether all who train a module have taken another chain, which may be shorter, or
+        all of those who made the state: who stands on it yet hears of that when its step is done.
 
         Where nobody does, the last one who did.
         """
-        world = self._world
+        world, module = self._world, state.reference.module
         if trainers:
-            anchors = (m.works[state.reference.module].anchor for m in trainers)
+            made = contributors(world, state)
+            makers = [m for m in trainers if m in made]
+            anchors = (m.works[module].anchor for m in makers or trainers)
             return not any(descends(world, anchor, state) for anchor in anchors)
-        last = self._went.get(state.reference.module, state)
+        last = self._went.get(module, state)
         return not descends(world, last, state) and not descends(world, state, last)
 
 

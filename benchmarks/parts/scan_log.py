@@ -1,0 +1,100 @@
+"""A scan that goes on where it ended: one line a history, under the rules that it was lived by."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# What decides how a history goes: what peers decide, and what they decide it by; and what they live
+# in and are judged by. A scan is of one state of both.
+PARTS = {"rules": ("dipaco.peer.member.", "dipaco.dht."), "simulator": ("dipaco.simulator.swarm.",)}
+
+
+def digests() -> dict[str, str]:
+    """Return what names the present state of the rules and of the simulator.
+
+    Of the code that is imported, without comments and docstrings: these change no history.
+    """
+    return {part: _digest_of(prefixes) for part, prefixes in PARTS.items()}
+
+
+def _digest_of(prefixes: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(prefixes) and getattr(module, "__file__", None):
+            # Compiled modules have their source beside them.
+            source = Path(str(module.__file__)).parent / f"{name.rpartition('.')[2]}.py"
+            digest.update(f"{name}\n{_without_text(source.read_text())}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _without_text(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                part
+                for part in body
+                if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+    return ast.dump(tree)
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What one history came to."""
+
+    seed: int
+    profile: str
+    faults: list[str]
+    events: int
+    sums: dict[str, int]
+    violations: list[tuple[str, str]]
+    """Invariant and what did not hold, the first of each."""
+
+
+class ScanLog:
+    """The histories of a scan that have been lived, in a file that grows by a line for each."""
+
+    def __init__(self, path: Path, given: dict[str, Any]) -> None:
+        """Read what is there; `given` is what was asked for besides seeds.
+
+        Raises SystemExit when the file is of other rules, another simulator or other options.
+        """
+        head = {**digests(), **given}
+        self.lived: dict[int, Lived] = {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines:
+            self._check_head(path, json.loads(lines[0]), head)
+        for line in lines[1:]:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # The last line of a scan that was killed.
+            entry["violations"] = [(name, what) for name, what in entry["violations"]]
+            self.lived[entry["seed"]] = Lived(**entry)
+        self._file = path.open("a", buffering=1)
+        if not lines:
+            print(json.dumps(head), file=self._file)
+
+    @staticmethod
+    def _check_head(path: Path, found: dict[str, Any], head: dict[str, Any]) -> None:
+        for name, value in head.items():
+            if found.get(name) != value:
+                sys.exit(
+                    f"error: the histories in {path} have {name} {found.get(name)!r}, these would "
+                    f"have {value!r}; give another file"
+                )
+
+    def add(self, lived: Iterable[Lived]) -> None:
+        """Write down what some histories came to."""
+        for one in lived:
+            self.lived[one.seed] = one
+            print(json.dumps(asdict(one)), file=self._file)
