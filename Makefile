@@ -31,7 +31,7 @@ lint: setup
 
 # mypy reads the package as a user has it: a regular install, not the working tree.
 types: setup
-	rm -rf build
+	rm -rf build/lib build/typecheck
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml $(foreach p,$(PACKAGES),-p dipaco.$(p))
 

@@ -70,7 +70,8 @@ class ScanLog:
         """
         head = {**digests(), **given}
         self.lived: dict[int, Lived] = {}
-        lines = path.read_text().splitlines() if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        lines = text.splitlines()
         if lines:
             self._check_head(path, json.loads(lines[0]), head)
         for line in lines[1:]:
@@ -81,6 +82,8 @@ class ScanLog:
             entry["violations"] = [(name, what) for name, what in entry["violations"]]
             self.lived[entry["seed"]] = Lived(**entry)
         self._file = path.open("a", buffering=1)
+        if text and not text.endswith("\n"):
+            print(file=self._file)
         if not lines:
             print(json.dumps(head), file=self._file)
 
