@@ -61,6 +61,32 @@ def test_everybody_is_called_sooner_or_later() -> None:
     assert called == set(view.claims)
 
 
+def test_who_is_doubted_has_its_turn_whatever_others_claim() -> None:
+    """Called while the network was split, and there again: names on a path that matters more are
+    called in vain again and again."""
+    invented = {f"bare{n}" for n in range(16)}
+    doubts = doubted("A", *invented)
+    view = view_of(0.0, [claim(name) for name in ("A", *invented)])
+    called: set[str] = set()
+    for _ in range(5):
+        calls = doubts.to_call(view, invented, 0.0)
+        called |= set(calls)
+        doubts.called_in_vain(calls)
+    assert "A" in called
+
+
+def test_who_is_doubted_has_its_turn_however_many_names_are_new() -> None:
+    doubts = doubted("A", "B")
+    for turn in range(2):
+        invented = {f"bare{turn}.{n}" for n in range(16)}
+        view = view_of(0.0, [claim(name) for name in ("A", "B", *invented)])
+        calls = doubts.to_call(view, invented, 0.0)
+        assert len(calls) == CALLS_AT_ONCE
+        assert calls[-1] == ("A", "B")[turn]
+        assert invented.issuperset(calls[:-1])
+        doubts.called_in_vain(calls)
+
+
 def test_who_has_shown_itself_is_left_in_peace_for_a_while() -> None:
     doubts = Doubts("me")
     doubts.prove(["A"], 100.0)

@@ -50,7 +50,8 @@ class Doubts:
         """Note who was called and did not answer; returns whether any is doubted from now on."""
         is_new = False
         for peer in peers:
-            calls = self._in_vain[peer] = self._in_vain.get(peer, 0) + 1
+            # At the end, so that those called longest ago are in front.
+            calls = self._in_vain[peer] = self._in_vain.pop(peer, 0) + 1
             if calls == CALLS_IN_VAIN:
                 is_new = True
                 self._doubted.add(peer)
@@ -83,7 +84,9 @@ class Doubts:
     def to_call(self, view: SwarmView, first: Collection[str], since_s: float) -> tuple[str, ...]:
         """Return whom to call now: those in `first` before others, each again after a while.
 
-        Who has shown itself since `since_s` need not be called.
+        Who has shown itself since `since_s` need not be called. Those that are doubted have their
+        turn after all others, whatever they claim, and one of them always has: who was called while
+        the network was split may be there again, however many names are invented meanwhile.
         """
         waiting = [
             peer
@@ -91,7 +94,12 @@ class Doubts:
             if self._proven.get(peer, -1.0) < since_s
         ]
 
-        def order(peer: str) -> tuple[bool, int, str]:
-            return peer not in first, self._in_vain.get(peer, 0), peer
+        def order(peer: str) -> tuple[bool, bool, int, str]:
+            is_first = peer in first and peer not in self._doubted
+            return peer in self._doubted, not is_first, self._in_vain.get(peer, 0), peer
 
-        return tuple(heapq.nsmallest(CALLS_AT_ONCE, waiting, key=order))
+        called = heapq.nsmallest(CALLS_AT_ONCE, waiting, key=order)
+        if called and called[-1] not in self._doubted:
+            doubted = self._doubted.intersection(waiting).difference(called)
+            called[-1:] = [next((p for p in self._in_vain if p in doubted), called[-1])]
+        return tuple(called)

@@ -282,7 +282,9 @@ class Invariants:
             others = untrained + len(self._trainers(module, honest=False))
             trainers = self._trainers(module)
             takes_turns = moves and (is_counted or not self._copies.commits.get(module))
-            self._liveness.check(module, trainers, others, takes_turns=takes_turns)
+            is_outnumbered = is_counted and self.liars >= len(trainers)
+            takes_longer = takes_turns or is_outnumbered
+            self._liveness.check(module, trainers, others, takes_longer=takes_longer)
             if not world.network.split and self.faulty_s <= before_s - self._round_s:
                 self._copies.check(module, trainers, before_s, reachable, self.liars)
         if self._checks_coverage:

@@ -46,12 +46,13 @@ class Liveness:
         self._crashed.setdefault(module, {})[peer] = self._world.now_s + self._claim_s
 
     def check(
-        self, module: str, trainers: Collection[Body], others: int, *, takes_turns: bool
+        self, module: str, trainers: Collection[Body], others: int, *, takes_longer: bool
     ) -> None:
         """Does the module commit in so many rounds while it could?
 
-        `trainers` are honest; `others` train it, or may be about to. Where peers take turns
-        (`takes_turns`), each may have to meet the others anew, or to wait for who never comes.
+        `trainers` are honest; `others` train it, or may be about to. Where peers take turns each
+        may have to meet the others anew, or to wait for who never comes; where as many liars answer
+        as train a module, these say which counted round it is (both `takes_longer`).
         """
         now_s = self._world.now_s
         # Who is slow has nothing to contribute in most rounds.
@@ -73,7 +74,7 @@ class Liveness:
             self._since_s.pop(module, None)
             return
         since_s = self._since_s.setdefault(module, now_s)
-        rounds = LIVENESS_ROUNDS * (2 if takes_turns else 1)
+        rounds = LIVENESS_ROUNDS * (2 if takes_longer else 1)
         if now_s - since_s > (rounds + 0.5) * self._round_s:
             self._violated(
                 "liveness",
