@@ -215,6 +215,26 @@ def test_what_wins_no_more_when_it_comes_is_left() -> None:
     assert peer.anchor == own
 
 
+def test_what_others_have_put_on_top_of_a_state_does_not_make_it_win() -> None:
+    """It came while it won; now only what a liar says to have made of it would."""
+    peer = Peer("Pa", "Pc")
+    state = peer.family.commit(peer.anchor, 3, ["Pc"])
+    peer.announce(state, "Pc")
+    peer.tell(state)
+    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
+    peer.turn()
+    peer.averaged(MODULE, ["Pa", ME])
+    own = peer.stepped(MODULE, ["Pa", ME], 3)
+    peer.happen(e.CallAnswered(("liar",), ("liar",)))
+    invented = peer.family.commit(state, 4, ["liar", "Pd", "Pe"])
+    peer.held = {"Pc": [state], "liar": [invented]}
+    peer.look()
+    peer.tell(invented)
+    assert peer.member.known.descent.wins(state, own, [invented])
+    assert of(a.Adopt, peer.bring(state)) == []
+    assert peer.anchor == own
+
+
 def test_an_adopted_state_is_served_and_saved_when_it_is_due() -> None:
     peer = Peer("Pa")
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])

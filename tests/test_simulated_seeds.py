@@ -73,6 +73,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 254, None, None),  # Who had made a state left its chain; one slow peer had not yet.
     ("mixed", 491, None, None),  # A clock was put back: rounds that came to nothing did not return.
     ("mixed", 596, None, None),  # A slow peer took a state on the way to one that wins.
+    ("mixed", 2662, None, None),  # So did one where a liar had made that.
     ("mixed", 1833, None, None),  # Names on a shared path were called in turn, and nobody else.
     ("mixed", 2237, None, None),  # Two liars said which counted round it is, to two trainers.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.

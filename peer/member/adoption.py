@@ -117,10 +117,16 @@ class Adoption:
 
     def _wins(self, state: StateReference, anchor: StateReference) -> bool:
         """Tell whether a state that is here should replace the anchor: among those that are served,
-        as `winner` chose it, or among all."""
-        candidates, wins = self._candidates(state.module), self._known.descent.wins
+        as `winner` chose it, or among all.
+
+        One from which others go on has to win by itself: what is on top of it may be invented.
+        """
+        candidates, descent = self._candidates(state.module), self._known.descent
         served = filter(self._is_served, candidates)
-        return wins(state, anchor, served) or wins(state, anchor, candidates)
+        is_best = descent.wins(state, anchor, served) or descent.wins(state, anchor, candidates)
+        if not is_best or not any(descent.goes_on_from(one, state) for one in candidates):
+            return is_best
+        return descent.wins(state, anchor)
 
     def _is_served(self, state: StateReference) -> bool:
         """Tell whether a state has a holder that has not just failed to serve what it was said to

@@ -199,6 +199,13 @@ class Descent:
         ancestor = self.book.common_ancestor(state.module, state.digest, other.digest)
         return ancestor in (state.digest, other.digest)
 
+    def goes_on_from(self, state: StateReference, earlier: StateReference) -> bool:
+        """Tell whether a state was made from an earlier one, in one step or many."""
+        if state.digest == earlier.digest:
+            return False
+        common = self.book.common_ancestor(state.module, state.digest, earlier.digest)
+        return common == earlier.digest
+
     def reaches(self, state: StateReference, other: StateReference) -> bool:
         """Tell whether the certificates known connect two states, through genesis or later."""
         return self.book.common_ancestor(state.module, state.digest, other.digest) is not None

@@ -182,14 +182,7 @@ class Invariants:
         if ancestor is None:
             return
         mine, theirs = self._since_fork(machine, module, before, new)
-        # A state on the way to one that wins is taken for that one.
-        ahead = [
-            known.statement.digest
-            for known in book.all_of(module)
-            if new in book.ancestors(module, known.statement.digest)
-        ]
-        most = max(len(self._since_fork(machine, module, before, one)[1]) for one in (new, *ahead))
-        if most < len(mine) and not self._is_in_circle(machine, module, before, new):
+        if len(theirs) < len(mine) and not self._is_in_circle(machine, module, before, new):
             self._violated(
                 "descent",
                 f"{machine.peer} takes {new[:8]} of {module}, with {sorted(theirs)} since "
