@@ -104,7 +104,8 @@ def test_a_seed_is_the_same_history_on_any_machine() -> None:
     program = (
         "from dipaco.simulator.swarm.history import run_history\n"
         "from dipaco.simulator.swarm.trace import Trace\n"
-        "results = [run_history(s, rounds=3, trace=Trace(keep=True)) for s in range(2)]\n"
+        "profiles = 'mixed', 'hostile'\n"
+        "results = [run_history(21, p, rounds=4, trace=Trace(keep=True)) for p in profiles]\n"
         "print([(r.events, r.trace.digest()) for r in results])"
     )
     running = [

@@ -49,7 +49,7 @@ class Doubts:
     def called_in_vain(self, peers: Iterable[str]) -> bool:
         """Note who was called and did not answer; returns whether any is doubted from now on."""
         is_new = False
-        for peer in peers:
+        for peer in sorted(peers):
             # At the end, so that those called longest ago are in front.
             calls = self._in_vain[peer] = self._in_vain.pop(peer, 0) + 1
             if calls == CALLS_IN_VAIN:

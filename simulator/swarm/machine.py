@@ -35,6 +35,7 @@ from dipaco.peer.member.events import (
 )
 
 from .carrying import Carrying
+from .liveness import RIGHT_CLOCK_S
 from .network import Link, Reply
 from .publishing import Publishing
 from .world import Body, Disk, World
@@ -94,6 +95,7 @@ class Machine(Body):
         self.link.life += 1
         self.link.awake_s = 0.0
         self.has_left = False
+        self._measure_clock()
         self.forget()
         for kept in self.disk.states.values():
             self.serve_state(kept[-1])
@@ -107,6 +109,14 @@ class Machine(Body):
         self._known_revoked: frozenset[str] = frozenset()
         self.later(0.0, self._turn, self._turns)
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
+
+    def _measure_clock(self) -> None:
+        """Begin with the right time if there is anybody to ask, as who has another one does not
+        join (design 4.1)."""
+        others = [m for m in self.world.machines.values() if m.is_awake and m is not self]
+        is_asked = any(one.link.side == self.link.side for one in others)
+        if is_asked and abs(self.clock_error_s) >= RIGHT_CLOCK_S:
+            self.step_clock(-self.clock_error_s)
 
     def crash(self, *, hangs: bool, empty_disk: bool) -> None:
         """End without a word. `hangs`: callers find nobody who would refuse."""
