@@ -105,7 +105,7 @@ def test_a_seed_is_the_same_history_on_any_machine() -> None:
         "from dipaco.simulator.swarm.history import run_history\n"
         "from dipaco.simulator.swarm.trace import Trace\n"
         "profiles = 'mixed', 'hostile'\n"
-        "results = [run_history(21, p, rounds=4, trace=Trace(keep=True)) for p in profiles]\n"
+        "results = [run_history(29, p, rounds=4, trace=Trace(keep=True)) for p in profiles]\n"
         "print([(r.events, r.trace.digest()) for r in results])"
     )
     running = [
