@@ -15,6 +15,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +44,8 @@ def build() -> Path:
     built = ROOT / "build" / "compiled" / digest
     if built.exists():
         return built
-    making = built.with_name(f"{digest}.making")
-    shutil.rmtree(making, ignore_errors=True)
+    built.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f"{digest}.", dir=built.parent))
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, making / "dipaco" / folder)
     shutil.copy(ROOT / "pyproject.toml", making / "mypy.toml")
@@ -58,7 +59,10 @@ def build() -> Path:
     if made.returncode:
         sys.exit(f"error: could not compile; see {making}\n{made.stderr[-2000:]}")
     shutil.rmtree(making / "build")
-    making.rename(built)
+    if built.exists():  # Somebody else was faster.
+        shutil.rmtree(making)
+    else:
+        making.rename(built)
     return built
 
 
