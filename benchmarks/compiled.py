@@ -3,7 +3,7 @@
     python benchmarks/compiled.py benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2
 
 mypyc, which comes with mypy, makes extension modules of them: the same histories, event by event,
-in less than half of the time. Takes a C compiler, and about five minutes for each new state of the
+in two thirds of the time. Takes a C compiler, and some five minutes for each new state of the
 sources; the result stays in `build/compiled`. Only for simulations: real peers run the plain
 modules, and what replaces functions of these (`--protocol earlier`) needs them plain too.
 """

@@ -9,8 +9,8 @@ A seed is a whole history: who takes part, what goes wrong, and when. With --see
 many were violated, by invariant, and the first seed of each; with --seed it lives through one, and
 with --trace writes its log. The same seed gives the same history on any machine. With --log a scan
 that was interrupted goes on where it ended, as long as rules and simulator are the same;
-`compiled.py` makes it more than twice as fast. With `--protocol earlier` the members decide as
-they did before certificates (`parts/earlier_protocol.py`).
+`compiled.py` makes it faster. With `--protocol earlier` the members decide as they did before
+certificates (`parts/earlier_protocol.py`).
 """
 
 from __future__ import annotations
