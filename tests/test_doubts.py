@@ -87,6 +87,18 @@ def test_who_is_doubted_has_its_turn_however_many_names_are_new() -> None:
         doubts.called_in_vain(calls)
 
 
+def test_who_has_shown_itself_once_is_called_before_other_doubted_ones() -> None:
+    doubts = Doubts("me")
+    doubts.prove(["A"], 0.0)
+    for _ in range(5):
+        doubts.called_in_vain(["A"])
+    invented = {f"bare{n}" for n in range(16)}
+    for _ in range(CALLS_IN_VAIN):
+        doubts.called_in_vain(invented)
+    view = view_of(0.0, [claim(name) for name in ("A", *invented)])
+    assert "A" in doubts.to_call(view, invented, 10.0)
+
+
 def test_who_has_shown_itself_is_left_in_peace_for_a_while() -> None:
     doubts = Doubts("me")
     doubts.prove(["A"], 100.0)

@@ -85,8 +85,9 @@ class Doubts:
         """Return whom to call now: those in `first` before others, each again after a while.
 
         Who has shown itself since `since_s` need not be called. Those that are doubted have their
-        turn after all others, whatever they claim, and one of them always has: who was called while
-        the network was split may be there again, however many names are invented meanwhile.
+        turn after all others, whatever they claim, and one of them always has, first one that has
+        shown itself before: who was called while the network was split may be there again, however
+        many names are invented meanwhile.
         """
         waiting = [
             peer
@@ -98,8 +99,8 @@ class Doubts:
             is_first = peer in first and peer not in self._doubted
             return peer in self._doubted, not is_first, self._in_vain.get(peer, 0), peer
 
-        called = heapq.nsmallest(CALLS_AT_ONCE, waiting, key=order)
-        if called and called[-1] not in self._doubted:
-            doubted = self._doubted.intersection(waiting).difference(called)
-            called[-1:] = [next((p for p in self._in_vain if p in doubted), called[-1])]
-        return tuple(called)
+        doubted = self._doubted.intersection(waiting)
+        longest_ago = [peer for peer in self._in_vain if peer in doubted]
+        again = sorted(longest_ago, key=lambda peer: peer not in self._proven)[:1]
+        others = (peer for peer in waiting if peer not in again)
+        return (*heapq.nsmallest(CALLS_AT_ONCE - len(again), others, key=order), *again)
