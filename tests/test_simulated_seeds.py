@@ -78,6 +78,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 2237, None, None),  # Two liars said which counted round it is, to two trainers.
     ("mixed", 3164, None, None),  # A peer began with a clock that is an hour ahead: it would not.
     ("mixed", 4153, None, None),  # After a long split the names were called before the keeper.
+    ("mixed", 4636, None, None),  # One of two makers had left the chain, the other heard it next.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -178,6 +178,8 @@ class Member:
                 self.known.meet([event.peer])
                 self._keeping.on_offered(event)
             case e.OfferAnswered():
+                if event.is_kept:
+                    self.known.meet([event.peer])
                 self._keeping.on_offer_answered(event)
             case e.Stepped():
                 self.position.stepped()

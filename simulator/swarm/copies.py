@@ -115,18 +115,20 @@ class Copies:
 
     def _has_lost(self, state: SimulatedState, trainers: list[Body]) -> bool:
         """Tell whether all who train a module have taken another chain, which may be shorter, or
-        all of those who made the state: who stands on it yet hears of that when its step is done.
+        one of those who made the state: who stands on it yet hears of that when its step is done.
 
-        Where nobody does, the last one who did.
+        Where nobody trains it, the last one who did.
         """
         world, module = self._world, state.reference.module
+        made = contributors(world, state)
+        makers = [m.works[module].anchor for m in trainers if m in made]
+        if any(not _are_of_one_chain(world, anchor, state) for anchor in makers):
+            return True
         if trainers:
-            made = contributors(world, state)
-            makers = [m for m in trainers if m in made]
-            anchors = (m.works[module].anchor for m in makers or trainers)
+            anchors = (m.works[module].anchor for m in trainers)
             return not any(descends(world, anchor, state) for anchor in anchors)
         last = self._went.get(module, state)
-        return not descends(world, last, state) and not descends(world, state, last)
+        return not _are_of_one_chain(world, last, state)
 
 
 def _holds(machine: Body, wanted: StateReference) -> bool:
@@ -141,6 +143,11 @@ def descends(world: World, state: SimulatedState, from_: SimulatedState) -> bool
     while line is not None and line is not from_:
         line = world.stock.states.get(line.parent)
     return line is from_
+
+
+def _are_of_one_chain(world: World, one: SimulatedState, other: SimulatedState) -> bool:
+    """Tell whether one of two states was made from the other."""
+    return descends(world, one, other) or descends(world, other, one)
 
 
 def contributors(world: World, state: SimulatedState) -> list[Body]:
