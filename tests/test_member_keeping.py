@@ -41,6 +41,15 @@ def test_copies_are_offered_in_rendezvous_order_until_there_are_enough() -> None
     assert peer.offered() == []
 
 
+def test_who_has_acknowledged_a_copy_has_shown_itself() -> None:
+    peer = Trainer(serving=SERVING)
+    yes, no = peer.offered()
+    peer.answer(yes, is_kept=True)
+    peer.answer(no, is_kept=False)
+    shown = peer.member.known.doubts.has_shown_itself
+    assert (shown(yes), shown(no)) == (True, False)
+
+
 def test_copies_lie_where_others_can_fetch_them() -> None:
     """Who cannot be called keeps nothing for others, and its own copy does not count."""
     closed = [record(peer, "serving", "outgoing") for peer in ORDER[:2]]
