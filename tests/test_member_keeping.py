@@ -42,12 +42,11 @@ def test_copies_are_offered_in_rendezvous_order_until_there_are_enough() -> None
 
 
 def test_who_has_acknowledged_a_copy_has_shown_itself() -> None:
-    peer = Trainer(serving=SERVING)
-    yes, no = peer.offered()
-    peer.answer(yes, is_kept=True)
-    peer.answer(no, is_kept=False)
+    peer = Trainer()
+    peer.answer("Ps", is_kept=True)
+    peer.answer("Pt", is_kept=False)
     shown = peer.member.known.doubts.has_shown_itself
-    assert (shown(yes), shown(no)) == (True, False)
+    assert (shown("Ps"), shown("Pt")) == (True, False)
 
 
 def test_copies_lie_where_others_can_fetch_them() -> None:
