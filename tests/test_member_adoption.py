@@ -202,7 +202,9 @@ def test_it_waits_while_its_level_averages() -> None:
     assert [adopted.reference for adopted in of(a.Adopt, actions)] == [state]
 
 
-def test_what_wins_no_more_when_it_comes_is_left() -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_wins_no_more_when_it_comes_is_left(goes_on: bool) -> None:
+    """Also where more is said to have been made of it since: that may be invented."""
     peer = Peer("Pa")
     state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
     peer.announce(state, "Pa")
@@ -211,26 +213,14 @@ def test_what_wins_no_more_when_it_comes_is_left() -> None:
     peer.turn()
     peer.averaged(MODULE, ["Pa", ME, "Pd"])
     own = peer.stepped(MODULE, ["Pa", ME, "Pd"], 3)
-    assert of(a.Adopt, peer.bring(state)) == []
-    assert peer.anchor == own
-
-
-def test_what_others_have_put_on_top_of_a_state_does_not_make_it_win() -> None:
-    """It came while it won; now only what a liar says to have made of it would."""
-    peer = Peer("Pa", "Pc")
-    state = peer.family.commit(peer.anchor, 3, ["Pc"])
-    peer.announce(state, "Pc")
-    peer.tell(state)
-    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
-    peer.turn()
-    peer.averaged(MODULE, ["Pa", ME])
-    own = peer.stepped(MODULE, ["Pa", ME], 3)
-    peer.happen(e.CallAnswered(("liar",), ("liar",)))
-    invented = peer.family.commit(state, 4, ["liar", "Pd", "Pe"])
-    peer.held = {"Pc": [state], "liar": [invented]}
-    peer.look()
-    peer.tell(invented)
-    assert peer.member.known.descent.wins(state, own, [invented])
+    if goes_on:
+        liars = ("liar", "other")
+        peer.happen(e.CallAnswered(liars, liars))
+        invented = peer.family.commit(state, 4, [*liars, "nobody"])
+        peer.held["liar"] = [invented]
+        peer.look()
+        peer.tell(invented)
+        assert peer.member.known.descent.wins(state, own, [invented])
     assert of(a.Adopt, peer.bring(state)) == []
     assert peer.anchor == own
 
