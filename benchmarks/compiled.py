@@ -1,6 +1,6 @@
 """Run a benchmark of the swarm simulator with member and simulator compiled.
 
-    python benchmarks/compiled.py benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2
+    python benchmarks/compiled.py benchmarks/swarm_faults.py --seeds 20000 --profile all --json
 
 mypyc, which comes with mypy, makes extension modules of them: the same histories, event by event,
 in two thirds of the time. Takes a C compiler, and some five minutes for each new state of the
@@ -10,6 +10,7 @@ modules, and what replaces functions of these (`--protocol earlier`) needs them 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import runpy
 import shutil
@@ -68,16 +69,20 @@ def build() -> Path:
 
 def main() -> None:
     """Run the script that the arguments name, with the compiled package in front."""
-    if len(sys.argv) < 2:
-        sys.exit(
-            "error: name the script to run; for example benchmarks/swarm_faults.py --seeds 100"
-        )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", help="the benchmark to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args()
+    if not Path(options.script).is_file():
+        parser.error(f"there is no {options.script}")
     # An editable install has a finder of its own, which comes before the path.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
     sys.path.insert(0, str(build()))
-    del sys.argv[0]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    runpy.run_path(options.script, run_name="__main__")
 
 
 if __name__ == "__main__":
