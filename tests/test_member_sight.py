@@ -105,7 +105,7 @@ def test_who_trains_and_was_never_seen_to_hold_a_state_may_go_on_from_genesis() 
     known.note_holder("Pn", MODULE, "9" * 64, is_sure=True)
     # Where its state comes from is not known yet: from any before the anchor.
     assert rounds_stood_on(known, MODULE) == {-1, 0, 1}
-    assert rounds_stood_on(known, MODULE, is_seen=True) == {-1}
+    assert rounds_stood_on(known, MODULE, is_offered=False, is_grouped=False) == {-1}
     known.note_holder("Pn", MODULE, known.anchors[MODULE].digest, is_sure=True)
     assert rounds_stood_on(known, MODULE) == set()
 
@@ -161,9 +161,25 @@ def test_who_trains_and_is_in_sight_may_take_over_what_is_committed_without_it()
     alone = family.commit(known.anchors[MODULE], 3, [ME])
     known.book.add_all(family.chain(alone))
     known.anchors[MODULE] = alone
-    assert where_others_stand(known, MODULE).rounds == ({0, 1, 2}, {1, 2}, {1})
+    assert where_others_stand(known, MODULE).rounds == ({0, 1, 2}, {1, 2}, {1}, {1})
     known.note_holder("Pn", MODULE, newest, is_sure=True)
-    assert where_others_stand(known, MODULE).rounds == ({0, 2}, {2}, {2})
+    assert where_others_stand(known, MODULE).rounds == ({0, 2}, {2}, {2}, {2})
+
+
+def test_who_was_in_a_group_is_likelier_to_hold_what_it_made_than_whom_that_was_shown() -> None:
+    """A split came before its signature did."""
+    peer = group("Pa")
+    known, family = peer.member.known, peer.family
+    newest = known.anchors[MODULE]
+    known.note_holder("Pa", MODULE, newest.digest, is_sure=True)
+    together = family.commit(newest, 3, [ME, "Pa"], signers=[ME])
+    alone = family.commit(together, 4, [ME])
+    known.book.add_all(family.chain(family.commit(alone, 5, [ME])))
+    known.anchors[MODULE] = family.commit(alone, 5, [ME])
+    known.note_holder("Pa", MODULE, alone.digest, is_sure=False)
+    *_, grouped, seen = where_others_stand(known, MODULE).rounds
+    assert (grouped, seen) == ({2, 3}, {2})
+    assert rounds_stood_on(known, MODULE) == {2, 3, 4}
 
 
 def test_where_a_held_state_comes_from_is_unknown_until_its_chain_is_here() -> None:

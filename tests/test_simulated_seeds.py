@@ -79,6 +79,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("mixed", 3164, None, None),  # A peer began with a clock that is an hour ahead: it would not.
     ("mixed", 4153, None, None),  # After a long split the names were called before the keeper.
     ("mixed", 4636, None, None),  # One of two makers had left the chain, the other heard it next.
+    ("mixed", 5234, None, None),  # A member of the group, whose signature a split had cut off.
     ("mixed", 1013, 4, 8),  # Who did not come was waited for again after a change of paths.
 )
 

@@ -274,15 +274,16 @@ def is_last_signed(known: Knowledge, module: str) -> bool:
 def where_others_stand(known: Knowledge, module: str) -> Others:
     """Return what parts the own work in a module.
 
-    Rounds after which others may go another way: all, those of who trains the module, and of these
-    what they were seen to hold. Who only keeps copies goes on from them itself only if it begins
-    to train.
+    Rounds after which others may go another way: all, those of who trains the module, of these
+    what they were seen to hold or were in the group of, and what they were seen to hold. Who only
+    keeps copies goes on from them itself only if it begins to train.
     """
     trainers, stands = known.trainers_seen(module), known.stands(module).values()
     rounds = (
         rounds_stood_on(known, module),
         rounds_stood_on(known, module, of=trainers),
-        rounds_stood_on(known, module, of=trainers, is_seen=True),
+        rounds_stood_on(known, module, of=trainers, is_offered=False),
+        rounds_stood_on(known, module, of=trainers, is_offered=False, is_grouped=False),
     )
     offered = {digest for stand in stands for digest in stand.offered}
     seen = {stand.seen for stand in stands if stand.seen}
@@ -291,7 +292,12 @@ def where_others_stand(known: Knowledge, module: str) -> Others:
 
 
 def rounds_stood_on(
-    known: Knowledge, module: str, *, of: Collection[str] | None = None, is_seen: bool = False
+    known: Knowledge,
+    module: str,
+    *,
+    of: Collection[str] | None = None,
+    is_offered: bool = True,
+    is_grouped: bool = True,
 ) -> frozenset[int]:
     """Return the rounds of the own chain after which others may go another way.
 
@@ -324,16 +330,17 @@ def rounds_stood_on(
     for peer, stand in stands.items():
         if of is not None and peer not in of:
             continue
-        seen, maybe = last_shared(stand.seen), [last_shared(digest) for digest in stand.offered]
+        seen, offered = last_shared(stand.seen), [last_shared(digest) for digest in stand.offered]
+        grouped: list[int] = []
         if book.common_ancestor(module, stand.seen, anchor.digest) == stand.seen:
             # A view is late: who has signed a later state has that, and who was in the group may.
             seen = max(seen if seen is not None else -1, signed.get(peer, -1))
-            maybe += rounds.get(peer, [])
+            grouped = rounds.get(peer, [])
         least = seen if seen is not None else -2
         found.add(least)
-        if not is_seen:
-            found.update(later for later in maybe if later is not None and later > least)
-        if not is_seen and any(last_shared(digest) is None for digest in stand.offered):
+        maybe = [*(offered if is_offered else ()), *(grouped if is_grouped else ())]
+        found.update(later for later in maybe if later is not None and later > least)
+        if is_offered and any(last_shared(digest) is None for digest in stand.offered):
             # Where that came from nobody has said yet.
             found.update(later for later in own_rounds if later > least)
     found.discard(-2)
