@@ -1,4 +1,4 @@
-"""Taking over a state that others made: which one, whether it is believed, and the own work."""
+"""Taking over a state that others made: which one, when, and whether it is believed."""
 
 from __future__ import annotations
 
@@ -19,58 +19,9 @@ from dipaco.peer.member.adoption import (
 )
 from dipaco.peer.member.chains import RETRY_PERIODS as CHAIN_RETRY_PERIODS
 from dipaco.peer.member.chains import Chains
-from support.family import Family, genesis
-from support.lone_member import ME, LoneMember, claim, of
-
-MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
-
-
-class Peer(LoneMember):
-    """A member that stands on three commits of itself and others, in round 3."""
-
-    def __init__(self, *others: str, rounds: int = 3) -> None:
-        family = Family()
-        members = (*others, ME)
-        anchors = [family.commits(genesis(m), range(rounds), members) for m in (MODULE, LAST)]
-        super().__init__(family=family)
-        self.claims = [claim(peer) for peer in others]
-        self.now_s += rounds * ROUND_S
-        self.begin(*anchors)
-        self.look()
-        self.done.clear()
-
-    @property
-    def anchor(self) -> StateReference:
-        return self.member.anchors[MODULE]
-
-    def announce(self, state: StateReference, *holders: str) -> list[a.Action]:
-        """Let peers say that they hold a state, and the member see it."""
-        self.held = {peer: [state] for peer in holders}
-        return self.look()
-
-    def tell(self, state: StateReference) -> list[a.Action]:
-        """Let the certificates of a state come, and what is announced be seen again."""
-        return self.happen(e.ChainFetched(state, self.family.chain(state))) + self.look()
-
-    def bring(
-        self, state: StateReference, after: float = 1.0, steps_apart: float | None = None
-    ) -> list[a.Action]:
-        """Let a state come; the held-out loss with it is `after`, and 1 with the anchor."""
-        found = self.happen(e.StateFetched(state, {}, self.family.chain(state), "adopt"))
-        found += self.turn()
-        for check in of(a.CheckState, found):
-            checked = e.Checked(check.module, check.digest, 1.0, after, steps_apart)
-            found += self.happen(checked)
-        return found
-
-    def adopts(self, state: StateReference, *holders: str) -> a.Adopt:
-        """Take a state all the way, and return how."""
-        self.announce(state, *holders)
-        self.tell(state)
-        (adopted,) = of(a.Adopt, self.bring(state))
-        assert adopted.reference == state == self.anchor
-        return adopted
-
+from support.adopter import MODULE, ROUND_S
+from support.adopter import Adopter as Peer
+from support.lone_member import ME, of
 
 # -- which one
 
@@ -223,6 +174,31 @@ def test_what_wins_no_more_when_it_comes_is_left(goes_on: bool) -> None:
         assert peer.member.known.descent.wins(state, own, [invented])
     assert of(a.Adopt, peer.bring(state)) == []
     assert peer.anchor == own
+
+
+def test_what_is_said_to_go_on_from_a_state_and_is_not_served_keeps_nobody_from_taking_it() -> None:
+    """Three chains in a circle: the best of those that are served loses to the own one alone."""
+    peer = Peer("Pa", "Pd", "Pf")
+    known, base, commit = peer.member.known, peer.anchor, peer.family.commit
+    peer.tokens = 1_000_000
+    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
+    peer.turn()
+    peer.averaged(MODULE, ["Pa", ME, "Pd"])
+    own = peer.stepped(MODULE, ["Pa"], 3)
+    side = commit(base, 3, ["Pd"], tokens=1)
+    two, three = commit(side, 3, ["Pf"], tokens=1), commit(side, 3, ["Pd"], tokens=2)
+    peer.happen(e.CallAnswered(("liar",), ("liar",)))
+    first, second = (commit(three, 4, ["liar", "Pd"], tokens=n) for n in (3, 4))
+    for invented, wanted in ((first, first), (second, three)):
+        for state in (two, three, invented):
+            known.take_certificates(peer.family.chain(state))
+        peer.held = {"Pf": [two], "Pd": [three], "liar": [invented]}
+        (fetch,) = of(a.FetchState, peer.look())
+        assert fetch.reference == wanted
+        if wanted == first:
+            peer.happen(e.FetchFailed(MODULE, first.digest, "nobody has it", "adopt"))
+    assert not known.descent.wins(three, own)
+    assert [adopted.reference for adopted in of(a.Adopt, peer.bring(three))] == [three]
 
 
 def test_an_adopted_state_is_served_and_saved_when_it_is_due() -> None:
@@ -455,64 +431,3 @@ def test_what_its_holders_do_not_serve_is_looked_into_beside_the_rounds_and_less
     peer.announce(state, "Pa")
     assert not adoption.catch_up(MODULE, None)
     assert adoption.start(MODULE)
-
-
-# -- own work
-
-
-def missed(peer: Peer, *group: str) -> StateReference:
-    """Let a meeting break here after the group had formed, and go well elsewhere."""
-    peer.now_s = peer.plan.start_s + 3.5 * ROUND_S
-    peer.turn()
-    peer.average_failed(MODULE, members=group)
-    return peer.family.commit(peer.anchor, 3, group)
-
-
-def test_own_work_that_the_group_merged_is_merged_by_name() -> None:
-    peer = Peer("Pa", "Pc")
-    state = missed(peer, "Pa", ME, "Pc")
-    peer.answered(MODULE, {"Pa": state})
-    peer.happen(e.ChainFetched(state, peer.family.chain(state)))
-    actions = peer.bring(state)
-    assert [(adopted.on_top, adopted.is_merged) for adopted in of(a.Adopt, actions)] == [((), True)]
-
-
-def test_own_work_that_the_group_left_out_stays_on_top() -> None:
-    peer = Peer("Pa", "Pc")
-    missed(peer, "Pa", ME, "Pc")
-    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
-    peer.answered(MODULE, {"Pa": state})
-    peer.happen(e.ChainFetched(state, peer.family.chain(state)))
-    actions = peer.bring(state)
-    found = [(adopted.on_top, adopted.is_merged) for adopted in of(a.Adopt, actions)]
-    assert found == [((3,), False)]
-
-
-def committed(peer: Peer, round_index: int, *group: str) -> StateReference:
-    peer.now_s = peer.plan.start_s + (round_index + 0.5) * ROUND_S
-    peer.turn()
-    peer.averaged(MODULE, group)
-    return peer.stepped(MODULE, group, round_index)
-
-
-def test_a_fork_that_loses_is_put_back_from_its_first_round_on() -> None:
-    peer = Peer("Pa", "Pc", "Pd", "Pe")
-    both = committed(peer, 3, "Pa", ME, "Pc", "Pd", "Pe")
-    committed(peer, 4, "Pa", ME, "Pc")
-    committed(peer, 5, "Pa", ME, "Pc")
-    winner = peer.family.commits(both, (4, 5), ["Pd", "Pe", "Pf", "Pg"])
-    adopted = peer.adopts(winner, "Pd")
-    assert (adopted.on_top, adopted.is_merged, adopted.weight) == ((4, 5), False, 1.0)
-
-
-def test_what_both_sides_have_is_not_put_back() -> None:
-    peer = Peer("Pa", "Pc", "Pd", "Pe")
-    both = committed(peer, 3, "Pa", ME, "Pc", "Pd", "Pe")
-    assert peer.adopts(peer.family.commit(both, 4, ["Pa", "Pc"]), "Pa").on_top == ()
-
-
-def test_work_of_long_ago_is_shortened() -> None:
-    peer = Peer("Pa")
-    peer.now_s += 7 * ROUND_S
-    state = peer.family.commits(peer.anchor, range(3, 11), ["Pa", "Pc"])
-    assert peer.adopts(state, "Pa").weight == 0.5

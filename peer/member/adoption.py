@@ -119,14 +119,18 @@ class Adoption:
         """Tell whether a state that is here should replace the anchor: among those that are served,
         as `winner` chose it, or among all.
 
-        One from which others go on has to win by itself: what is on top of it may be invented.
+        One from which others of these go on has to win by itself: what is on top may be invented.
         """
         candidates, descent = self._candidates(state.module), self._known.descent
-        served = filter(self._is_served, candidates)
-        is_best = descent.wins(state, anchor, served) or descent.wins(state, anchor, candidates)
-        if not is_best or not any(descent.goes_on_from(one, state) for one in candidates):
-            return is_best
-        return descent.wins(state, anchor)
+        served = list(filter(self._is_served, candidates))
+
+        def wins_among(states: Collection[StateReference]) -> bool:
+            if not descent.wins(state, anchor, states):
+                return False
+            is_last = not any(descent.goes_on_from(one, state) for one in states)
+            return is_last or descent.wins(state, anchor)
+
+        return wins_among(served) or wins_among(candidates)
 
     def _is_served(self, state: StateReference) -> bool:
         """Tell whether a state has a holder that has not just failed to serve what it was said to

@@ -201,10 +201,7 @@ class Descent:
 
     def goes_on_from(self, state: StateReference, earlier: StateReference) -> bool:
         """Tell whether a state was made from an earlier one, in one step or many."""
-        if state.digest == earlier.digest:
-            return False
-        common = self.book.common_ancestor(state.module, state.digest, earlier.digest)
-        return common == earlier.digest
+        return earlier.digest in self.book.ancestors(state.module, state.digest)[1:]
 
     def reaches(self, state: StateReference, other: StateReference) -> bool:
         """Tell whether the certificates known connect two states, through genesis or later."""

@@ -501,8 +501,8 @@ class OuterRounds:
         self.position.closed(boundary)
 
     def _say_carry_on(self, running: RoundUnderWay, reason: str) -> None:
-        said = CarryOn(running.module, running.boundary.round_index, reason, running.expected)
-        self.known.do(said)
+        round_index = running.boundary.round_index
+        self.known.do(CarryOn(running.module, round_index, reason, running.expected))
 
     def waiting_for(self, together: Mapping[str, int]) -> tuple[str, float]:
         """With fixed steps: what the next inner step waits for, and until when at most.
