@@ -2,14 +2,14 @@
 
     python benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2 --log scan.jsonl --json
     python benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2 --protocol earlier
-    python benchmarks/compiled.py benchmarks/swarm_faults.py --seeds 20000 --profile all --jobs 2
+    python benchmarks/parts/compiled.py benchmarks/swarm_faults.py --seeds 20000 --profile all
     python benchmarks/swarm_faults.py --seed 4711 --profile churn --trace
 
 A seed is a whole history: who takes part, what goes wrong, and when. With --seeds it prints how
 many were violated, by invariant, and the first seed of each; with --seed it lives through one, and
 with --trace writes its log. The same seed gives the same history on any machine. With --log a scan
 that was interrupted goes on where it ended, as long as rules and simulator are the same;
-`compiled.py` makes it faster. With `--protocol earlier` the members decide as they did before
+`parts/compiled.py` makes it faster. With `--protocol earlier` the members decide as they did before
 certificates (`parts/earlier_protocol.py`).
 """
 

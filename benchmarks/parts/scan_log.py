@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,20 +72,16 @@ class ScanLog:
         head = {**digests(), **given}
         self.lived: dict[int, Lived] = {}
         text = path.read_text() if path.exists() else ""
-        lines = text.splitlines()
-        if lines:
-            self._check_head(path, json.loads(lines[0]), head)
-        for line in lines[1:]:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # The last line of a scan that was killed.
+        entries = list(_entries(text))
+        if text:
+            self._check_head(path, entries[0] if entries else {}, head)
+        for entry in entries[1:]:
             entry["violations"] = [(name, what) for name, what in entry["violations"]]
             self.lived[entry["seed"]] = Lived(**entry)
         self._file = path.open("a", buffering=1)
         if text and not text.endswith("\n"):
             print(file=self._file)
-        if not lines:
+        if not text:
             print(json.dumps(head), file=self._file)
 
     @staticmethod
@@ -101,3 +98,10 @@ class ScanLog:
         for one in lived:
             self.lived[one.seed] = one
             print(json.dumps(asdict(one)), file=self._file)
+
+
+def _entries(text: str) -> Iterator[dict[str, Any]]:
+    """Return what the lines say, without the one that a scan was writing when it was killed."""
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)

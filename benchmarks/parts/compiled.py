@@ -1,6 +1,6 @@
 """Run a benchmark of the swarm simulator with member and simulator compiled.
 
-    python benchmarks/compiled.py benchmarks/swarm_faults.py --seeds 20000 --profile all --json
+    python benchmarks/parts/compiled.py benchmarks/swarm_faults.py --seeds 20000 --json
 
 mypyc, which comes with mypy, makes extension modules of them: the same histories, event by event,
 in two thirds of the time. Takes a C compiler, and some five minutes for each new state of the
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("modules", "routing", "dht", "peer", "simulator")
 COMPILED = (
     "peer/member/*.py",
@@ -41,7 +41,9 @@ setup(name="compiled", packages=[],
 def build() -> Path:
     """Return a folder with the package, compiled in part; makes it if the sources are new."""
     sources = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    read = b"".join(path.read_bytes() for path in sources)
+    # One Python does not load what another one has made.
+    digest = f"{sys.implementation.cache_tag}-{hashlib.sha256(read).hexdigest()[:12]}"
     built = ROOT / "build" / "compiled" / digest
     if built.exists():
         return built
