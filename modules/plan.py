@@ -6,8 +6,10 @@ plan from a run folder without any network. Large parts are blobs named by their
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -169,7 +171,13 @@ class RunPlan(Config):
         """Return the one byte string that is hashed and signed."""
         return canonical_json(self.model_dump(mode="json"))
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields, and with the fingerprint of these."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("fingerprint", None)
+        return copied
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the plan, 64 hexadecimal digits."""
         return hashlib.sha256(self.canonical_json()).hexdigest()

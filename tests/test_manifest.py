@@ -69,6 +69,17 @@ def test_a_signed_plan_comes_back_as_it_was(envelope: bytes) -> None:
     assert envelope_run_id(envelope) == plan.run_id
 
 
+def test_a_changed_copy_of_a_plan_is_another_run() -> None:
+    plan = make_plan()
+    assert plan.run_id == plan.fingerprint[:16]
+    changed = plan.model_copy(update={"seed": plan.seed + 1})
+    assert changed.run_id != plan.run_id
+    assert changed.model_copy(update={"seed": plan.seed}).run_id == plan.run_id
+    # What was worked out of a plan is neither written nor compared.
+    assert changed.model_dump() == {**plan.model_dump(), "seed": plan.seed + 1}
+    assert plan == make_plan()
+
+
 def test_white_space_does_not_matter_but_content_does(envelope: bytes) -> None:
     compact = json.dumps(json.loads(envelope)).encode()
     assert verify_manifest(compact).plan == make_plan()
