@@ -94,6 +94,22 @@ def test_a_claim_of_a_clock_that_was_ahead_is_made_anew_when_it_is_put_back() ->
     assert taken(claimer.known) == []
 
 
+def test_a_claim_settles_in_time_though_the_clock_is_put_back() -> None:
+    claimer = Claimer()
+    claimer.known.note_time(START_S + 3600.0)
+    claimer.claiming.begin()
+    for _ in range(2):
+        claimer.said += of(a.Say, taken(claimer.known))
+        claimer.known.learn(claimer.view())
+        claimer.claiming.on_view()
+    claimer.known.note_time(START_S)
+    claimer.claiming.clock_went_back()
+    taken(claimer.known)
+    claimer.known.note_time(START_S + LONGEST_WAIT_S)
+    claimer.claiming.on_turn()
+    assert len(of(a.Look, taken(claimer.known))) == 1
+
+
 def test_it_claims_the_path_that_nobody_trains() -> None:
     peer = Claimer(*(claim(f"P{path}", path) for path in (0, 1, 3)))
     assert peer.claim().path == 2
@@ -230,6 +246,24 @@ def test_a_peer_that_has_a_path_does_not_stand_idle_for_another(
         known.now_s += RETRY_S
         beginning.on_turn()
     assert limit_s < known.now_s - START_S < limit_s + attempt_s + RETRY_S
+
+
+def test_a_beginning_is_tried_again_and_ends_though_the_clock_is_put_back() -> None:
+    known = knowledge(PLAN)
+    known.note_time(START_S + 3600.0)
+    known.learn(view_of(START_S))
+    beginning = Beginning(known, Chains(known))
+    beginning.begin(0)
+    taken(known)
+    beginning.on_path(e.PathFailed(0, "nobody serves the shard of path 0"))
+    known.note_time(START_S)
+    assert beginning.left_s == LIMIT_S
+    known.note_time(START_S + RETRY_S)
+    beginning.on_turn()
+    assert len(of(a.FetchPath, taken(known))) == 1
+    beginning.on_path(e.PathFailed(0, "nobody serves the shard of path 0"))
+    known.note_time(START_S + LIMIT_S + 1.0)
+    assert beginning.has_failed
 
 
 def test_what_comes_slowly_is_waited_for() -> None:

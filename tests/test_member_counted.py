@@ -6,6 +6,7 @@ from dipaco.dht.records import refresh_period_s
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
+from dipaco.peer.member.gathering import longest_wait_s
 from dipaco.peer.member.outer import AGAIN_AFTER_S
 from support.family import genesis
 from support.lone_member import ME, LoneMember, claim, of, small_plan
@@ -41,6 +42,20 @@ def test_without_a_group_the_same_attempt_begins_anew() -> None:
     peer.now_s += AGAIN_AFTER_S
     (again,) = of(a.Average, peer.turn())
     assert again.attempt == 0
+
+
+def test_what_is_waited_for_is_not_put_off_when_the_clock_is_put_back() -> None:
+    """The clock was an hour ahead: the pause and the meeting would last that long."""
+    peer = counted("Pa")
+    peer.now_s += 3600.0
+    peer.turn()
+    fail(peer)
+    peer.now_s -= 3600.0
+    assert of(a.Average, peer.turn()) == []
+    peer.now_s += AGAIN_AFTER_S
+    (again,) = of(a.Average, peer.turn())
+    assert (again.attempt, again.awaited) == (0, {"Pa", ME})
+    assert again.close_s < peer.now_s + longest_wait_s(peer.plan.rounds)
 
 
 def test_survivors_of_a_broken_group_wait_for_the_living_alone() -> None:

@@ -76,3 +76,12 @@ def test_after_the_clock_was_put_back_boundaries_come_again_that_came_to_nothing
     position.came_to_nothing(ahead[0])
     position.clock_went_back(START_S + 3.0)
     assert [b for b in position.due(START_S + 4.0, 0.0) if b.level == "L0"] == ahead
+
+
+def test_fixed_steps_the_limit_of_a_round_is_not_put_off_with_the_clock() -> None:
+    position = _position(inner_steps=6)
+    position.enter(START_S + 3600.0, 1)
+    assert position.due(START_S + 3.0, 0.0) == []
+    position.clock_went_back(START_S + 3.0)
+    assert position.due(START_S + 6.9, 0.0) == []
+    assert [b.level for b in position.due(START_S + 7.0, 0.0)] == ["L0"]

@@ -72,6 +72,7 @@ FOUND: tuple[tuple[str, int, int | None, int | None], ...] = (
     ("invited", 19433, None, None),  # A liar that never came was waited for by three, in turn.
     ("mixed", 254, None, None),  # Who had made a state left its chain; one slow peer had not yet.
     ("mixed", 491, None, None),  # A clock was put back: rounds that came to nothing did not return.
+    ("mixed", 2141, None, None),  # A clock was put back: a pause in a counted round lasted as long.
     ("mixed", 596, None, None),  # A slow peer took a state on the way to one that wins.
     ("mixed", 2662, None, None),  # So did one where a liar had made that.
     ("mixed", 1833, None, None),  # Names on a shared path were called in turn, and nobody else.

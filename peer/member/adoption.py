@@ -89,10 +89,7 @@ class Adoption:
             self._compare(module)
 
     def clock_went_back(self) -> None:
-        """Forget until when states are left alone."""
-        self._unavailable.clear()
-        self._unserved.clear()
-        self._failures.clear()
+        """Forget until which round states are left alone."""
         self._disbelieved.clear()
         self._refused_until = dict.fromkeys(self._refused, 0)
 
@@ -136,7 +133,7 @@ class Adoption:
         """Tell whether a state has a holder that has not just failed to serve what it was said to
         hold."""
         known = self._known
-        failing = {p for p, until_s in self._unserved.items() if until_s > known.now_s}
+        failing = {p for p, until_s in self._unserved.items() if until_s > known.steady_s}
         if not failing:
             return known.is_held(state)
         return not failing.issuperset(known.holders(state))
@@ -163,7 +160,7 @@ class Adoption:
             state
             for state in candidates.values()
             if not self._is_refused(state)
-            and known.now_s >= self._unavailable.get(state.digest, 0.0)
+            and known.steady_s >= self._unavailable.get(state.digest, 0.0)
             and self._chains.is_seen(state, known.anchors[module])
         ]
 
@@ -279,11 +276,11 @@ class Adoption:
         """Note that a state could not be had of those who were said to hold it."""
         known = self._known
         retry_s = RETRY_PERIODS * refresh_period_s(known.plan.rounds)
-        self._unavailable[digest] = known.now_s + retry_s
+        self._unavailable[digest] = known.steady_s + retry_s
         for peer in holders:
             doublings = min(self._failures[peer], MOST_DOUBLINGS)
             self._failures[peer] += 1
-            self._unserved[peer] = known.now_s + retry_s * 2**doublings
+            self._unserved[peer] = known.steady_s + retry_s * 2**doublings
         remembered: dict[str, Any]
         for remembered in (self._unavailable, self._unserved, self._failures):
             while len(remembered) > MOST_LEFT_ALONE:

@@ -63,11 +63,11 @@ class Beginning:
         known = self._known
         if known.path is not None:
             self._limit_of_one_s = MOVE_LIMIT_S
-            self._latest_s = known.now_s + MOVE_SHARE * known.plan.rounds.duration_s
+            self._latest_s = known.steady_s + MOVE_SHARE * known.plan.rounds.duration_s
         else:
             self._limit_of_one_s = WITH_OTHERS_LIMIT_S if has_others else LIMIT_S
-            self._latest_s = known.now_s + LONGEST_S
-        self._until_s = known.now_s + self._limit_of_one_s
+            self._latest_s = known.steady_s + LONGEST_S
+        self._until_s = known.steady_s + self._limit_of_one_s
         self._latest_s = max(self._until_s, self._latest_s)
         self._fetching, self._ready, self._unavailable, self._asked_s = {}, {}, {}, {}
         self._failed.clear()
@@ -85,12 +85,12 @@ class Beginning:
     @property
     def has_failed(self) -> bool:
         """Whether the limit has passed."""
-        return self.path is not None and self._known.now_s > self._limit_s
+        return self.path is not None and self._known.steady_s > self._limit_s
 
     @property
     def left_s(self) -> float:
         """How long it will be tried still."""
-        return max(0.0, self._limit_s - self._known.now_s)
+        return max(0.0, self._limit_s - self._known.steady_s)
 
     @property
     def _limit_s(self) -> float:
@@ -104,7 +104,7 @@ class Beginning:
     def _is_coming(self, what: str) -> bool:
         """Tell whether something is on its way: what failed before, only once it takes long."""
         is_asked = self._shard_wanted if what == SHARD else what in self._fetching
-        took_s = self._known.now_s - self._asked_s.get(what, math.inf)
+        took_s = self._known.steady_s - self._asked_s.get(what, math.inf)
         return is_asked and (what not in self._failed or took_s >= LONG_S)
 
     @property
@@ -137,11 +137,11 @@ class Beginning:
     def on_turn(self) -> None:
         """Ask for what is missing and not on its way."""
         known = self._known
-        if self.path is None or known.now_s < self._retry_s:
+        if self.path is None or known.steady_s < self._retry_s:
             return
         if not self._has_shard and not self._shard_wanted:
             self._shard_wanted = True
-            self._asked_s[SHARD] = known.now_s
+            self._asked_s[SHARD] = known.steady_s
             known.do(FetchPath(self.path))
         for module in known.grid.modules_of_path(self.path):
             if module not in self._ready and module not in self._fetching:
@@ -165,10 +165,12 @@ class Beginning:
         best = known.descent.best(announced, own or untrained)
         if best is None:
             self._fetch(own or untrained, ())
-        elif known.now_s >= self._unavailable.get(best.digest, 0.0):
+        elif known.steady_s >= self._unavailable.get(best.digest, 0.0):
             self._fetch(best, known.holders(best))
         else:
-            others = [s for s in announced if known.now_s >= self._unavailable.get(s.digest, 0.0)]
+            others = [
+                s for s in announced if known.steady_s >= self._unavailable.get(s.digest, 0.0)
+            ]
             second = known.descent.best(others, own or untrained)
             if second is not None:
                 self._fetch(second, known.holders(second))
@@ -177,7 +179,7 @@ class Beginning:
 
     def _fetch(self, state: StateReference, holders: tuple[str, ...]) -> None:
         self._fetching[state.module] = state
-        self._asked_s[state.module] = self._known.now_s
+        self._asked_s[state.module] = self._known.steady_s
         self._known.do(FetchState(state, holders, "begin"))
 
     def on_path(self, event: PathReady | PathFailed) -> None:
@@ -199,7 +201,7 @@ class Beginning:
             return
         del self._fetching[module]
         if isinstance(event, FetchFailed):
-            self._unavailable[digest] = self._known.now_s + UNAVAILABLE_S
+            self._unavailable[digest] = self._known.steady_s + UNAVAILABLE_S
             if wanted == self._known.held.get(module):
                 del self._known.held[module]  # It is not on this disk any more.
             self._try_later(module, event.reason)
@@ -208,11 +210,11 @@ class Beginning:
             self._ready[module] = event.reference
 
     def _try_later(self, what: str, reason: str) -> None:
-        now_s = self._known.now_s
+        steady_s = self._known.steady_s
         self.reason = reason
-        self._retry_s = now_s + RETRY_S
+        self._retry_s = steady_s + RETRY_S
         self._failed.add(what)
-        if now_s - self._asked_s[what] >= LONG_S:
+        if steady_s - self._asked_s[what] >= LONG_S:
             # What has come in so long a time is kept, and the next attempt goes on from there.
-            until_s = max(self._until_s, now_s + self._limit_of_one_s)
+            until_s = max(self._until_s, steady_s + self._limit_of_one_s)
             self._until_s = min(until_s, self._latest_s)

@@ -57,14 +57,14 @@ class Chains:
             if state.digest in self._wanted:
                 on_their_way = True
                 continue
-            if known.now_s < self._again_s(state):
+            if known.steady_s < self._again_s(state):
                 continue
             if sum(wanted.module == state.module for wanted in self._wanted.values()) >= AT_ONCE:
                 # Its turn comes when one of those has been answered.
                 on_their_way = True
                 break
             self._wanted[state.digest] = state
-            self._asked_s[state.digest] = known.now_s
+            self._asked_s[state.digest] = known.steady_s
             known.do(FetchChain(state, known.holders(state)))
             on_their_way = True
         self._forget()
@@ -102,11 +102,11 @@ class Chains:
         called = [
             peer
             for peer in unseen
-            if known.now_s - self._called_s.get(peer, float("-inf")) >= again_s
+            if known.steady_s - self._called_s.get(peer, float("-inf")) >= again_s
         ]
         if called:
-            self._called_s.update(dict.fromkeys(called, known.now_s))
-            self._calling.update(dict.fromkeys(called, known.now_s + CALL_LIMIT_S))
+            self._called_s.update(dict.fromkeys(called, known.steady_s))
+            self._calling.update(dict.fromkeys(called, known.steady_s + CALL_LIMIT_S))
             known.do(Call(tuple(called)))
         return self._is_answer_due(unseen)
 
@@ -132,7 +132,7 @@ class Chains:
         return unseen[:CALLED]
 
     def _is_answer_due(self, peers: Iterable[str]) -> bool:
-        return any(self._calling.get(peer, float("-inf")) > self._known.now_s for peer in peers)
+        return any(self._calling.get(peer, float("-inf")) > self._known.steady_s for peer in peers)
 
     def is_seen(self, state: StateReference, own: StateReference) -> bool:
         """Tell whether no contributor to either state is being called at the moment."""
@@ -148,12 +148,6 @@ class Chains:
         for remembered in (self._asked_s, self._in_vain, self._called_s, self._calling):
             while len(remembered) > 1024:
                 del remembered[next(iter(remembered))]
-
-    def clock_went_back(self) -> None:
-        """Forget when what was asked."""
-        self._asked_s.clear()
-        self._called_s.clear()
-        self._calling.clear()
 
     def is_wanted(self, module: str) -> bool:
         """Tell whether certificates of a module are on their way."""

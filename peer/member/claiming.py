@@ -93,7 +93,7 @@ class Claiming:
             )
         elif self._phase is _Phase.TAKING:
             self._phase = _Phase.SETTLING
-            self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
+            self._until_s = known.steady_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
         elif self._phase is _Phase.CHECKING:
             self._looks += 1
             better = None
@@ -114,7 +114,7 @@ class Claiming:
 
     def on_turn(self) -> None:
         """Time has passed."""
-        if self._phase is _Phase.SETTLING and self._known.now_s >= self._until_s:
+        if self._phase is _Phase.SETTLING and self._known.steady_s >= self._until_s:
             self._phase = _Phase.CHECKING
             self._horizon.look()
 

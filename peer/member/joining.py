@@ -35,12 +35,12 @@ class Joining:
     def begin(self, decision: Decision | None = None) -> None:
         """Claim a path: `decision`, if given (a move), otherwise the least served one."""
         self.has_begun, self.failure = False, ""
-        self._wanted_s = self._known.now_s
+        self._wanted_s = self._known.steady_s
         self._horizon.want_path()
         self._claim(decision)
 
     def _claim(self, decision: Decision | None = None) -> None:
-        self._since_s = self._known.now_s
+        self._since_s = self._known.steady_s
         self.claiming.begin(decision)
 
     def on_turn(self) -> None:
@@ -58,7 +58,7 @@ class Joining:
             others = known.path is None and self._horizon.has_another(decision.path)
             self.beginning.begin(decision.path, has_others=others)
             return
-        left_s = self._since_s + LIMIT_S - known.now_s
+        left_s = self._since_s + LIMIT_S - known.steady_s
         if left_s > 0:
             known.do(Wait("the swarm's answer to a claim", left_s))
             return
@@ -88,7 +88,7 @@ class Joining:
         assert path is not None
         self.beginning.stop()
         self._horizon.pass_over(path)
-        is_late = known.now_s - self._wanted_s >= LONGEST_S
+        is_late = known.steady_s - self._wanted_s >= LONGEST_S
         if known.path is not None or is_late or not self._horizon.has_another(path):
             self.failure = reason if known.path is not None else f"{reason}; start again later"
             return

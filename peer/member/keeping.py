@@ -97,14 +97,6 @@ class Keeping:
         self.handed_over: set[str] = set()
         """Modules whose newest states others hold, while the member leaves."""
 
-    def clock_went_back(self) -> None:
-        """Forget until when offers are waited for, and who is passed over."""
-        self._looked_s = self._made_since_s = -math.inf
-        for care in self._care.values():
-            care.offered.clear()
-            care.passed_over.clear()
-            care.acknowledged_s = dict.fromkeys(care.acknowledged, self._known.now_s)
-
     # -- giving
 
     def on_view(self) -> None:
@@ -163,7 +155,9 @@ class Keeping:
             return
         rounds = known.plan.rounds
         care = self._care.setdefault(module, _Care())
-        care.offered = {p: until_s for p, until_s in care.offered.items() if until_s > known.now_s}
+        care.offered = {
+            p: until_s for p, until_s in care.offered.items() if until_s > known.steady_s
+        }
         trainers = expected_group(view, known.grid, module) | {known.me}
         # A copy where nobody can fetch it counts for nothing.
         holders = {known.me} | (self._holders(state) & trainers)
@@ -185,22 +179,22 @@ class Keeping:
                 break
             if peer in trainers | fresh | frozenset(care.offered):
                 continue
-            if known.now_s < care.passed_over.get(peer, -math.inf):
+            if known.steady_s < care.passed_over.get(peer, -math.inf):
                 continue
             if not self._may_offer():
                 self._first = module
                 break
-            care.offered[peer] = known.now_s + OFFER_LIMIT_S
+            care.offered[peer] = known.steady_s + OFFER_LIMIT_S
             known.note_holder(peer, state.module, state.digest, is_sure=False)
             known.do(Offer(state, peer, OFFER_LIMIT_S))
             missing -= 1
 
     def _may_offer(self) -> bool:
         """Count an offer, or tell that there were enough of them in this refresh period."""
-        rounds, now_s = self._known.plan.rounds, self._known.now_s
+        rounds, steady_s = self._known.plan.rounds, self._known.steady_s
         period_s = refresh_period_s(rounds)
-        if now_s - self._made_since_s >= period_s:
-            self._made_since_s, self._made_offers = now_s, 0
+        if steady_s - self._made_since_s >= period_s:
+            self._made_since_s, self._made_offers = steady_s, 0
         most = max(1, round(OFFERS_PER_ROUND * period_s / rounds.duration_s))
         if self._made_offers >= most:
             return False
@@ -211,7 +205,7 @@ class Keeping:
         """Tell whether a peer that has shown to hold a copy still announces one, or has not had the
         time to."""
         known = self._known
-        since_s = known.now_s - ANNOUNCED_PERIODS * refresh_period_s(known.plan.rounds)
+        since_s = known.steady_s - ANNOUNCED_PERIODS * refresh_period_s(known.plan.rounds)
         announced = known.view.holdings.get(module, ())
         return care.acknowledged_s[peer] >= since_s or any(h.peer_id == peer for h in announced)
 
@@ -267,7 +261,7 @@ class Keeping:
         certificate = known.book.get(event.module, event.digest)
         if event.is_kept and certificate is not None:
             care.acknowledged[event.peer] = certificate.statement.round_index
-            care.acknowledged_s[event.peer] = known.now_s
+            care.acknowledged_s[event.peer] = known.steady_s
             care.refusals.pop(event.peer, None)
             care.refused_in_a_row = 0
             known.note_holder(event.peer, event.module, event.digest, is_sure=True)
@@ -277,7 +271,7 @@ class Keeping:
             period_s = refresh_period_s(known.plan.rounds)
             wait_s = min(FIRST_PASSED_OVER_S, period_s) * 2 ** (min(refusals, 16) - 1)
             wait_s = min(wait_s, PASSED_OVER_PERIODS * period_s)
-            care.passed_over[event.peer] = known.now_s + wait_s
+            care.passed_over[event.peer] = known.steady_s + wait_s
         if self._handing_over is not None:
             waiting = self._handing_over.get(event.module)
             if waiting is not None and event.peer in waiting.asked:
@@ -337,14 +331,14 @@ class Keeping:
             if state.module in known.anchors or not self._has_room_for(state):
                 continue
             if known.descent.wins(state, held or StateReference.untrained(state.module)):
-                self._fetching.setdefault(state.module, {})[digest] = known.now_s
+                self._fetching.setdefault(state.module, {})[digest] = known.steady_s
                 known.do(FetchState(state, known.holders(state), "keep"))
 
     def _has_room_for(self, state: StateReference) -> bool:
         """Tell whether a state may be fetched beside what is on its way of its module."""
         coming = self._fetching.get(state.module, {})
         latest_s = max(coming.values(), default=-math.inf)
-        return state.digest not in coming and self._known.now_s - latest_s > SLOW_FETCH_S
+        return state.digest not in coming and self._known.steady_s - latest_s > SLOW_FETCH_S
 
     def on_chain(self) -> None:
         """Certificates came: an offer may be waiting for them."""
@@ -374,9 +368,9 @@ class Keeping:
     def _drop_unneeded(self) -> None:
         """Now and then, drop one copy that is not this peer's to keep and that others have."""
         known = self._known
-        if known.now_s - self._looked_s < DROP_EVERY_S:
+        if known.steady_s - self._looked_s < DROP_EVERY_S:
             return
-        self._looked_s = known.now_s
+        self._looked_s = known.steady_s
         copies = known.plan.rounds.copies
         for module, state in sorted(known.held.items()):
             if module in known.anchors or state.version == 0:

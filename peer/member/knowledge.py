@@ -115,6 +115,8 @@ class Knowledge:
         self.own_reachable: Reachability = "unknown" if self.settings.can_be_called else "outgoing"
         """How others call this peer, as it was tried last."""
         self._was_isolated = False
+        self._put_back_s = 0.0
+        """By how much the clock was put back, all in all."""
         self._leapt_s: float | None = None
         """When the clock leapt, until others say that so much time has passed."""
         self._view: SwarmView | None = None
@@ -146,10 +148,19 @@ class Knowledge:
         went_back = now_s < self.now_s - CLOCK_SLACK_S
         if went_back:
             self._leapt_s = None
+            self._put_back_s += self.now_s - now_s
+            # Nobody was seen later than now.
+            self._seen_s = {peer: min(seen_s, now_s) for peer, seen_s in self._seen_s.items()}
+            self._company_s = min(self._company_s, now_s)
         elif self.now_s and now_s > self.now_s + self.plan.rounds.duration_s:
             self._leapt_s = None if self.schedule.fixed_steps else now_s
         self.now_s = now_s
         return went_back
+
+    @property
+    def steady_s(self) -> float:
+        """The time that waits are measured by: it does not go back when the clock is put back."""
+        return self.now_s + self._put_back_s
 
     @property
     def is_clock_doubtful(self) -> bool:
@@ -236,7 +247,7 @@ class Knowledge:
             stand = stands[peer] = Stand()
         if not is_sure or self.book.get(module, digest) is None:
             # Of a state whose chain is not known yet, nobody can say where it parted.
-            stand.offered[digest] = self.now_s
+            stand.offered[digest] = self.steady_s
             while len(stand.offered) > GREATEST_OFFERED:
                 del stand.offered[next(iter(stand.offered))]
             return
@@ -245,7 +256,7 @@ class Knowledge:
                 del stand.offered[earlier]
             del stand.offered[digest]
         if stand.offered:
-            since_s = self.now_s - OFFERED_PERIODS * refresh_period_s(self.plan.rounds)
+            since_s = self.steady_s - OFFERED_PERIODS * refresh_period_s(self.plan.rounds)
             stand.offered = {d: made_s for d, made_s in stand.offered.items() if made_s > since_s}
         stand.seen = digest
 
@@ -466,7 +477,7 @@ class Knowledge:
 
     def meet(self, peers: Iterable[str]) -> None:
         """Note who has answered, called or averaged with this peer: these are there."""
-        if self.doubts.prove((peer for peer in peers if peer != self.me), self.now_s):
+        if self.doubts.prove((peer for peer in peers if peer != self.me), self.steady_s):
             self.forget_beliefs()
 
     def is_plausible(self, state: StateReference) -> bool:
@@ -486,7 +497,7 @@ class Knowledge:
             for peer, claim in view.claims.items()
             if claim.path in paths or (claim.path in shared and claim.state != "leaving")
         }
-        since_s = self.now_s - CALL_PERIODS * refresh_period_s(self.plan.rounds)
+        since_s = self.steady_s - CALL_PERIODS * refresh_period_s(self.plan.rounds)
         peers = self.doubts.to_call(view, stale, since_s)
         if peers:
             self.do(Call(peers))

@@ -111,14 +111,7 @@ class Member:
             return []
         if went_back:
             self.position.clock_went_back(now_s)
-            parts = (
-                self._joining.claiming,
-                self._outer,
-                self._adoption,
-                self._chains,
-                self._keeping,
-            )
-            for part in parts:
+            for part in (self._joining.claiming, self._outer, self._adoption, self._parting):
                 part.clock_went_back()
         if isinstance(event, e.Turn):
             self._on_turn(event)
@@ -333,8 +326,8 @@ class Member:
         if known.now_s < start_s:
             known.do(Wait("the run to start", start_s - known.now_s))
             return
-        self._waits_since_s = self._waits_since_s or known.now_s
-        if known.now_s - self._waits_since_s < SHORT_WAIT_S:
+        self._waits_since_s = self._waits_since_s or known.steady_s
+        if known.steady_s - self._waits_since_s < SHORT_WAIT_S:
             known.do(Wait("", 0.0, slack_s))
             return
         if known.now_s < position.opens_s:
@@ -428,7 +421,7 @@ class Member:
         """Leave, once last work is merged if there is any: all in ten seconds (promise 10)."""
         if self._leave_s is not None:
             return
-        self._leave_s, self._moving = self.known.now_s, None
+        self._leave_s, self._moving = self.known.steady_s, None
         if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
             self._phase = _Phase.PARTING
             self._parting.begin(MERGE_BUDGET_S, waits_for_boundaries=True)
@@ -453,18 +446,18 @@ class Member:
         """Withdraw the claim, save, hand over."""
         self._phase = _Phase.LEAVING
         if self._leave_s is None:
-            self._leave_s = self.known.now_s
+            self._leave_s = self.known.steady_s
         self._to_successor = to_successor
         self._outer.is_leaving = True
         self._joining.beginning.stop()
         self._joining.claiming.leave()
         self.known.do(SaveAll())
         if not to_successor:
-            self._keeping.hand_over(self._leave_s + LEAVE_BUDGET_S - self.known.now_s)
+            self._keeping.hand_over(self._leave_s + LEAVE_BUDGET_S - self.known.steady_s)
 
     def _turn_leaving(self) -> None:
         known, keeping = self.known, self._keeping
-        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.now_s
+        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.steady_s
         if keeping.is_handing_over and left_s > 0:
             known.do(Wait("others to take over the newest states", left_s))
             return

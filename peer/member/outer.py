@@ -116,12 +116,12 @@ class OuterRounds:
 
     def clock_went_back(self) -> None:
         """End the meetings that are far in the future now: the others are not there."""
-        for running in () if self._is_counted else list(self._running.values()):
-            latest_s = self.known.now_s + self.known.plan.rounds.duration_s
-            if running.boundary.time_s > latest_s and running.phase is not Phase.STEPPING:
-                if running.phase is Phase.MEETING:
-                    # Who is in its group has not been said yet.
-                    known = self.known
+        known, rounds = self.known, self.known.plan.rounds
+        for running in list(self._running.values()):
+            if self._is_counted:
+                running.come_near(known.now_s, longest_wait_s(rounds))
+            elif running.is_far(known.now_s + rounds.duration_s):
+                if running.phase is Phase.MEETING:  # Who is in its group was not said yet.
                     running.add_members({known.me, *possible_peers(known, running.module)})
                 self._end(running, "the clock was put back", in_vain=False)
 
@@ -135,7 +135,7 @@ class OuterRounds:
                     self.known.do(Await(running.module, awaited))
 
     def _on_time(self, running: RoundUnderWay) -> None:
-        if self.known.now_s < running.until_s:
+        if self.known.steady_s < running.until_s:
             return
         running.until_s = math.inf
         if running.phase is Phase.PAUSING:
@@ -350,7 +350,7 @@ class OuterRounds:
         anchor = known.anchors[event.module]
         states = [s for s in event.holdings.values() if s is not None and s.digest != anchor.digest]
         running.phase = Phase.TRACING
-        running.until_s = known.now_s + TRACING_S
+        running.until_s = known.steady_s + TRACING_S
         if not self.chains.learn(states, anchor):
             self._after_answers(running)
 
@@ -389,7 +389,7 @@ class OuterRounds:
         return may_find_out(self.known, running, self._awaited(running))
 
     def _pause(self, running: RoundUnderWay, pause_s: float) -> None:
-        running.phase, running.until_s = Phase.PAUSING, self.known.now_s + pause_s
+        running.phase, running.until_s = Phase.PAUSING, self.known.steady_s + pause_s
 
     def _next_attempt(self, running: RoundUnderWay) -> None:
         running.attempt += 1

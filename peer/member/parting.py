@@ -47,6 +47,10 @@ class Parting:
         """How long it may take still."""
         return max(0.0, self._begin_s + self._limit_s - self._known.now_s)
 
+    def clock_went_back(self) -> None:
+        """Begin the limit anew, from a time that has come."""
+        self._begin_s = min(self._begin_s, self._known.now_s)
+
     def on_turn(self, step_s: float) -> bool:
         """Go on; returns whether it is over."""
         known, outer, position = self._known, self._outer, self._position

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from .adoption import Adoption
@@ -56,12 +56,26 @@ class RoundUnderWay:
     awaited: frozenset[str] | None = None
     close_s: float = 0.0
     until_s: float = math.inf
-    """When the present phase ends at the latest, where nothing else ends it."""
+    """When the present phase ends at the latest, where nothing else ends it, in steady time."""
 
     @property
     def had_members(self) -> bool:
         """Whether a group had formed, so that others may hold a state with the copy in it."""
         return bool(self.members)
+
+    def is_far(self, latest_s: float) -> bool:
+        """Tell whether its boundary comes after `latest_s`, and it has not got to its step."""
+        return self.boundary.time_s > latest_s and self.phase is not Phase.STEPPING
+
+    def come_near(self, now_s: float, longest_s: float) -> None:
+        """With fixed steps, once the clock was put back: let it end after `longest_s` at most."""
+        boundary, latest_s = self.boundary, now_s + longest_s
+        self.boundary = replace(
+            boundary,
+            time_s=min(boundary.time_s, now_s),
+            meet_until_s=min(boundary.meet_until_s, latest_s),
+        )
+        self.close_s = min(self.close_s, latest_s)
 
     def add_members(self, peers: Collection[str]) -> None:
         """Note who was in a group, or may have been."""

@@ -348,7 +348,8 @@ class CountedPosition(RoundPosition):
         self._set_round(now_s, max(self.round_index + 1, round_index))
 
     def clock_went_back(self, now_s: float) -> None:
-        """Counted rounds end at their limit, whatever the clock says."""
+        """Count the limit from now on: it would be far off."""
+        self._entered_s = min(self._entered_s, now_s)
 
     def may_step(self, now_s: float) -> bool:
         """Tell whether the run has begun and the next gate is not reached."""
