@@ -137,7 +137,8 @@ def test_two_levels_have_the_bits_of_the_reference_and_survive_a_death(hosts: li
     hosts.append(Host(4, hosts[0].addresses, "--section-rows=2"))
     for members, attempt in ((hosts[:4], 2), (hosts, 3)):
         answers = average(members, 0, attempt=attempt)
-        assert [answer.get("failed") for answer in answers] == [None] * len(members)
+        said = [(answer, host.errors[-5:]) for answer, host in zip(answers, members, strict=True)]
+        assert [answer.get("failed") for answer in answers] == [None] * len(members), said
         expected = reference(members, 0, "float16", section_rows=2)
         assert {answer["digest"] for answer in answers} == {expected}
         assert expected != reference(members, 0, "float16")
