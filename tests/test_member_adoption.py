@@ -397,6 +397,21 @@ def test_a_state_that_nobody_serves_is_left_alone_for_a_while() -> None:
     assert len(peer.of(a.FetchState)) == 2
 
 
+def test_what_is_left_alone_is_tried_again_in_time_though_the_clock_is_put_back() -> None:
+    peer = Peer("Pa")
+    state = peer.family.commit(peer.anchor, 3, ["Pa", "Pc"])
+    peer.now_s += 3600.0
+    peer.announce(state, "Pa")
+    peer.tell(state)
+    peer.happen(e.FetchFailed(MODULE, state.digest, "none of 1 holders answers", "adopt"))
+    peer.now_s -= 3600.0
+    peer.look()
+    assert len(peer.of(a.FetchState)) == 1
+    peer.now_s += RETRY_PERIODS * refresh_period_s(peer.plan.rounds)
+    peer.look()
+    assert len(peer.of(a.FetchState)) == 2
+
+
 def test_another_state_that_wins_is_tried_when_the_best_cannot_be_had() -> None:
     peer = Peer("Pa")
     best, second = (peer.family.commit(peer.anchor, 3, ["Pa", *more]) for more in ("cd", "c"))

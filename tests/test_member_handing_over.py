@@ -79,6 +79,17 @@ def test_leaving_does_not_wait_for_ever() -> None:
     assert len(of(a.Left, peer.turn())) == 1
 
 
+def test_leaving_takes_no_longer_when_the_clock_is_put_back() -> None:
+    peer = Trainer(serving=("Ps",))
+    peer.look()
+    peer.now_s += 3600.0
+    peer.leave()
+    peer.now_s -= 3600.0
+    assert of(a.Left, peer.turn()) == []
+    peer.now_s += 9.0
+    assert len(of(a.Left, peer.turn())) == 1
+
+
 def test_the_last_peer_of_all_leaves_its_states_on_its_disk_and_says_so() -> None:
     peer = Trainer()
     peer.look()

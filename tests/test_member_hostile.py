@@ -9,30 +9,18 @@ from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.adoption import DISBELIEVED_ROUNDS, RETRY_PERIODS
 from dipaco.peer.member.chains import AT_ONCE, CALLED
+from support.adopter import LAST, MODULE, ROUND_S, Adopter
 from support.family import Family, genesis
 from support.lone_member import ME, LoneMember, claim, of
 
-MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
 BARE = [f"bare{number:02}" for number in range(20)]
 
 
-class Victim(LoneMember):
+class Victim(Adopter):
     """A member in round 3, on commits of itself and others; the names in BARE never answer."""
 
     def __init__(self, *others: str, rounds: int = 3) -> None:
-        family = Family()
-        anchors = [family.commits(genesis(m), range(rounds), (*others, ME)) for m in (MODULE, LAST)]
-        super().__init__(family=family)
-        self.claims = [claim(peer) for peer in others]
-        self.silent = set(BARE)
-        self.now_s += rounds * ROUND_S
-        self.begin(*anchors)
-        self.look()
-        self.done.clear()
-
-    @property
-    def anchor(self) -> StateReference:
-        return self.member.anchors[MODULE]
+        super().__init__(*others, rounds=rounds, silent=BARE)
 
     def show(self, state: StateReference, holder: str) -> list[a.Action]:
         """Announce a state, bring its chain, and let the member look again."""

@@ -107,6 +107,17 @@ def test_who_was_passed_over_is_asked_again_after_a_while() -> None:
         peer.answer("Ps", is_kept=False)
 
 
+def test_who_was_passed_over_is_asked_again_in_time_though_the_clock_is_put_back() -> None:
+    peer = Trainer(serving=("Ps",))
+    peer.now_s += 3600.0
+    assert peer.offered() == ["Ps"]
+    peer.answer("Ps", is_kept=False)
+    peer.now_s -= 3600.0
+    assert peer.offered() == []
+    peer.now_s += PERIOD_S
+    assert peer.offered() == ["Ps"]
+
+
 def test_all_that_take_offers_are_asked_before_the_silent_are_asked_again() -> None:
     """An offer to who is too slow to answer takes longer than the time it is passed over for."""
     crowd, near = tuple(f"P{number}" for number in range(60)), GREATEST_PLACE * COPIES

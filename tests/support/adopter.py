@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from dipaco.modules.state import StateReference
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
@@ -13,14 +15,18 @@ MODULE, LAST, ROUND_S = "L0.E0", "L1.E0", 20.0
 
 
 class Adopter(LoneMember):
-    """A member that stands on three commits of itself and others, in round 3."""
+    """A member that stands on three commits of itself and others, in round 3.
 
-    def __init__(self, *others: str, rounds: int = 3) -> None:
+    Who is `silent` never answers.
+    """
+
+    def __init__(self, *others: str, rounds: int = 3, silent: Collection[str] = ()) -> None:
         family = Family()
         members = (*others, ME)
         anchors = [family.commits(genesis(m), range(rounds), members) for m in (MODULE, LAST)]
         super().__init__(family=family)
         self.claims = [claim(peer) for peer in others]
+        self.silent = set(silent)
         self.now_s += rounds * ROUND_S
         self.begin(*anchors)
         self.look()
