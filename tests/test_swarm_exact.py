@@ -116,7 +116,7 @@ def check_certificates(swarm: Swarm, run: RunFolder, peers: list[Member]) -> Non
     gate = Gate.of(verify_manifest(run.manifest_path.read_bytes()))
     deadline = time.monotonic() + LIMIT_S
     for peer in peers:
-        folder = swarm.folder / f"{peer.name}-cache" / run_id / "certificates"
+        folder = peer.cache / run_id / "certificates"
         files = CertificateFiles(folder, run_id, grid)
         commits = [e for e in peer.of("commit") if e["round"] == ROUNDS - 1]
         assert commits

@@ -254,12 +254,21 @@ def _all_but_one_leave(world: Accidents) -> Member:
     return last
 
 
+def _kept(member: Member) -> Event:
+    """Return how the member began its path once all that a return needs is on disk, or nothing.
+
+    Who trains alone moves on after every dwell, and keeps the AdamW states of two paths only.
+    """
+    begun = member.of("training")[-1]
+    committed = {e["module"] for e in member.of("commit")}
+    is_kept = any(member.cache.glob(f"*/states/optimizers/*-path-{begun['path']}.pt"))
+    return begun if is_kept and begun["modules"].keys() <= committed else {}
+
+
 def _everybody_gone(world: Accidents, keeper: Member) -> None:
     """When all peers were gone, the first to come back serves its disk states."""
-    modules = keeper.of("training")[-1]["modules"]
-    wait_until(lambda: modules.keys() <= {e["module"] for e in keeper.of("commit")}, LIMIT_S)
+    path = wait_until(lambda: _kept(keeper), LIMIT_S)["path"]
     versions = {e["module"]: e["version"] for e in keeper.of("commit")}
-    path = world.path_of(keeper)
     keeper.kill()
     # A bootstrap node with the run's files but without states: all states come from the peer.
     for file in world.run.states.folder.rglob("*.safetensors"):

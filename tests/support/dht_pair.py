@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from dipaco.dht.coverage import Scope, whole_scope
 from dipaco.dht.directory import Directory
@@ -25,6 +26,8 @@ RUN_ID = "0123456789abcdef"
 # Of the run that the views of these tests are of: 64 paths, one bucket.
 PLAN = make_plan(grid=GridConfig(modules_per_level=(8, 8)))
 GRID = Grid(PLAN.model, PLAN.grid)
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -76,12 +79,13 @@ def node_pair(folder: Path) -> Iterator[tuple[TestNode, TestNode]]:
         first.close()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Poll a condition until it holds, or fail."""
+def wait_until(condition: Callable[[], Found], timeout_s: float = 60.0) -> Found:
+    """Poll a condition until it holds, and return what it found, or fail."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.05)
+    return found
 
 
 def peer_record(peer: str, path: int | None) -> PeerRecord:

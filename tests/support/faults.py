@@ -31,8 +31,8 @@ def processes_of(member: Member) -> list[str]:
 
     They are in its session, or (p2pd) name its cache folder or identity.
     """
-    folder = "run/identity.key" if member.name == "bootstrap" else f"{member.name}-cache"
-    mark = str(member.folder / folder)
+    is_bootstrap = member.name == "bootstrap"
+    mark = str(member.folder / "run/identity.key" if is_bootstrap else member.cache)
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -40,6 +40,7 @@ class Member:
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.jsonl"
+        self.cache = folder / f"{name}-cache"
         self.output = folder / f"{name}.out"
         self.address_file = folder / f"{name}.address"
         self.events: list[Event] = []
