@@ -25,28 +25,12 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from support.allreduce_harness import make_peer_id
 from support.host_process import HostProcess, loopback_dht
+from support.stream_writer import StreamWriter
 
 Message = averaging_pb2.AveragingData
 LIMIT_S = 60.0
 HOST_SCRIPT = Path(__file__).parent / "support" / "averager_host.py"
 Serve = Callable[..., Awaitable[None]]
-
-
-class Writer:
-    """The other end of a stream's writer."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.data = bytearray()
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    async def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def framed(message: Any) -> bytes:
@@ -102,6 +86,8 @@ class Streams:
         self.p2p._client_listen_maddr = None  # nothing to remove at its end
         self.serve: Serve | None = None
         self.heard: list[tuple[str, Any]] = []
+        self.most = 2**62
+        """The handler hears so many messages of a stream and ends."""
         self.tasks: list[asyncio.Task[None]] = []
 
     async def add(self) -> None:
@@ -112,14 +98,21 @@ class Streams:
     async def _handle(
         self, stream: AsyncIterator[Any], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        own = []
         async for message in stream:
+            own.append(message)
             self.heard.append((context.remote_id.to_base58(), message))
             yield message
+            if len(own) == self.most:
+                # Meanwhile all is read that is read ahead.
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                return
 
-    async def open(self, peer: PeerID, *pieces: bytes) -> Writer:
+    async def open(self, peer: PeerID, *pieces: bytes) -> StreamWriter:
         """Open a stream of a peer that sends this and then stays open; wait until it is read."""
         assert self.serve is not None
-        reader, writer = asyncio.StreamReader(), Writer()
+        reader, writer = asyncio.StreamReader(), StreamWriter()
         for piece in pieces:
             reader.feed_data(piece)
         expected = len(self.heard) + len(pieces)
@@ -175,6 +168,58 @@ def test_a_peer_and_all_strangers_have_so_many_streams(monkeypatch: pytest.Monke
         assert not (await streams.open(stranger, message)).closed, "an end frees a place"
 
     with_streams(monkeypatch, attack)
+
+
+def test_who_sends_on_when_the_handler_has_ended_is_not_heard_and_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = framed(Message(group_id=b"group"))
+
+    async def flood(streams: Streams) -> None:
+        streams.most = 1
+        for _ in range(bounded_p2p.GREATEST_STREAMS_OF_A_STRANGER + 1):
+            reader, writer = asyncio.StreamReader(), StreamWriter()
+            reader.feed_data(20 * message)
+            assert streams.serve is not None
+            await streams.serve(SimpleNamespace(peer_id=make_peer_id(1)), reader, writer)
+            assert writer.closed
+            assert bytes(writer.data) == message, "answered, and not refused"
+
+    with_streams(monkeypatch, flood)
+
+
+def test_a_handler_that_fails_says_so_and_one_whose_caller_is_gone_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = framed(Message(group_id=b"group"))
+
+    async def call(streams: Streams) -> None:
+        serve = streams.serve
+        assert serve is not None
+        gone, writer = asyncio.StreamReader(), StreamWriter()
+        gone.feed_data(message)
+        gone.feed_eof()
+        await serve(SimpleNamespace(peer_id=make_peer_id(1)), gone, writer)
+        assert writer.closed
+
+        async def fail(*_: object) -> AsyncIterator[Any]:
+            raise ValueError("no such part")
+            yield
+
+        await streams.p2p.add_protobuf_handler(
+            "other", fail, Message, stream_input=True, stream_output=True
+        )
+        serve, writer = streams.serve, StreamWriter()
+        assert serve is not None
+        await serve(SimpleNamespace(peer_id=make_peer_id(1)), asyncio.StreamReader(), writer)
+        assert writer.closed
+        reader: Any = asyncio.StreamReader()
+        reader.feed_data(bytes(writer.data))
+        _, error = await P2P.receive_protobuf(Message, reader)
+        assert error is not None
+        assert error.message == "no such part"
+
+    with_streams(monkeypatch, call)
 
 
 def test_who_states_too_much_is_named_once_and_its_stream_ends(

@@ -7,15 +7,17 @@ import hashlib
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.peer.exchange import service, upload_slots
-from dipaco.peer.exchange.messages import FetchReply
+from dipaco.peer.exchange.messages import FetchReply, FetchRequest, write_message
 from hivemind.p2p import PeerID
 from support.exchange_nodes import CONTENT, NOBODY, SHA, Held, Nodes, fetch
+from support.stream_writer import StreamWriter
 
 pytestmark = pytest.mark.swarm
 
@@ -219,6 +221,30 @@ def test_a_reader_that_drips_loses_its_slot_to_who_asks(
     stream = client._thread.call(stall(), LIMIT_S)
     assert fetch(client, blobs, server.peer_id, sha=sha).read_bytes() == large
     client._thread.call(asyncio.sleep(0, stream.close()), LIMIT_S)
+
+
+def test_who_has_asked_closes_the_stream() -> None:
+    """When the other end does, p2pd may lose what is under way in it."""
+
+    async def serve() -> None:
+        serving = service.ExchangeService(software="test", protocol_version=1)
+        serving.set_source(Held(b"content"), "run")
+        sha = hashlib.sha256(b"content").hexdigest()
+        reader, request, writer = asyncio.StreamReader(), StreamWriter(), StreamWriter()
+        write_message(cast(Any, request), FetchRequest(sha256=sha, offset=0))
+        reader.feed_data(request.data)
+        stream: Any = SimpleNamespace(peer_id=PeerID.from_base58(NOBODY))
+        task = asyncio.create_task(serving._serve_fetch(stream, reader, cast(Any, writer)))
+        while not writer.data.endswith(b"content") and not task.done():
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not writer.closed
+        reader.feed_eof()
+        await task
+        assert writer.closed
+
+    asyncio.run(asyncio.wait_for(serve(), LIMIT_S))
 
 
 def test_many_streams_of_one_peer_are_not_held_open(

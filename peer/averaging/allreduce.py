@@ -48,15 +48,22 @@ from .parts import (
     SectionReducer,
     in_executor,
 )
-from .streams import Answers, Counter, Inbox, counted, describe, reported
+from .streams import (
+    LINGER_SHARE,
+    Answers,
+    Counter,
+    Inbox,
+    counted,
+    describe,
+    farewell,
+    reported,
+    until_closed,
+)
 from .topology import Topology
 from .verdicts import Signing, make_step_check
 
 logger = logging.getLogger(__name__)
 
-# A share of the silence that is borne: so long a reducer goes on reading after its last answer, and
-# who fails goes on telling.
-LINGER_SHARE = 0.25
 # In two levels what is waited for may be far away: who waits for it says so often that it is there.
 BEAT_S = 1.0
 # Parts that are encoded ahead of the one that is sent.
@@ -91,7 +98,8 @@ class ExactAllReduceRunner:
     ) -> None:
         self.peer_id = p2p.peer_id
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
-        self._group, self._codec, self._silence_s = group, codec, silence_s
+        self._group, self._codec = group, codec
+        self._silence_s, self._linger_s = silence_s, LINGER_SHARE * silence_s
         self._place = {peer: place for place, peer in enumerate(group.peers)}
         self._me = self._place[self.peer_id.to_base58()]
         self._failure = FirstFailure()
@@ -186,7 +194,7 @@ class ExactAllReduceRunner:
             if sums:
                 await asyncio.wait(sums)
         except AveragingFailed:
-            await asyncio.wait(tasks, timeout=LINGER_SHARE * self._silence_s)
+            await asyncio.wait(tasks, timeout=self._linger_s)
             raise
         finally:
             self.fail("the all-reduce was given up")
@@ -253,7 +261,7 @@ class ExactAllReduceRunner:
             async for part in encoded:
                 failure = self._failure.get()
                 if failure is not None:
-                    yield self._farewell(failure)
+                    yield farewell(failure)
                     return
                 yield Message(code=code, group_id=group_id, tensor_part=part)
                 code, group_id = averaging_pb2.NO_CODE, b""
@@ -282,7 +290,7 @@ class ExactAllReduceRunner:
                     except TimeoutError:
                         yield Message(code=averaging_pb2.ACCEPTED)
                     except AveragingFailed as failure:
-                        yield self._farewell(failure)
+                        yield farewell(failure)
                         return
                 for piece in self._sums.pop(place).result().split(SUM_NUMBERS):
                     yield Message(code=code, tensor_part=self._sum_codec.encode(piece))
@@ -310,10 +318,6 @@ class ExactAllReduceRunner:
 
     def _peer_id(self, member: int) -> PeerID:
         return PeerID.from_base58(self._group.peers[member])
-
-    def _farewell(self, failure: AveragingFailed) -> Message:
-        blamed = PeerID.from_base58(failure.blamed).to_bytes() if failure.blamed else b""
-        return Message(code=averaging_pb2.INTERNAL_ERROR, peer_id=blamed)
 
     async def _decoded(self, message: Message, part: int) -> ReducedPart:
         encoded = message.tensor_part
@@ -361,6 +365,7 @@ class ExactAllReduceRunner:
         reducer = self._reducers.get(self._topology.section_of[sender])
         if reducer is None or not self._begins(sender, is_sums=False):
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
+            await until_closed(stream, self._linger_s)
             return
 
         async def receive(messages: Inbox) -> None:
@@ -416,6 +421,7 @@ class ExactAllReduceRunner:
         places = self._due.get(sender, ())
         if not places or not self._begins(sender, is_sums=True):
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
+            await until_closed(stream, self._linger_s)
             return
 
         async def receive(messages: Inbox) -> None:
@@ -463,9 +469,9 @@ class ExactAllReduceRunner:
                     encoded = average.result().encoded
                     yield Message(code=averaging_pb2.AVERAGED_PART, tensor_part=encoded)
             except AveragingFailed as failure:
-                yield self._farewell(failure)
-            # A stream that is closed while the sender writes loses answers that it has not read.
-            await asyncio.wait({receiver}, timeout=LINGER_SHARE * self._silence_s)
+                yield farewell(failure)
+            # As in `until_closed`; what comes is received meanwhile.
+            await asyncio.sleep(self._linger_s)
         finally:
             receiver.cancel()
             # Cancelled or closed: the sender is gone. That matters only if it still owed something.

@@ -1,27 +1,31 @@
 """A P2P whose streams cost this peer a bounded amount of memory, whoever is at the other end.
 
 Hivemind reads a protobuf message of whatever length its first eight bytes state, and prefetches
-several, from anybody who opens a stream: three streams of 200 MiB are 600 MiB. Here a message has
-a greatest length, in what others send and in what they answer, and there are so many streams of a
-peer at once. Peers that nothing is expected of share a few, so that they cannot keep out others.
+several, from anybody who opens a stream: three streams of 200 MiB are 600 MiB. And a stream whose
+sender goes on when its handler has ended stays for ever. Here a message has a greatest length, in
+what others send and in what they answer, a stream ends with its handler, and there are so many
+streams of a peer at once. Peers that nothing is expected of share a few, so that they cannot keep
+out others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import Any
 
 from dipaco.dht.repetition import Complaints
 from dipaco.peer.owner.uplink import StreamMeter, Uplink
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import StreamHandler
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
+from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils.multiaddr import Multiaddr
 
 from .codec import PartCodec
@@ -78,39 +82,52 @@ class BoundedP2P(P2P):
 
     def __init__(self) -> None:
         super().__init__()
-        self._message_handlers: set[str] = set()
         self._streams: Counter[str] = Counter()
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
     async def _add_protobuf_stream_handler(
-        self, name: str, *arguments: Any, **options: Any
+        self,
+        name: str,
+        handler: Callable[[AsyncIterator[Any], P2PContext], AsyncGenerator[Any, None]],
+        input_protobuf_type: type[Any],
+        max_prefetch: int = PREFETCHED,
+        balanced: bool = False,
     ) -> None:
-        """Serve a servicer's method; the one place where Hivemind reads messages of others."""
-        self._message_handlers.add(name)
-        options["max_prefetch"] = PREFETCHED
-        await super()._add_protobuf_stream_handler(name, *arguments, **options)
+        """Serve a servicer's method, in the place of the base class's function of that name."""
 
-    async def add_binary_stream_handler(
-        self, name: str, handler: StreamHandler, balanced: bool = False
-    ) -> None:
-        """Serve streams: those of messages, of a bounded number; others, as the handler likes."""
-
-        async def serve(stream: StreamInfo, reader: Any, writer: asyncio.StreamWriter) -> None:
+        async def serve(
+            stream: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             peer = stream.peer_id.to_base58()
             if not self.admits(peer):
                 self._complain(peer, "too many streams at once")
                 writer.close()
                 return
             self._streams[peer] += 1
+            context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=stream.peer_id)
+            requests: asyncio.Queue[Any] = asyncio.Queue(PREFETCHED)
+            bounded = _Complaining(reader, self, peer)
+            answers = handler(_drawn_from(requests), context)
+            reading = asyncio.create_task(_read_into(requests, bounded, input_protobuf_type))
+            answering = asyncio.create_task(_answer(answers, self._paced(writer)))
             try:
-                await handler(stream, _Complaining(reader, self, peer), self._paced(writer))
+                await asyncio.wait({reading, answering}, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                writer.close()
                 self._streams -= Counter([peer])
+                reading.cancel()
+                answering.cancel()
+                await asyncio.gather(reading, answering, return_exceptions=True)
 
+        await self.add_binary_stream_handler(name, serve, balanced)
+
+    async def add_binary_stream_handler(
+        self, name: str, handler: StreamHandler, balanced: bool = False
+    ) -> None:
+        """Serve streams as the handler likes."""
         if self.replaced:
             await self._remove_handler(name, Multiaddr(self.replaced))
-        is_ours = name in self._message_handlers
-        await super().add_binary_stream_handler(name, serve if is_ours else handler, balanced)
+        await super().add_binary_stream_handler(name, handler, balanced)
 
     @property
     def listens_at(self) -> str:
@@ -151,6 +168,38 @@ class BoundedP2P(P2P):
 
     def _complain(self, peer: str, what: str) -> None:
         logger.log(self._complaints.level(peer), "refused a stream of %s: %s", peer, what)
+
+
+async def _drawn_from(requests: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (request := await requests.get()) is not None:
+        yield request
+
+
+async def _read_into(
+    requests: asyncio.Queue[Any], reader: BoundedReader, message_class: type[Any]
+) -> None:
+    """Read messages until the stream ends or breaks; None is the end of what the caller sends."""
+    try:
+        while True:
+            message, _ = await P2P.receive_protobuf(message_class, reader)  # type: ignore[arg-type]
+            await requests.put(message)
+    except asyncio.IncompleteReadError:
+        return
+    except Exception as error:
+        logger.debug("a stream broke: %r", error)
+
+
+async def _answer(answers: AsyncGenerator[Any, None], writer: Any) -> None:
+    """Send answers to their end, or what went wrong with them."""
+    try:
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                await P2P.send_protobuf(answer, writer)
+    except Exception as error:
+        logger.debug("a stream's handler failed", exc_info=True)
+        # If it was the stream that broke, nobody hears of it.
+        with contextlib.suppress(Exception):
+            await P2P.send_protobuf(RPCError(message=str(error)), writer)
 
 
 class _PacedWriter:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, AsyncIterator  # noqa: UP035  Hivemind's servicers do not know the other one.
 
 import torch
@@ -20,12 +20,13 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import achain, anext, as_aiter
 
-from .allreduce import LINGER_SHARE, ExactAllReduceRunner
+from .allreduce import ExactAllReduceRunner
 from .bounded_p2p import BoundedP2P
 from .codec import PartCodec
 from .group import AgreedGroup, BadRowError, agree
 from .meeting_room import MeetingRoom
 from .parts import AveragingFailed, AveragingRequest, as_failure
+from .streams import LINGER_SHARE, until_closed
 from .verdicts import Signing
 
 logger = logging.getLogger(__name__)
@@ -308,14 +309,7 @@ class AveragingService(ServicerBase):
         handler = None if runner is None else handler_of(runner)
         if handler is None:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
-            # Reading on, or the sender would lose this answer while it writes.
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(_exhaust(stream), LINGER_SHARE * self._silence_s)
+            await until_closed(stream, LINGER_SHARE * self._silence_s)
             return
         async for message in handler(achain(as_aiter(request), stream), context):
             yield message
-
-
-async def _exhaust(items: AsyncIterable[Any]) -> None:
-    async for _ in items:
-        pass

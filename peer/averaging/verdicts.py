@@ -36,6 +36,7 @@ from .checking import Accusation, KeptContributions, PieceChecker, Verdict, Wron
 from .codec import PartCodec
 from .group import AgreedGroup
 from .parts import AveragingFailed, in_executor
+from .streams import LINGER_SHARE, until_closed
 from .topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,11 @@ class StepCheck:
     async def _exchange(self, place: int) -> None:
         try:
             stream = await self._call(place, "rpc_compare", self._say(relays=False))
-            await self._listen(place, stream)
+            try:
+                await self._listen(place, stream)
+            finally:
+                with contextlib.suppress(Exception):
+                    await stream.aclose()
         except Exception as error:
             logger.debug("%s says no verdict", self._name(place), exc_info=error)
         finally:
@@ -384,8 +389,6 @@ class StepCheck:
         sender = self._place_of(context)
         try:
             request = await anext(stream)
-            # Who answers and goes while the asker still writes loses its answers.
-            await asyncio.wait_for(_exhaust(stream), self._silence_s)
             places = msgpack.unpackb(request.tensor_part.buffer, use_list=False)
             self._asked[sender] += len(places)
             most = self._rule.check_pieces + len(self._order)
@@ -401,6 +404,7 @@ class StepCheck:
         except Exception as error:
             logger.debug("%s asks for what is not here", self._name(sender), exc_info=error)
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
+        await until_closed(stream, LINGER_SHARE * self._silence_s)
 
     async def rpc_compare(
         self, stream: AsyncIterator[Message], context: P2PContext
@@ -409,6 +413,7 @@ class StepCheck:
         sender = self._place_of(context)
         if sender in self._came or sender not in self._heard or self._calls(sender):
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
+            await until_closed(stream, LINGER_SHARE * self._silence_s)
             return
         self._came.add(sender)
         listening = asyncio.create_task(self._listen(sender, stream))
@@ -419,11 +424,9 @@ class StepCheck:
         finally:
             listening.cancel()
             self._has_ended(sender)
-
-
-async def _exhaust(stream: AsyncIterator[Message]) -> None:
-    async for _ in stream:
-        pass
+        # The caller, which cannot know how many verdicts there are, closes when there is none.
+        yield Message()
+        await asyncio.sleep(LINGER_SHARE * self._silence_s)
 
 
 async def _shown(stream: AsyncIterator[Message]) -> bytes:

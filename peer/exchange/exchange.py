@@ -292,8 +292,8 @@ class Exchange:
         async def take() -> bytes:
             stream = await self.open_stream(peer, sha256, offset)
             try:
-                data = bytearray()
-                while len(data) < count and (more := await stream.read(count - len(data))):
+                data, wanted = bytearray(), min(count, stream.total_bytes - offset)
+                while len(data) < wanted and (more := await stream.read(wanted - len(data))):
                     data += more
                 return bytes(data)
             finally:

@@ -244,6 +244,8 @@ class ExchangeService(ServicerBase):
         try:
             request = await read_message(reader, FetchRequest, REQUEST_TIMEOUT_S)
             await self._answer_fetch(peer, request, writer)
+            # Who asked closes the stream: when this end does, p2pd may lose the last of the answer.
+            await asyncio.wait_for(reader.read(1), CHUNK_TIMEOUT_S)
             writer.close()
         except MessageError as error:
             self._complain(peer, "a FetchRequest", error)

@@ -141,10 +141,11 @@ class MemoryNetwork:
             handler = getattr(served, name)(read_requests(), context)
             async for message in self._in_transit(back, target, source, handler):
                 await answers.put(message)
+            # As p2pd may: when who is called closes a stream, what is under way is lost. As with
+            # real sockets, who still writes to it hears that it is broken.
+            while not answers.empty():
+                answers.get_nowait()
             if not all_read.is_set():
-                # As with real sockets: who writes to a closed stream loses what was not read yet.
-                while not answers.empty():
-                    answers.get_nowait()
                 broken.set()
             await answers.put(_END)
 
