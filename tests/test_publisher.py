@@ -286,6 +286,9 @@ def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_do
         return
     assert measured.wait(60.0)
     assert failed.wait(60.0)
+    # It still says so, and not after the test.
+    for thread in [thread for thread in threading.enumerate() if thread.name == "clock"]:
+        thread.join(60.0)
     with pytest.raises(ClockError, match="an hour ahead"):
         peer.background.check()
 
