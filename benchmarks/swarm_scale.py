@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.peer.member.actions import Commit
+from dipaco.peer.member.actions import Action, Commit
+from dipaco.peer.member.events import Event
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import real_member
 from dipaco.simulator.swarm.invariants import Invariants
@@ -42,20 +43,35 @@ GREATEST_PAUSE_S = 30.0
 LEAVING_S = 60.0
 
 
-class Watch(Invariants):
-    """The invariants, and what was committed."""
+class Gone:
+    """In the place of the member of a machine that will not come back."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Nothing happens to it any more."""
+        raise AssertionError(f"{event.kind} for a member that is gone")
+
+
+class Watch:
+    """The invariants, and what was committed.
+
+    It has them and is none of them: from a compiled class nothing can be derived.
+    """
 
     def __init__(self, world: World) -> None:
-        super().__init__(world, coverage=False, stops=False)
+        self.invariants = Invariants(world, coverage=False, stops=False)
+        self._world = world
         self.committed_rounds: set[tuple[str, int]] = set()
         self.last_rounds: dict[int, int] = {}
         """Path to the last round in which its work was committed."""
         self.group_sizes: list[int] = []
         self._seen: set[str] = set()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.invariants, name)
+
     def committed(self, machine: Body, action: Commit, state: SimulatedState) -> None:
         """A machine carries out a commit."""
-        super().committed(machine, action, state)
+        self.invariants.committed(machine, action, state)
         statement = state.statement
         if statement is None or state.reference.digest in self._seen:
             return
@@ -70,12 +86,12 @@ class Watch(Invariants):
         trained = merged = on_top = 0
         machines = self._world.machines
         for module in self._world.grid.modules():
-            final = self._final(module)
+            final = self.invariants._final(module)
             of_peers = contents_by_peer(final.content) if final is not None else {}
-            for peer in [p for p, m in self._stays if m == module]:
+            for peer in [p for p, m in self.invariants._stays if m == module]:
                 machine = machines[peer]
                 machine.count_steps()
-                for stay in self._stays[peer, module]:
+                for stay in self.invariants._stays[peer, module]:
                     trained += (machine.steps if stay.end is None else stay.end) - stay.begin
                 merged += _length(of_peers.get(peer, {}), peer)
                 work = machine.works.get(module)
@@ -157,7 +173,7 @@ class Swarm:
 
     def _end(self, machine: Machine) -> None:
         engine = self._engine
-        self.watch.faulty_s = engine.now_s
+        self.watch.invariants.faulty_s = engine.now_s
         if engine.chance(0.3):
             machine.ask_to_leave()
             self.ends["left"] += 1
@@ -171,7 +187,7 @@ class Swarm:
         """Free the memory of one that will not come back."""
         machine.crash(hangs=True, empty_disk=True)
         machine.forget()
-        del machine.member
+        machine.member = Gone()
         self._last.pop(machine.peer, None)
 
     def _end_round(self) -> None:
