@@ -58,7 +58,7 @@ def test_peers_score_for_a_successor_and_go_there(tmp_path: Path) -> None:
     run = make_tiny_run(
         tmp_path / "run", inner_steps=0, duration_s=6.0, start_s=time.time(), private_blocks=(1,),
         rounds={"matchmaking_s": 0.8, "commit_window_s": 2.0, "validation_sequences": 2},
-        # A fast machine trains so much in a round that scores of the one before do not fit any more.
+        # On a fast machine a round is so much training that scores of the one before do not fit.
         inner={"learning_rate": 1e-6},
     )  # fmt: skip
     lines = [json.dumps({"text": text}) for text in tiny_documents(4, 40, seed=0)]
