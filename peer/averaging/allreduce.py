@@ -49,7 +49,7 @@ from .parts import (
     in_executor,
 )
 from .streams import (
-    LINGER_SHARE,
+    STAY_S,
     Answers,
     Counter,
     Inbox,
@@ -64,6 +64,8 @@ from .verdicts import Signing, make_step_check
 
 logger = logging.getLogger(__name__)
 
+# A share of the silence that is borne: so long who fails goes on telling.
+LINGER_SHARE = 0.25
 # In two levels what is waited for may be far away: who waits for it says so often that it is there.
 BEAT_S = 1.0
 # Parts that are encoded ahead of the one that is sent.
@@ -98,8 +100,7 @@ class ExactAllReduceRunner:
     ) -> None:
         self.peer_id = p2p.peer_id
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
-        self._group, self._codec = group, codec
-        self._silence_s, self._linger_s = silence_s, LINGER_SHARE * silence_s
+        self._group, self._codec, self._silence_s = group, codec, silence_s
         self._place = {peer: place for place, peer in enumerate(group.peers)}
         self._me = self._place[self.peer_id.to_base58()]
         self._failure = FirstFailure()
@@ -194,7 +195,7 @@ class ExactAllReduceRunner:
             if sums:
                 await asyncio.wait(sums)
         except AveragingFailed:
-            await asyncio.wait(tasks, timeout=self._linger_s)
+            await asyncio.wait(tasks, timeout=LINGER_SHARE * self._silence_s)
             raise
         finally:
             self.fail("the all-reduce was given up")
@@ -365,7 +366,7 @@ class ExactAllReduceRunner:
         reducer = self._reducers.get(self._topology.section_of[sender])
         if reducer is None or not self._begins(sender, is_sums=False):
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
-            await until_closed(stream, self._linger_s)
+            await until_closed(stream)
             return
 
         async def receive(messages: Inbox) -> None:
@@ -421,7 +422,7 @@ class ExactAllReduceRunner:
         places = self._due.get(sender, ())
         if not places or not self._begins(sender, is_sums=True):
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
-            await until_closed(stream, self._linger_s)
+            await until_closed(stream)
             return
 
         async def receive(messages: Inbox) -> None:
@@ -471,7 +472,7 @@ class ExactAllReduceRunner:
             except AveragingFailed as failure:
                 yield farewell(failure)
             # As in `until_closed`; what comes is received meanwhile.
-            await asyncio.sleep(self._linger_s)
+            await asyncio.sleep(STAY_S)
         finally:
             receiver.cancel()
             # Cancelled or closed: the sender is gone. That matters only if it still owed something.

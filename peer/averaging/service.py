@@ -26,7 +26,7 @@ from .codec import PartCodec
 from .group import AgreedGroup, BadRowError, agree
 from .meeting_room import MeetingRoom
 from .parts import AveragingFailed, AveragingRequest, as_failure
-from .streams import LINGER_SHARE, until_closed
+from .streams import until_closed
 from .verdicts import Signing
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class AveragingService(ServicerBase):
         handler = None if runner is None else handler_of(runner)
         if handler is None:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
-            await until_closed(stream, LINGER_SHARE * self._silence_s)
+            await until_closed(stream)
             return
         async for message in handler(achain(as_aiter(request), stream), context):
             yield message

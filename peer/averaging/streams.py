@@ -19,9 +19,8 @@ from hivemind.utils.asyncio import anext
 from .parts import AveragingFailed, FirstFailure, NoGroup
 
 PEER_ID_BYTES = 64
-# A share of the silence that is borne: so long who is called stays after its last answer, and who
-# fails goes on telling.
-LINGER_SHARE = 0.25
+# So long who is called stays after its last answer, for the caller to close the stream.
+STAY_S = 10.0
 
 
 class Counter:
@@ -145,14 +144,14 @@ class Inbox:
             coming.cancel()
 
 
-async def until_closed(messages: AsyncIterator[Message], limit_s: float) -> None:
+async def until_closed(messages: AsyncIterator[Message]) -> None:
     """Wait until the caller closes its stream, which cancels this, and drop what it still sends.
 
     For who is called, after its last answer: when it closes first, p2pd resets the stream, and an
     answer that is under way is lost (1 in 20,000 on a busy machine).
     """
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(STAY_S):
             async for _ in messages:
                 pass
             await asyncio.Event().wait()

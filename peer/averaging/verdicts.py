@@ -36,7 +36,7 @@ from .checking import Accusation, KeptContributions, PieceChecker, Verdict, Wron
 from .codec import PartCodec
 from .group import AgreedGroup
 from .parts import AveragingFailed, in_executor
-from .streams import LINGER_SHARE, until_closed
+from .streams import STAY_S, until_closed
 from .topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -404,7 +404,7 @@ class StepCheck:
         except Exception as error:
             logger.debug("%s asks for what is not here", self._name(sender), exc_info=error)
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
-        await until_closed(stream, LINGER_SHARE * self._silence_s)
+        await until_closed(stream)
 
     async def rpc_compare(
         self, stream: AsyncIterator[Message], context: P2PContext
@@ -413,7 +413,7 @@ class StepCheck:
         sender = self._place_of(context)
         if sender in self._came or sender not in self._heard or self._calls(sender):
             yield Message(code=averaging_pb2.PROTOCOL_VIOLATION)
-            await until_closed(stream, LINGER_SHARE * self._silence_s)
+            await until_closed(stream)
             return
         self._came.add(sender)
         listening = asyncio.create_task(self._listen(sender, stream))
@@ -426,7 +426,7 @@ class StepCheck:
             self._has_ended(sender)
         # The caller, which cannot know how many verdicts there are, closes when there is none.
         yield Message()
-        await asyncio.sleep(LINGER_SHARE * self._silence_s)
+        await asyncio.sleep(STAY_S)
 
 
 async def _shown(stream: AsyncIterator[Message]) -> bytes:
