@@ -17,16 +17,19 @@ Nothing large is imported here: `--help` and mistakes are answered at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import version
-from types import NoneType
+from types import FrameType, NoneType
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 from typing import get_type_hints as type_hints_of
 
@@ -46,6 +49,8 @@ from .setting_sources import (
 # For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
 # sleeps. Far fewer make a small model much slower on a quiet machine (benchmarks).
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
+# In the stack wherever Python imports something.
+IMPORTING = "<frozen importlib._bootstrap>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,14 +330,44 @@ def run_parsed(parsed: argparse.Namespace) -> int:
         print(shown_settings(arguments_of(command.settings), parsed._place, command.given(parsed)))
         return 0
 
-    is_shown = getattr(parsed, "_show_config", False)
-    exit_code = run_command(show if is_shown else read, getattr(parsed, "debug", False))
-    if is_shown or not found:
-        return exit_code
-    settings = found[0]
-    quiet_threads()
-    configure_logging(settings.debug)
-    return run_command(lambda: int(command.run(settings)), settings.debug)
+    with _interrupted_imports_end():
+        is_shown = getattr(parsed, "_show_config", False)
+        exit_code = run_command(show if is_shown else read, getattr(parsed, "debug", False))
+        if is_shown or not found:
+            return exit_code
+        settings = found[0]
+        quiet_threads()
+        configure_logging(settings.debug)
+        return run_command(lambda: int(command.run(settings)), settings.debug)
+
+
+@contextlib.contextmanager
+def _interrupted_imports_end() -> Iterator[None]:
+    """Let Ctrl+C end the process at once where something is being imported, with exit code 130.
+
+    Importing PyTorch and Hivemind takes seconds, and much of what runs in them catches everything:
+    the exception is lost there, and the command goes on as if nobody had pressed a key.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        here = frame
+        while here is not None:
+            if here.f_code.co_filename == IMPORTING:
+                os._exit(128 + number)
+            here = here.f_back
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        # A command may have installed its own, and goes by that until its process ends.
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def quiet_threads() -> None:

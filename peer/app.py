@@ -51,6 +51,8 @@ logger = logging.getLogger("dipaco.peer.app")
 
 # Promise 10: Ctrl+C leaves within ten seconds, whatever hangs.
 LEAVE_LIMIT_S = 9.0
+# Before the swarm is joined there is nothing to leave.
+GIVE_UP_LIMIT_S = 3.0
 
 
 def run_peer(settings: PeerSettings) -> int:
@@ -313,8 +315,10 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
         if stopping.is_set():
             _exit_at_once()
         stopping.set()
-        # Whatever hangs, a transfer or a network that does not answer, must not delay leaving.
-        limit = threading.Timer(LEAVE_LIMIT_S, _exit_at_once)
+        # Whatever hangs, a transfer or a network that does not answer, must not delay leaving; and
+        # an exception that is raised in a hook of a library is lost.
+        limit_s = LEAVE_LIMIT_S if joined.is_set() else GIVE_UP_LIMIT_S
+        limit = threading.Timer(limit_s, _exit_at_once)
         limit.daemon = True
         limit.start()
         if not joined.is_set():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,6 +162,35 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
         check=True,
     )
     assert done.stdout.split() == ["False", found]
+
+
+def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everything(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "large.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    print('went on', flush=True)\n"
+    )
+    script = """
+from dipaco.modules.command_line import Command, Settings
+def run(settings):
+    import large
+    return 0
+raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main())
+"""
+    command = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stdout is not None
+    assert command.stdout.readline() == "importing\n"
+    command.send_signal(signal.SIGINT)
+    assert command.communicate(timeout=120) == ("", "")
+    assert command.returncode == 130
 
 
 def test_every_option_says_what_it_is_for() -> None:

@@ -263,7 +263,10 @@ def test_ctrl_c_while_joining_ends_at_once(tmp_path: Path) -> None:
     _gone(family)
 
 
-def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_leaving_has_ten_seconds_whatever_hangs(
+    monkeypatch: pytest.MonkeyPatch, is_joined: bool
+) -> None:
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     timers: list[tuple[float, Callable[[], None]]] = []
 
@@ -275,14 +278,18 @@ def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     stopping = threading.Event()
     try:
-        app.install_stop_signals(stopping, lambda line: None).set()
-        signal.raise_signal(signal.SIGINT)
+        joined = app.install_stop_signals(stopping, lambda line: None)
+        if is_joined:
+            joined.set()
+        with contextlib.nullcontext() if is_joined else pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     finally:
         for number, handler in before:
             signal.signal(number, handler)
     assert stopping.is_set()
-    assert timers == [(app.LEAVE_LIMIT_S, app._exit_at_once)]
-    assert app.LEAVE_LIMIT_S < 10.0
+    limit_s = app.LEAVE_LIMIT_S if is_joined else app.GIVE_UP_LIMIT_S
+    assert timers == [(limit_s, app._exit_at_once)]
+    assert limit_s < 10.0
 
 
 def test_a_process_that_is_killed_while_it_is_handed_something_shows_no_traceback(
