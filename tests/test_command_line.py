@@ -173,6 +173,8 @@ def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everyth
         "try:\n    time.sleep(60)\nexcept BaseException:\n    print('went on', flush=True)\n"
     )
     script = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # These tests may run where it is ignored.
 from dipaco.modules.command_line import Command, Settings
 def run(settings):
     import large
