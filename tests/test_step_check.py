@@ -12,7 +12,7 @@ import pytest
 import torch
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.outer import AveragingRule
-from dipaco.peer.averaging import verdicts
+from dipaco.peer.averaging import allreduce, streams, verdicts
 from dipaco.peer.averaging.checking import Accusation, Verdict
 from dipaco.peer.averaging.codec import PIECE_VALUES, PartCodec
 from dipaco.peer.averaging.commitment import (
@@ -74,6 +74,15 @@ def test_honest_members_get_the_bits_that_they_get_without_checks(
     expected = replace(group, check_pieces=0).expected()
     assert all(torch.equal(result, expected) for result in results)
     assert not any(runner.culprits for runner in network.runners.values())
+
+
+def test_who_has_called_knows_the_end_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or those that were called would wait for that as long as they may."""
+    for module in (allreduce, streams, verdicts):
+        monkeypatch.setattr(module, "STAY_S", 3600.0)
+    # Nobody waits for a silent member in this time.
+    group = checked(4, silence_s=600.0, check_limit_s=600.0, timeout_s=40.0)
+    assert all(torch.equal(result, group.expected()) for result in asyncio.run(group.run()))
 
 
 @pytest.mark.parametrize("mean", ["trimmed_mean", "centered_clipping"])
