@@ -10,24 +10,22 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.config import RoundsConfig
-from dipaco.modules.errors import DipacoError
-from dipaco.modules.evaluate import LossSum
-from dipaco.modules.state import StateReference
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    model_validator,
 )
 
-MAX_COUNT = 2**53
+from .chain import Head
+from .record_errors import MAX_COUNT
+from .record_errors import OtherProtocolError as OtherProtocolError
+from .record_errors import RecordError as RecordError
+
 MAX_ENTRIES = 64
-MAX_SCORE_ENTRIES = 256
 DAY_S = 86_400.0
 # A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
 LIFE_PERIODS = 3.5
@@ -51,14 +49,6 @@ def record_life_s(period_s: float) -> float:
     return LIFE_PERIODS * period_s + 2.0
 
 
-class RecordError(DipacoError):
-    """A record that is refused; the message says what is wrong with it."""
-
-
-class OtherProtocolError(RecordError):
-    """A record of another version of the protocol, whose peers may be in the same DHT."""
-
-
 def _check(pattern: str) -> Any:
     compiled = re.compile(pattern)
 
@@ -73,7 +63,6 @@ def _check(pattern: str) -> Any:
 PeerId = Annotated[str, _check(r"[1-9A-HJ-NP-Za-km-z]{32,64}")]
 ModuleName = Annotated[str, _check(r"L[0-9]{1,4}\.E[0-9]{1,5}|P[0-9]{1,8}")]
 Sha256 = Annotated[str, _check(r"[0-9a-f]{64}")]
-RequestId = Annotated[str, _check(r"[0-9a-f]{16}")]
 # Printable, and without brackets, which many a display takes for its own markup.
 Text = Annotated[str, _check(r"[ -Z\\^-~]{0,96}")]
 NAME_PATTERN = r"[ -Z\\^-~]{0,32}"
@@ -186,55 +175,48 @@ class _Standing(Record):
 
 
 class HeldState(BaseModel):
-    """A `StateReference` as module records spell it."""
+    """A `Head` as module records spell it."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
+    step: Sha256
     version: Count
-    digest: Sha256
-    tokens: Count
+    weight: Count
     round: Count
-    """The last round that is in it; 0 for a genesis state too."""
+    """The last round that is in it; 0 for a genesis too."""
+    digest: Sha256
     bytes: Count
 
     @classmethod
-    def of(cls, reference: StateReference, **others: str) -> Self:
-        """Return the record or message about a state; `others` are its further fields."""
+    def of(cls, head: Head) -> Self:
+        """Return the record about a state."""
         return cls(
-            version=reference.version,
-            digest=reference.digest,
-            tokens=reference.tokens,
-            round=max(0, reference.last_round),
-            bytes=reference.bytes,
-            **others,
+            step=head.step,
+            version=head.version,
+            weight=head.weight,
+            round=max(0, head.round_index),
+            digest=head.digest,
+            bytes=head.bytes,
         )
 
-
-class AnnouncedState(HeldState):
-    """A `StateReference` as messages spell it."""
-
-    module: ModuleName
-
-    @functools.cached_property
-    def reference(self) -> StateReference:
-        """The state that is meant."""
-        return StateReference(
-            module=self.module,
+    def head(self, module: str) -> Head:
+        """Return the state that is meant."""
+        return Head(
+            module=module,
+            step=self.step,
             version=self.version,
+            weight=self.weight,
+            round_index=self.round if self.version else -1,
             digest=self.digest,
-            tokens=self.tokens,
-            last_round=self.round if self.version else -1,
             bytes=self.bytes,
         )
 
-    @classmethod
-    def of(cls, reference: StateReference, **others: str) -> Self:
-        """Return the message about a state; `others` are its further fields."""
-        return super().of(reference, module=reference.module, **others)
 
-
-class Holding(AnnouncedState, Record):
+class Holding(NamedTuple):
     """This peer can serve a module state: part of a module record, and what views are made of."""
+
+    peer_id: str
+    head: Head
 
 
 class ModuleRecord(_Standing):
@@ -249,18 +231,7 @@ class ModuleRecord(_Standing):
     @functools.cached_property
     def holding(self) -> Holding | None:
         """The holding in it, if there is one."""
-        if self.held is None:
-            return None
-        held = self.held
-        return Holding.model_construct(
-            peer_id=self.peer_id,
-            module=self.module,
-            version=held.version,
-            digest=held.digest,
-            tokens=held.tokens,
-            round=held.round,
-            bytes=held.bytes,
-        )
+        return None if self.held is None else Holding(self.peer_id, self.held.head(self.module))
 
 
 class PeerRecord(_Standing):
@@ -301,39 +272,6 @@ class ProgressEntry(BaseModel):
     validation_nll: Annotated[float, Field(ge=0, le=1e15)]
     validation_tokens: Count
     train_loss: Loss
-    best_sha256: Annotated[str, _check(r"([0-9a-f]{64})?")] = ""
-    """The blob with the path's best parameters; empty if there is none. See `best`."""
-    best_nll: Annotated[float, Field(ge=0, le=1e15)] = 0.0
-    best_tokens: Count = 0
-    best_round: Count = 0
-
-    @model_validator(mode="after")
-    def _check_best(self) -> Self:
-        if bool(self.best_sha256) != (self.best_tokens > 0):
-            raise ValueError("best_sha256 and best_tokens belong together")
-        if self.best_round > self.last_round:
-            raise ValueError("best_round is later than last_round")
-        return self
-
-    @property
-    def best(self) -> BestReference | None:
-        """The best parameters that are named, if any are."""
-        if not self.best_sha256:
-            return None
-        losses = LossSum(self.best_nll, self.best_tokens)
-        return BestReference(self.path, self.best_round, losses, self.best_sha256)
-
-    def naming(self, best: BestReference) -> ProgressEntry:
-        """Return this entry with other best parameters of its path."""
-        values = {
-            **self.model_dump(),
-            "last_round": max(self.last_round, best.round_index),
-            "best_sha256": best.sha256,
-            "best_nll": best.held_out_loss.nll,
-            "best_tokens": best.held_out_loss.tokens,
-            "best_round": best.round_index,
-        }
-        return ProgressEntry(**values)
 
 
 class ProgressRecord(Record):
@@ -347,34 +285,3 @@ class BlobRecord(Record):
 
     sha256: Sha256
     bytes: Count
-
-
-class ScoreEntry(BaseModel):
-    """One path that this peer scores for a request, or has scored."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-
-    path: PathNumber
-    state: Literal["scoring", "done"]
-    sha256: Sha256 | None
-    """The blob with the scores, which this peer serves; none while it is scoring."""
-    since_s: TimeS
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.sha256 is None) != (self.state == "scoring"):
-            raise ValueError("done scores name their blob, and no others do")
-        return self
-
-
-class ScoresRecord(Record):
-    """The paths that this peer scores for a request of the operator, and those that are done."""
-
-    request: RequestId
-    entries: Annotated[tuple[ScoreEntry, ...], Field(max_length=MAX_SCORE_ENTRIES)]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len({entry.path for entry in self.entries}) != len(self.entries):
-            raise ValueError("a path is listed twice")
-        return self

@@ -6,18 +6,15 @@ import logging
 import math
 import operator
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from dipaco.modules.best_parameters import BestReference
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference
 
-from .announced_bests import announced_bests
-from .certificates import STEPS_PER_ROUND
+from .chain import MAX_ROWS, Head, Row
 from .coverage import Scope
 from .records import (
     Claim,
@@ -68,8 +65,6 @@ class SwarmView:
     peers: Mapping[str, PeerRecord] = field(default_factory=dict)
     holdings: Mapping[str, tuple[Holding, ...]] = field(default_factory=dict)
     progress: Mapping[int, PathService] = field(default_factory=dict)
-    bests: Mapping[int, tuple[BestReference, ...]] = field(default_factory=dict)
-    """Announced best parameters of each path, those to be tried first in front."""
     duration_s: float = math.inf
     """Seconds of a round."""
     scope: Scope | None = None
@@ -111,7 +106,6 @@ class SwarmView:
                 if record.path in covered or (record.path is None and kept.covers_peer(peer, None))
             },
             progress={p: s for p, s in self.progress.items() if kept.covers_path(p)},
-            bests={p: b for p, b in self.bests.items() if kept.covers_path(p)},
             scope=kept,
         )
 
@@ -210,39 +204,27 @@ class SwarmView:
     def _groups(self) -> dict[tuple[Grid, str, bool], frozenset[str]]:
         return {}
 
-    def states(self, module: str) -> tuple[StateReference, ...]:
-        """Return the announced states of a module, one of each holding."""
-        return tuple(holding.reference for holding in self.holdings.get(module, ()))
+    def heads(self, module: str) -> tuple[Head, ...]:
+        """Return the states of a module that are announced, each as often as it is."""
+        return tuple(holding.head for holding in self.holdings.get(module, ()))
 
-    def distinct_states(self, module: str) -> list[StateReference]:
-        """Return the announced states of a module, each once: as it was said last."""
-        return [state for state, _ in self._announced(module).values()]
+    def holders(self, module: str, step: str) -> tuple[str, ...]:
+        """Return the peers that announce the state after a step."""
+        return tuple(h.peer_id for h in self.holdings.get(module, ()) if h.head.step == step)
 
-    def holders(self, state: StateReference) -> tuple[str, ...]:
-        """Return the peers that announce a state."""
-        found = self._announced(state.module).get(state.digest)
-        return tuple(found[1]) if found is not None else ()
+    def agreed_head(self, module: str, step: str) -> Head | None:
+        """Return the state after a step as most of its holders announce it; None for nobody.
 
-    def _announced(self, module: str) -> dict[str, tuple[StateReference, list[str]]]:
-        """Return by digest which states of a module are announced, as said last, and by whom."""
-        found = self._announcements.get(module)
-        if found is None:
-            peers: dict[str, list[str]] = {}
-            last: dict[str, Holding] = {}
-            for holding in self.holdings.get(module, ()):
-                digest = holding.digest
-                last[digest] = holding
-                if digest in peers:
-                    peers[digest].append(holding.peer_id)
-                else:
-                    peers[digest] = [holding.peer_id]
-            found = {digest: (held.reference, peers[digest]) for digest, held in last.items()}
-            self._announcements[module] = found
-        return found
+        A machine that computes wrongly announces another digest than the others; of as many the
+        smaller digest is taken.
+        """
+        said = Counter(head for head in self.heads(module) if head.step == step)
+        return min(said, key=lambda head: (-said[head], head.digest), default=None)
 
-    @cached_property
-    def _announcements(self) -> dict[str, dict[str, tuple[StateReference, list[str]]]]:
-        return {}
+    def heaviest(self, module: str) -> Head | None:
+        """Return the heaviest announced state of a module, as it is announced: unchecked."""
+        found = min(self.heads(module), key=lambda head: head.rank, default=None)
+        return None if found is None else self.agreed_head(module, found.step)
 
     def reachable(self, peer: str) -> Reachability:
         """Return how others call a peer, as it says in any of its records."""
@@ -368,40 +350,19 @@ def build_view(
         and claim.since_s <= latest_s
         and (not counted or claim.round <= latest)
     }
-    rounds = greatest_rounds(plan, now_s)
     return SwarmView(
         now_s=now_s,
         claims=believed,
         peers={p.peer_id: p for p in peers},
         holdings={
-            module: plausible_holdings(module, held, plan, grid, rounds)
+            module: tuple(h for h in held if is_plausible_head(h.head, plan, now_s))
             for module, held in holdings.items()
             if grid.has_module(module)
         },
         progress=merged_progress(progress, grid.path_count, latest),
-        bests=announced_bests(progress, believed, grid.path_count, latest),
         duration_s=plan.rounds.duration_s,
         scope=scope,
     )
-
-
-def plausible_holdings(
-    module: str, held: Iterable[Holding], plan: RunPlan, grid: Grid, rounds: int
-) -> tuple[Holding, ...]:
-    """Return the holdings of a module whose states can have got this far.
-
-    Many peers hold the same state: it is looked at once.
-    """
-    found: list[Holding] = []
-    last: tuple[str, int, int, int] | None = None
-    for holding in held:
-        if holding.module != module:
-            continue
-        said = holding.digest, holding.version, holding.tokens, holding.round
-        if said == last or _is_plausible(holding.reference, plan, grid, rounds):
-            last = said
-            found.append(holding)
-    return tuple(found)
 
 
 def greatest_rounds(plan: RunPlan, now_s: float) -> int:
@@ -434,39 +395,33 @@ def greatest_contribution(plan: RunPlan, now_s: float, round_index: int) -> int:
 
 
 def claimed_tokens(plan: RunPlan, tokens: int, round_index: int) -> int:
-    """Return how many of the tokens that a peer trained since its last commit it comes with.
+    """Return how many of the tokens that a peer trained since its last step its row may say.
 
-    With fixed steps others believe no more than there were rounds. Who trained through rounds that
-    came to nothing may have more, and would be admitted by nobody with them.
+    With fixed steps others believe no more than there were rounds.
     """
     if not plan.rounds.inner_steps:
         return tokens
     return min(tokens, greatest_contribution(plan, 0.0, round_index))
 
 
-def plausible_state(state: StateReference, plan: RunPlan, grid: Grid, now_s: float) -> bool:
+def is_plausible_row(row: Row, plan: RunPlan, now_s: float) -> bool:
+    """Tell whether a peer can have trained so much in a round that can have ended by `now_s`."""
+    if row.round_index >= greatest_rounds(plan, now_s):
+        return False
+    return row.tokens <= greatest_contribution(plan, now_s, row.round_index)
+
+
+def is_plausible_head(head: Head, plan: RunPlan, now_s: float) -> bool:
     """Tell whether a state can have got this far since the run began.
 
-    Asked of announcements, and again of what was fetched. Also in a successor run: its genesis
-    states have version 0 and count nothing.
+    Also in a successor run: its genesis has version 0.
     """
-    return _is_plausible(state, plan, grid, greatest_rounds(plan, now_s))
-
-
-def _is_plausible(state: StateReference, plan: RunPlan, grid: Grid, rounds: int) -> bool:
-    if state.version == 0:
-        return state.tokens == 0
-    if state.version > STEPS_PER_ROUND * rounds or state.last_round >= rounds:
+    if head.version == 0:
+        return head.weight == 0
+    rounds = greatest_rounds(plan, now_s)
+    if head.round_index >= rounds or head.version > head.round_index + 1:
         return False
-    paths = len(grid.paths_of_module(state.module))
-    if plan.rounds.inner_steps:
-        # Every outer step is of a round of its own.
-        per_path = (state.last_round + 1 + ROUND_SLACK) * _tokens_of_steps(plan)
-        believed = per_path * paths * GREATEST_REPLICAS
-        return state.version <= state.last_round + 1 and state.tokens <= believed
-    # What a group admits, each time: an inflated row must not make the group's state implausible.
-    per_step = rounds * plan.rounds.duration_s * GREATEST_TOKENS_PER_S * paths * GREATEST_REPLICAS
-    return state.tokens <= state.version * per_step
+    return head.version <= head.weight <= MAX_ROWS * head.version
 
 
 def merged_progress(

@@ -6,14 +6,15 @@ the path was changed or the member has left in between. The others are done at o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.coverage import Scope
 from dipaco.dht.records import ClaimState
-from dipaco.modules.state import StateReference
 
-Purpose = Literal["begin", "adopt", "keep"]
+# -- the swarm
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,68 @@ class Look:
     kind: Literal["look"] = "look"
 
 
+# -- the wire
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell peers of rows and steps. What does not arrive is not reported."""
+
+    peers: tuple[str, ...]
+    module: str
+    rows: tuple[Row, ...] = ()
+    steps: tuple[Step, ...] = ()
+    keep: bool = False
+    """Ask them to keep a copy of the state of the last step, too."""
+    kind: Literal["tell"] = "tell"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask a peer which steps come after some, and which rows it knows. Answered by `Answered`."""
+
+    peer: str
+    module: str
+    locator: tuple[str, ...]
+    """Names of the own chain, newest first (`ChainBook.locator`)."""
+    kind: Literal["ask"] = "ask"
+
+
+@dataclass(frozen=True)
+class Put:
+    """Push the file of the own row to mailboxes, because nobody can call this peer."""
+
+    peers: tuple[str, ...]
+    row: Row
+    kind: Literal["put"] = "put"
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Get the files of rows and check them. Answered by a `Gathered` or `GatherFailed` each.
+
+    A file that is here, or on its way, is not fetched twice.
+    """
+
+    module: str
+    rows: tuple[Row, ...]
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By file: peers that may have it beside its owner, who is asked first."""
+    kind: Literal["gather"] = "gather"
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Answer those who ask for a module's chain with the one to this step from now on."""
+
+    module: str
+    step: str
+    kind: Literal["serve"] = "serve"
+
+
+# -- a path
+
+
 @dataclass(frozen=True)
 class FetchPath:
     """Get the shard of a path and what goes with it. Answered by `PathReady` or `PathFailed`."""
@@ -56,254 +119,22 @@ class FetchPath:
 
 
 @dataclass(frozen=True)
-class FetchState:
-    """Get a state by its digest, checked. Answered by `StateFetched` or `FetchFailed`.
-
-    What lies on this disk under the digest need not be fetched. A reference with version 0 is the
-    module's genesis state, whose digest the member does not know.
-    """
-
-    reference: StateReference
-    holders: tuple[str, ...]
-    purpose: Purpose
-    kind: Literal["fetch_state"] = "fetch_state"
-
-
-@dataclass(frozen=True)
-class FetchChain:
-    """Get the certificates of a state and of those before it. Answered by `ChainFetched`."""
-
-    reference: StateReference
-    holders: tuple[str, ...]
-    kind: Literal["fetch_chain"] = "fetch_chain"
-
-
-@dataclass(frozen=True)
 class StartPath:
     """Begin to train a path from states that were fetched; earlier work on a path is gone."""
 
     path: int
-    states: tuple[StateReference, ...]
+    heads: tuple[Head, ...]
     """One of every module of the path, in level order."""
     kind: Literal["start_path"] = "start_path"
 
 
 @dataclass(frozen=True)
-class TakeSnapshot:
-    """Copy a module as it is now, and cut its work: what was done since the last cut is a part,
-    named by the round. Answered by `SnapshotTaken` at once.
+class Begun:
+    """The path is in training: say so."""
 
-    The copy is kept until it is committed or forgotten.
-    """
-
-    module: str
+    path: int
     round_index: int
-    boundary_s: float
-    """When the round ended, in swarm time: how late its steps are is measured from here."""
-    kind: Literal["take_snapshot"] = "take_snapshot"
-
-
-@dataclass(frozen=True)
-class ForgetSnapshot:
-    """The copy of a round is needed no more; its work stays in the local parameters."""
-
-    module: str
-    round_index: int
-    keeps_part: bool
-    """Others may have merged it, so the work up to here stays apart; otherwise the cut is undone
-    and the part goes on growing."""
-    kind: Literal["forget_snapshot"] = "forget_snapshot"
-
-
-@dataclass(frozen=True)
-class JoinParts:
-    """Keep two parts of a module's work as one, under the name of the newer."""
-
-    module: str
-    older: int
-    newer: int
-    kind: Literal["join_parts"] = "join_parts"
-
-
-@dataclass(frozen=True)
-class DropPart:
-    """Remember a part of a module's work no more: it is in the anchor."""
-
-    module: str
-    part: int
-    kind: Literal["drop_part"] = "drop_part"
-
-
-@dataclass(frozen=True)
-class Average:
-    """Meet the others and average the snapshot of a round with theirs.
-
-    Answered by `Averaged` or `AverageFailed`, at the latest at `end_s`, or at `latest_s` by a group
-    whose rows say that its reduce takes that long.
-    """
-
-    module: str
-    round_index: int
-    attempt: int
-    anchor: str
-    """Digest of the state that the outer gradient is taken from."""
-    candidates: tuple[str, ...]
-    """Who may come, this peer included, in the order in which they are asked to lead."""
-    begin_s: float
-    """When the others come, in swarm time: who comes earlier waits with calling them."""
-    close_s: float
-    """When the group closes."""
-    end_s: float
-    """When the reduce has to be done."""
-    excluded: tuple[str, ...] = ()
-    """Not admitted when this peer leads."""
-    awaited: frozenset[str] | None = None
-    """With fixed steps: the group closes once these have come, see `Await`; None by the clock."""
-    undialable: tuple[str, ...] = ()
-    """Candidates that others cannot call by an address of theirs: they never lead, and reduce
-    nothing."""
-    latest_s: float = 0.0
-    """When the reduce of a group with slow lines has to be done, if that is later than `end_s`."""
-    kind: Literal["average"] = "average"
-
-
-@dataclass(frozen=True)
-class Await:
-    """With fixed steps: the meeting under way waits for these; None: for nobody any more, so it
-    fails at once unless its group has closed."""
-
-    module: str
-    peers: frozenset[str] | None
-    kind: Literal["await"] = "await"
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Ask peers what they hold of a module. Answered by `Answered` within seconds."""
-
-    module: str
-    round_index: int
-    peers: tuple[str, ...]
-    kind: Literal["ask"] = "ask"
-
-
-@dataclass(frozen=True)
-class Call:
-    """See whether peers are there at all. Answered by `CallAnswered` within seconds."""
-
-    peers: tuple[str, ...]
-    kind: Literal["call"] = "call"
-
-
-@dataclass(frozen=True)
-class TakeOuterStep:
-    """Compute the state after an outer step. Answered by `OuterStepped` or `OuterStepFailed`."""
-
-    module: str
-    round_index: int
-    alone: bool
-    """From the own snapshot alone, and not from what `Average` brought."""
-    kind: Literal["take_outer_step"] = "take_outer_step"
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Make the state that `TakeOuterStep` computed the anchor, serve it, share its certificate."""
-
-    module: str
-    reference: StateReference
-    round_index: int
-    attempt: int
-    expected: int
-    """How many peers count, for the person who reads the log."""
-    save: bool
-    """Write it to disk too."""
-    kind: Literal["commit"] = "commit"
-
-
-@dataclass(frozen=True)
-class CarryOn:
-    """A round of a module ended without a commit here: say so."""
-
-    module: str
-    round_index: int
-    reason: str
-    expected: int
-    kind: Literal["carry_on"] = "carry_on"
-
-
-@dataclass(frozen=True)
-class Discard:
-    """Go back to the anchor: the local parameters of a module are no longer numbers."""
-
-    module: str
-    kind: Literal["discard"] = "discard"
-
-
-@dataclass(frozen=True)
-class CheckState:
-    """Score a fetched state on held-out documents in place of the anchor. Answered by
-    `Checked` at once."""
-
-    module: str
-    digest: str
-    is_rival: bool = False
-    """It is the anchor that is in doubt, and not this state."""
-    kind: Literal["check_state"] = "check_state"
-
-
-@dataclass(frozen=True)
-class Adopt:
-    """Put a fetched state under the unmerged work of a module, and serve it."""
-
-    module: str
-    reference: StateReference
-    on_top: tuple[int, ...]
-    """Parts of own work that are not in it. They are put on top, with what came after the last
-    cut; the other parts are in it."""
-    is_merged: bool
-    """Whether own work is in it that was not in the anchor."""
-    weight: float
-    """How much of the work's length stays: less than 1 for work of long ago."""
-    save: bool
-    kind: Literal["adopt"] = "adopt"
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Serve a fetched state as a copy, from the disk."""
-
-    reference: StateReference
-    kind: Literal["keep"] = "keep"
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Stop to serve a copy, and remove it from the disk."""
-
-    module: str
-    kind: Literal["drop"] = "drop"
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Ask a peer to keep a copy of a state held here. Answered by `OfferAnswered`."""
-
-    reference: StateReference
-    peer: str
-    limit_s: float
-    """Seconds after which the answer is no."""
-    kind: Literal["offer"] = "offer"
-
-
-@dataclass(frozen=True)
-class EndRound:
-    """A round has ended here: score, report, save what is due."""
-
-    round_index: int
-    next_round: int
-    save: bool
-    kind: Literal["end_round"] = "end_round"
+    kind: Literal["begun"] = "begun"
 
 
 @dataclass(frozen=True)
@@ -335,13 +166,145 @@ class Pause:
     kind: Literal["pause"] = "pause"
 
 
-@dataclass(frozen=True)
-class Begun:
-    """The path is in training: say so."""
+# -- states
 
-    path: int
+
+@dataclass(frozen=True)
+class Publish:
+    """Take a snapshot of a module at its boundary, and encode and sign what was trained.
+
+    The snapshot is taken at once, in place of an earlier one; the rest is done meanwhile. Answered
+    by `Published` or `PublishFailed`.
+    """
+
+    module: str
     round_index: int
-    kind: Literal["begun"] = "begun"
+    parent: str
+    """Name of the step that the anchor is of."""
+    boundary_s: float
+    """When the round ended, in swarm time: how late the step comes is measured from here."""
+    kind: Literal["publish"] = "publish"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Compute the state after steps, whose files are here, from one that is held.
+
+    Answered by `Computed` or `ComputeFailed`. Nothing changes before `Adopt` or `Keep`.
+    """
+
+    module: str
+    base: str
+    """Name of the step whose state is held."""
+    steps: tuple[Step, ...]
+    """On top of it, oldest first."""
+    kind: Literal["compute"] = "compute"
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """Get a state by its digest, checked. Answered by `StateFetched` or `FetchFailed`.
+
+    What lies on this disk under the digest need not be fetched. A head of version 0 is the
+    module's genesis, whose digest the member does not know (it is empty).
+    """
+
+    head: Head
+    holders: tuple[str, ...]
+    kind: Literal["fetch_state"] = "fetch_state"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Score a state that was computed or fetched on held-out documents of the path in training,
+    in place of the anchor; before there is an anchor, in place of the genesis.
+
+    Answered by `Checked` at once.
+    """
+
+    module: str
+    step: str
+    kind: Literal["check"] = "check"
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Make a state that was computed or fetched the anchor of a module, and serve it.
+
+    What was trained since the snapshot goes on top of it; what was trained before is in it, or
+    lost (design 4.5). The state before is kept too, on the disk.
+    """
+
+    head: Head
+    """What is adopted; its digest is that of the state here."""
+    round_index: int
+    """Of the outer round that this ends; -1 beside one."""
+    rows: int
+    """In the step."""
+    expected: int
+    """How many were waited for, for the person who reads the log."""
+    is_own_in: bool
+    """Whether this peer's contribution is in it, for the same."""
+    save: bool
+    """Write it to disk too."""
+    kind: Literal["adopt"] = "adopt"
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A state that was computed or fetched is not wanted."""
+
+    module: str
+    step: str
+    kind: Literal["forget"] = "forget"
+
+
+@dataclass(frozen=True)
+class CarryOn:
+    """A round of a module ended without a step here: say so."""
+
+    module: str
+    round_index: int
+    reason: str
+    expected: int
+    kind: Literal["carry_on"] = "carry_on"
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Go back to the anchor: the local parameters of a module are no longer numbers."""
+
+    module: str
+    kind: Literal["discard"] = "discard"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Serve a state that was computed or fetched as a copy, from the disk."""
+
+    head: Head
+    kind: Literal["keep"] = "keep"
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Stop to serve a copy, and remove it from the disk."""
+
+    module: str
+    kind: Literal["drop"] = "drop"
+
+
+# -- the loop
+
+
+@dataclass(frozen=True)
+class EndRound:
+    """A round has ended here: score, report, save what is due."""
+
+    round_index: int
+    next_round: int
+    save: bool
+    kind: Literal["end_round"] = "end_round"
 
 
 @dataclass(frozen=True)
@@ -400,32 +363,28 @@ Action = (
     Say
     | Watch
     | Look
-    | FetchPath
-    | FetchState
-    | FetchChain
-    | StartPath
-    | TakeSnapshot
-    | ForgetSnapshot
-    | JoinParts
-    | DropPart
-    | Average
-    | Await
+    | Tell
     | Ask
-    | Call
-    | TakeOuterStep
-    | Commit
-    | CarryOn
-    | Discard
-    | CheckState
-    | Adopt
-    | Keep
-    | Drop
-    | Offer
-    | EndRound
+    | Put
+    | Gather
+    | Serve
+    | FetchPath
+    | StartPath
+    | Begun
     | Move
     | Stay
     | Pause
-    | Begun
+    | Publish
+    | Compute
+    | FetchState
+    | Check
+    | Adopt
+    | Forget
+    | CarryOn
+    | Discard
+    | Keep
+    | Drop
+    | EndRound
     | Warn
     | TakeStep
     | Wait

@@ -2,23 +2,20 @@
 
 The shell (`dipaco.peer.session`, or a swarm in the simulator) reports these, one after the other,
 each with the swarm time at which it happened. A member knows nothing else: not a clock, not the
-network, not a tensor.
+network, not a tensor. What comes from other peers was checked by the shell: rows are signed, of
+peers that are admitted, plausible and of this run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from dipaco.dht.admission import Admission
-from dipaco.dht.certificates import Certificate
+from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
-from dipaco.modules.outer import Contribution
-from dipaco.modules.state import PathProgress, StateReference
 
-from .actions import Purpose
+# -- the swarm
 
 
 @dataclass(frozen=True)
@@ -47,21 +44,64 @@ class Probed:
     kind: Literal["probed"] = "probed"
 
 
+# -- the wire
+
+
 @dataclass(frozen=True)
-class Admitted:
-    """In a run by invitation: a peer is in. Reported before anything else that it said."""
+class Told:
+    """A peer tells of rows and steps, unasked."""
 
     peer: str
-    admission: Admission
-    kind: Literal["admitted"] = "admitted"
+    module: str
+    rows: tuple[Row, ...] = ()
+    steps: tuple[Step, ...] = ()
+    """Oldest first, each on top of the one before."""
+    keep: bool = False
+    """This peer is asked to keep a copy of the state of the last step."""
+    kind: Literal["told"] = "told"
 
 
 @dataclass(frozen=True)
-class Revoked:
-    """In a run by invitation: the operator has ended these, and no others."""
+class Answered:
+    """Answers `Ask`. Who does not answer within seconds has `is_silent`."""
 
-    invitations: tuple[str, ...]
-    kind: Literal["revoked"] = "revoked"
+    peer: str
+    module: str
+    steps: tuple[Step, ...] = ()
+    """Of the chain that the peer serves, behind the newest of the locator's names that is on it;
+    oldest first."""
+    rows: tuple[Row, ...] = ()
+    """Of the last rounds, as many as it knows."""
+    has_more: bool = False
+    """Whether more steps follow; ask again from the last."""
+    held: Head | None = None
+    """The state that it can serve, if it can."""
+    is_silent: bool = False
+    kind: Literal["answered"] = "answered"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Answers `Gather`: a file is here, and it is a contribution to the module."""
+
+    module: str
+    file: str
+    kind: Literal["gathered"] = "gathered"
+
+
+@dataclass(frozen=True)
+class GatherFailed:
+    """Answers `Gather`: nobody gave the file, or it is not what a row may name."""
+
+    module: str
+    file: str
+    reason: str
+    is_refused: bool
+    """The file came and is no contribution: it need not be asked for again."""
+    kind: Literal["gather_failed"] = "gather_failed"
+
+
+# -- the loop
 
 
 @dataclass(frozen=True)
@@ -73,8 +113,6 @@ class Turn:
 
     step_s: float = 0.0
     """What an inner step takes, waiting not included; 0 before the first."""
-    together: Mapping[str, int] = field(default_factory=dict)
-    """Members that a group of a level has here, as it forms. Only shown."""
     kind: Literal["turn"] = "turn"
 
 
@@ -103,17 +141,52 @@ class PathFailed:
     kind: Literal["path_failed"] = "path_failed"
 
 
+# -- states
+
+
+@dataclass(frozen=True)
+class Published:
+    """Answers `Publish`: the file is in the content store, and this row names it."""
+
+    row: Row
+    kind: Literal["published"] = "published"
+
+
+@dataclass(frozen=True)
+class PublishFailed:
+    """Answers `Publish`: there is nothing to contribute."""
+
+    module: str
+    round_index: int
+    reason: str
+    is_finite: bool = True
+    """False: the local parameters are no longer numbers."""
+    kind: Literal["publish_failed"] = "publish_failed"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Answers `Compute`: this is the state that comes out; nothing is changed yet."""
+
+    head: Head
+    kind: Literal["computed"] = "computed"
+
+
+@dataclass(frozen=True)
+class ComputeFailed:
+    """Answers `Compute`: no state can be made of these files, or the base is gone."""
+
+    module: str
+    step: str
+    reason: str
+    kind: Literal["compute_failed"] = "compute_failed"
+
+
 @dataclass(frozen=True)
 class StateFetched:
-    """Answers `FetchState`: the state is here, with what is known of its descent."""
+    """Answers `FetchState`: the state is here. The head has its digest, also of a genesis."""
 
-    reference: StateReference
-    progress: Mapping[int, PathProgress]
-    """What each path has contributed to it since the run began."""
-    certificates: tuple[Certificate, ...]
-    """Its chain, the newest first, checked; empty for a genesis state."""
-    purpose: Purpose
-    """What it was wanted for: the same state can be on its way for two."""
+    head: Head
     kind: Literal["state_fetched"] = "state_fetched"
 
 
@@ -122,150 +195,26 @@ class FetchFailed:
     """Answers `FetchState`: nobody could give the state, or it was not what was announced."""
 
     module: str
-    digest: str
+    step: str
     reason: str
-    purpose: Purpose
     kind: Literal["fetch_failed"] = "fetch_failed"
 
 
 @dataclass(frozen=True)
-class ChainFetched:
-    """Answers `FetchChain`, and comes by itself when co-members of a group have signed.
-
-    Without certificates the holders had none that could be checked.
-    """
-
-    reference: StateReference
-    certificates: tuple[Certificate, ...]
-    kind: Literal["chain_fetched"] = "chain_fetched"
-
-
-@dataclass(frozen=True)
-class SnapshotTaken:
-    """Answers `TakeSnapshot`, before the next inner step."""
-
-    module: str
-    round_index: int
-    tokens: int
-    """Tokens trained since the anchor: what a contribution of this snapshot weighs."""
-    is_finite: bool
-    kind: Literal["snapshot_taken"] = "snapshot_taken"
-
-
-@dataclass(frozen=True)
-class Averaged:
-    """Answers `Average`: the group holds one average of its contributions."""
-
-    module: str
-    round_index: int
-    attempt: int
-    table: tuple[Contribution, ...]
-    """The canonical rows of the group."""
-    culprits: tuple[str, ...] = ()
-    """Members that accused a reducer falsely."""
-    kind: Literal["averaged"] = "averaged"
-
-
-@dataclass(frozen=True)
-class AverageFailed:
-    """Answers `Average`: nothing was averaged here; it may have been elsewhere."""
-
-    module: str
-    round_index: int
-    attempt: int
-    reason: str
-    culprits: tuple[str, ...] = ()
-    """Members that made the reduce fail."""
-    members: tuple[str, ...] = ()
-    """The group that had formed; empty when none had."""
-    is_proven: bool = False
-    """The culprits averaged wrongly, as this peer has computed itself."""
-    kind: Literal["average_failed"] = "average_failed"
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Answers `Ask`: who answered, and what they hold of the module."""
-
-    module: str
-    round_index: int
-    holdings: Mapping[str, StateReference | None]
-    """What each peer that answered holds; None for nothing."""
-    kind: Literal["answered"] = "answered"
-
-
-@dataclass(frozen=True)
-class CallAnswered:
-    """Answers `Call`: who of those that were called has answered."""
-
-    called: tuple[str, ...]
-    answered: tuple[str, ...]
-    kind: Literal["call_answered"] = "call_answered"
-
-
-@dataclass(frozen=True)
-class OuterStepped:
-    """Answers `TakeOuterStep`: this is the state that comes out; nothing is changed yet."""
-
-    module: str
-    reference: StateReference
-    certificate: Certificate
-    """The statement of this commit, signed by this peer and whoever of the group has so far."""
-    kind: Literal["outer_stepped"] = "outer_stepped"
-
-
-@dataclass(frozen=True)
-class OuterStepFailed:
-    """Answers `TakeOuterStep`: the average is not one that a state can be made of."""
-
-    module: str
-    round_index: int
-    reason: str
-    kind: Literal["outer_step_failed"] = "outer_step_failed"
-
-
-@dataclass(frozen=True)
 class Checked:
-    """Answers `CheckState`: the held-out loss with the anchors and with the state in place of one.
+    """Answers `Check`: the held-out loss with the anchors, and with the state in place of one.
 
-    None where there is nothing to score with. The loss is of the documents of the path in training,
-    or, where these say nothing of what is in doubt, of those of a path that has trained it.
+    None where there is nothing to score with.
     """
 
     module: str
-    digest: str
+    step: str
     loss_before: float | None
     loss_after: float | None
-    steps_apart: float | None = None
-    """How far the state is from the anchor, in outer steps of the length that is usual here; also
-    after one more without a gradient. None as long as that length is not known."""
-    coasting_before: float | None = None
-    """As `loss_before`, of the anchor after one more outer step without a gradient."""
-    coasting_after: float | None = None
-    is_undecided: bool = False
-    """Another path has to be scored, and its states are not here: they come with the state, if it
-    is fetched again."""
     kind: Literal["checked"] = "checked"
 
 
-@dataclass(frozen=True)
-class Offered:
-    """Another peer offers a state that this peer should keep a copy of."""
-
-    peer: str
-    reference: StateReference
-    kind: Literal["offered"] = "offered"
-
-
-@dataclass(frozen=True)
-class OfferAnswered:
-    """Answers `Offer`: whether the peer has taken the state, and by now holds it."""
-
-    module: str
-    digest: str
-    peer: str
-    is_kept: bool
-    kind: Literal["offer_answered"] = "offer_answered"
+# -- what its owner wants
 
 
 @dataclass(frozen=True)
@@ -304,25 +253,21 @@ Event = (
     Viewed
     | LookFailed
     | Probed
-    | Admitted
-    | Revoked
+    | Told
+    | Answered
+    | Gathered
+    | GatherFailed
     | Turn
     | Stepped
     | PathReady
     | PathFailed
+    | Published
+    | PublishFailed
+    | Computed
+    | ComputeFailed
     | StateFetched
     | FetchFailed
-    | ChainFetched
-    | SnapshotTaken
-    | Averaged
-    | AverageFailed
-    | Answered
-    | CallAnswered
-    | OuterStepped
-    | OuterStepFailed
     | Checked
-    | Offered
-    | OfferAnswered
     | SuccessorReady
     | PauseWanted
     | ResumeWanted

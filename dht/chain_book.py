@@ -1,0 +1,210 @@
+"""The chains of steps that a peer knows, by name: which is heavier, where two parted (design 4.4).
+
+Pure and not safe for threads: the member of a peer has a book of its own, and what answers other
+peers has another one. Whoever adds a step has checked its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .chain import Step, genesis_name
+
+# Names in a locator: the newest ten, then at doubled distances, and the genesis.
+DENSE_NAMES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A step with what the steps before it make of it; `step` is None of a genesis."""
+
+    module: str
+    name: str
+    step: Step | None
+    parent: str
+    version: int
+    weight: int
+    round_index: int
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Sort key of the heads of a module; the least wins: the heavier, then the smaller name."""
+        return -self.weight, self.name
+
+
+class ChainBook:
+    """Steps of any number of modules of one run, each behind its parent."""
+
+    def __init__(self, run_id: str, modules: Iterable[str]) -> None:
+        self._links: dict[str, Link] = {}
+        self._tips: dict[str, set[str]] = {}
+        self._genesis: dict[str, str] = {}
+        for module in modules:
+            name = genesis_name(run_id, module)
+            self._genesis[module] = name
+            self._links[name] = Link(module, name, None, "", 0, 0, -1)
+            self._tips[module] = {name}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._links
+
+    def genesis(self, module: str) -> str:
+        """Return the name of a module's genesis. Raises KeyError for an unknown module."""
+        return self._genesis[module]
+
+    def link(self, name: str) -> Link:
+        """Return a step that was added, or a genesis. Raises KeyError."""
+        return self._links[name]
+
+    def add(self, step: Step) -> bool:
+        """Add a step; returns whether its parent is known, so that it could be.
+
+        Raises ValueError when it cannot follow its parent: another module, or no later round.
+        """
+        if step.name in self._links:
+            return True
+        parent = self._links.get(step.parent)
+        if parent is None:
+            return False
+        if parent.module != step.module:
+            raise ValueError(f"a step of {step.module} on top of one of {parent.module}")
+        if step.round_index <= parent.round_index:
+            raise ValueError(f"round {step.round_index} on top of round {parent.round_index}")
+        self._links[step.name] = Link(
+            step.module,
+            step.name,
+            step,
+            step.parent,
+            parent.version + 1,
+            parent.weight + len(step.rows),
+            step.round_index,
+        )
+        tips = self._tips[step.module]
+        tips.discard(step.parent)
+        tips.add(step.name)
+        return True
+
+    def heaviest(self, module: str, without: Collection[str] = ()) -> Link:
+        """Return the head that wins over all others of a module.
+
+        Steps in `without`, and what stands on them, do not count.
+        """
+        found = min(
+            (
+                self._newest_without(tip, without) if without else self._links[tip]
+                for tip in self._tips[module]
+            ),
+            key=lambda link: link.rank,
+        )
+        return found
+
+    def _newest_without(self, tip: str, without: Collection[str]) -> Link:
+        """Return the newest link of the chain to `tip` below everything in `without`."""
+        found = self._links[tip]
+        for link in self.back_from(tip):
+            if link.name in without:
+                found = self._links[link.parent] if link.step is not None else link
+        return found
+
+    def back_from(self, name: str) -> Iterator[Link]:
+        """Yield the chain that ends in a step, the newest first, down to the genesis or as far as
+        it is known."""
+        link: Link | None = self._links.get(name)
+        while link is not None:
+            yield link
+            link = self._links.get(link.parent)
+
+    def ancestor(self, one: str, other: str) -> Link:
+        """Return the newest step that two chains have in common. Raises KeyError if none is known."""
+        a, b = self._links[one], self._links[other]
+        while a.name != b.name:
+            if a.version >= b.version:
+                a = self._links[a.parent]
+            else:
+                b = self._links[b.parent]
+        return a
+
+    def stands_on(self, name: str, base: str) -> bool:
+        """Tell whether the chain to `name` goes through `base`, or ends there."""
+        if base not in self._links:
+            return False
+        floor = self._links[base].version
+        for link in self.back_from(name):
+            if link.version <= floor:
+                return link.name == base
+        return False
+
+    def steps_between(self, base: str, name: str) -> tuple[Step, ...]:
+        """Return the steps from `base`, without it, to `name`, oldest first.
+
+        Raises ValueError when `name` does not stand on `base`.
+        """
+        found: list[Step] = []
+        for link in self.back_from(name):
+            if link.name == base:
+                return tuple(reversed(found))
+            if link.step is None:
+                break
+            found.append(link.step)
+        raise ValueError(f"{name[:16]} does not stand on {base[:16]}")
+
+    def locator(self, name: str) -> tuple[str, ...]:
+        """Return some names of a chain, newest first, from which others see where theirs parts."""
+        names: list[str] = []
+        distance, wait = 1, 0
+        last = name
+        for link in self.back_from(name):
+            last = link.name
+            if len(names) < DENSE_NAMES:
+                names.append(link.name)
+                continue
+            wait += 1
+            if wait >= distance:
+                names.append(link.name)
+                distance, wait = 2 * distance, 0
+        if names[-1] != last:
+            names.append(last)
+        return tuple(names)
+
+    def after(self, locator: Sequence[str], name: str, limit: int) -> tuple[tuple[Step, ...], bool]:
+        """Return the steps of the chain to `name` behind the first of `locator` that is on it.
+
+        Oldest first, at most `limit` of them, and whether there are more.
+        """
+        wanted = set(locator)
+        found: list[Step] = []
+        for link in self.back_from(name):
+            if link.name in wanted or link.step is None:
+                break
+            found.append(link.step)
+        found.reverse()
+        return tuple(found[:limit]), len(found) > limit
+
+    def contributors(self, name: str, steps: int = 3) -> frozenset[str]:
+        """Return whose rows are in the last `steps` steps of a chain."""
+        found: set[str] = set()
+        for link in self.back_from(name):
+            if link.step is None or steps <= 0:
+                break
+            found |= link.step.peers
+            steps -= 1
+        return frozenset(found)
+
+    def prune(self, module: str, keep: str, depth: int) -> None:
+        """Forget the branches of a module that parted from the chain to `keep` more than `depth`
+        steps ago: nobody has gone on from there."""
+        floor = self._links[keep].version - depth
+        chain = {link.name for link in self.back_from(keep)}
+        for tip in sorted(self._tips[module] - {keep}):
+            branch: list[str] = []
+            for link in self.back_from(tip):
+                if link.name in chain:
+                    if link.version < floor and branch:
+                        for name in branch:
+                            del self._links[name]
+                        self._tips[module].discard(tip)
+                    break
+                branch.append(link.name)
+        if not self._tips[module]:
+            self._tips[module] = {keep}
