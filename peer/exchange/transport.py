@@ -1,0 +1,179 @@
+"""The one interface to the network: streams between peers, named by their ids.
+
+Everything that peers say to each other goes over these. Hivemind's p2pd stands behind it; another
+library would need the same six methods (design 4.10). Tests have one in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.modules.errors import NetworkError
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+
+DAEMON_TIMEOUT_S = 10.0
+DETACH_TIMEOUT_S = 0.4
+
+
+class Stream:
+    """Bytes to and from one peer, whose id the transport vouches for.
+
+    The side that opened it closes it: what the other one wrote last may be lost otherwise.
+    """
+
+    def __init__(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.peer = peer
+        self._reader, self._writer = reader, writer
+
+    async def read(self, count: int) -> bytes:
+        """Return up to `count` bytes, and b"" at the end."""
+        return await self._reader.read(count)
+
+    async def read_exactly(self, count: int) -> bytes:
+        """Return `count` bytes. Raises `asyncio.IncompleteReadError` when the stream ends."""
+        return await self._reader.readexactly(count)
+
+    async def write(self, data: bytes | memoryview, timeout_s: float) -> None:
+        """Send; returns when there is room for more. Raises `TimeoutError` or an OSError."""
+        self._writer.write(data)
+        await asyncio.wait_for(self._writer.drain(), timeout_s)
+
+    def close(self) -> None:
+        """End it once everything is sent. May be called twice."""
+        with contextlib.suppress(Exception):
+            self._writer.close()
+
+    def abort(self) -> None:
+        """Break it off at once; the other side gets an error or the end."""
+        with contextlib.suppress(Exception):
+            self._writer.transport.abort()
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """What carries streams. Used on the exchange's event loop, but for `peer_id` and `check`."""
+
+    @property
+    def peer_id(self) -> str:
+        """This node's id. Raises `NetworkError` before `start`."""
+        ...
+
+    def check(self) -> None:
+        """Raise `NetworkError` when the network layer of this node is gone. From any thread."""
+        ...
+
+    async def start(self) -> None:
+        """Connect this loop. Raises `NetworkError`."""
+        ...
+
+    async def close(self) -> None:
+        """Take all handlers back, within a second."""
+        ...
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        """Call `handler` with every stream that others open under this name."""
+        ...
+
+    async def open_stream(self, peer: str, protocol: str) -> Stream:
+        """Open a stream to a peer. Raises what the library raises; `reasons` words it."""
+        ...
+
+    async def connected(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the peers that are connected, with the addresses that they are seen at."""
+        ...
+
+    async def disconnect(self, peer: str) -> None:
+        """Drop the connection to a peer; the next stream makes a new one."""
+        ...
+
+
+class HivemindTransport:
+    """Streams of the p2pd that a node's DHT process runs."""
+
+    def __init__(self, dht: GuardedDHT) -> None:
+        self._dht = dht
+        self._p2p: P2P | None = None
+        self._protocols: list[str] = []
+
+    @classmethod
+    def over(cls, p2p: P2P) -> HivemindTransport:
+        """Return one over a p2pd of one's own, without a DHT; its owner ends that."""
+        found = cls.__new__(cls)
+        found._p2p, found._protocols = p2p, []
+        return found
+
+    @property
+    def p2p(self) -> P2P:
+        """Hivemind's own object. Raises `NetworkError` before `start`."""
+        if self._p2p is None:
+            raise NetworkError("the exchange is not running")
+        return self._p2p
+
+    @property
+    def peer_id(self) -> str:
+        """This node's id."""
+        return str(self.p2p.peer_id.to_base58())
+
+    def check(self) -> None:
+        """Raise `NetworkError` when the DHT process or p2pd is gone."""
+        self._dht.check()
+
+    async def start(self) -> None:
+        """Connect to p2pd. Raises `NetworkError`."""
+        self._p2p = await self._dht.replicate_p2p()
+
+    async def close(self) -> None:
+        """Take the handlers back, if p2pd still answers."""
+        p2p, self._p2p = self._p2p, None
+        if p2p is None:
+            return
+        removing = asyncio.gather(
+            *(p2p.remove_binary_stream_handler(name) for name in self._protocols),
+            return_exceptions=True,
+        )
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(removing, DETACH_TIMEOUT_S)
+        await p2p.shutdown()
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        """Register a handler with p2pd. Raises `NetworkError`."""
+
+        async def handle(
+            info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await handler(Stream(info.peer_id.to_base58(), reader, writer))
+
+        adding = self.p2p.add_binary_stream_handler(protocol, handle)
+        try:
+            await asyncio.wait_for(adding, DAEMON_TIMEOUT_S)
+        except Exception as error:
+            raise NetworkError(f"p2pd does not answer: {str(error) or 'it is silent'}") from error
+        self._protocols.append(protocol)
+
+    async def open_stream(self, peer: str, protocol: str) -> Stream:
+        """Open a stream; p2pd dials when there is no connection."""
+        opening = self.p2p.call_binary_stream_handler(PeerID.from_base58(peer), protocol)
+        _, reader, writer = await opening
+        return Stream(peer, reader, writer)
+
+    async def connected(self) -> Mapping[str, tuple[str, ...]]:
+        """Ask p2pd for its connections."""
+        found = await asyncio.wait_for(self.p2p.list_peers(), DAEMON_TIMEOUT_S)
+        seen: dict[str, tuple[str, ...]] = {}
+        for info in found:
+            peer = info.peer_id.to_base58()
+            seen[peer] = (*seen.get(peer, ()), *(str(address) for address in info.addrs))
+        return seen
+
+    async def disconnect(self, peer: str) -> None:
+        """Tell p2pd to drop a connection; Hivemind has no public call for it."""
+        await self.p2p._client.disconnect(PeerID.from_base58(peer))
