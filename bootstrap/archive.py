@@ -10,7 +10,6 @@ written again, so many copies of a quiet run cost little.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -20,14 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dipaco.dht.coverage import whole_scope
-from dipaco.dht.view import SwarmView
-from dipaco.modules.best_parameters import BestParameters, greatest_best_path_bytes
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError, StorageError
-from dipaco.modules.files import atomic_write, sha256_of_file, storage_errors, sync_folder
+from dipaco.modules.files import atomic_write, storage_errors, sync_folder
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState, StateReference, read_state
+from dipaco.modules.state import ModuleState, read_state
 from dipaco.peer.exchange.fetching import core_blobs
 from dipaco.peer.node import Node
 from dipaco.routing.run_folder import RunFolder
@@ -38,20 +34,14 @@ LATEST = "latest"
 # After a copy that failed, and before the first.
 RETRY_S = 60.0
 _COPY = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ")
-# Headers of states and bests, and the small files beside them.
-_SPARE_BYTES = 2**20
 
 
 class Archive:
-    """The copies in `folder`: at most `copies`, of at most `most_bytes` together.
+    """The copies in `folder`, at most `copies`: the last good one stays until the next is whole."""
 
-    The last good copy stays until the next is whole, so the budget must hold two.
-    """
-
-    def __init__(self, folder: Path, copies: int, most_bytes: float) -> None:
+    def __init__(self, folder: Path, copies: int) -> None:
         self.folder = Path(folder)
         self._copies = copies
-        self._most_bytes = most_bytes
 
     def dates(self) -> list[Path]:
         """Return the copies, the oldest first."""
@@ -65,17 +55,16 @@ class Archive:
         dates = self.dates()
         return RunFolder(dates[-1]) if dates else None
 
-    def stored(self, wanted: StateReference, grid: Grid) -> ModuleState | None:
+    def stored(self, module: str, digest: str, grid: Grid) -> ModuleState | None:
         """Return a state of the newest copy, if it has it whole: nothing is fetched twice."""
         newest = self.newest()
-        file = newest.states.find(wanted.digest) if newest else None
+        file = newest.states.find(digest) if newest else None
         if file is None:
             return None
         try:
-            layout = grid.layout(wanted.module)
-            return read_state(file, layout, wanted.digest, module=wanted.module)
+            return read_state(file, grid.layout(module), digest, module=module)
         except (IntegrityError, StorageError) as error:
-            logger.warning("archived state %s is fetched again: %s", wanted.digest[:12], error)
+            logger.warning("archived state %s is fetched again: %s", digest[:12], error)
             return None
 
     def write(
@@ -84,15 +73,13 @@ class Archive:
         plan: RunPlan,
         grid: Grid,
         state: Callable[[str], ModuleState | None],
-        best: Callable[[int], BestParameters | None],
         now_s: float,
     ) -> Path:
-        """Write a copy of all that `state` and `best` give for modules and paths; return it.
+        """Write a copy of what `state` gives for every module; return it.
 
         `run` has the manifest and the blobs. Raises NetworkError if a module has no state yet,
-        StorageError if the disk or the budget is too small; nothing of the copy is left then.
+        StorageError if the disk is too small; nothing of the copy is left then.
         """
-        self._make_room(grid)
         name = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime(now_s))
         target, staging = self.folder / name, self.folder / f".{name}.new"
         with storage_errors(self.folder):
@@ -100,7 +87,7 @@ class Archive:
             for left_over in self.folder.glob(".*.new"):
                 shutil.rmtree(left_over, ignore_errors=True)
         try:
-            self._fill(RunFolder(staging), run, plan, grid, state, best)
+            self._fill(RunFolder(staging), run, plan, grid, state)
             with storage_errors(self.folder):
                 os.replace(staging, target)
                 self._point_to(target)
@@ -118,7 +105,6 @@ class Archive:
         plan: RunPlan,
         grid: Grid,
         state: Callable[[str], ModuleState | None],
-        best: Callable[[int], BestParameters | None],
     ) -> None:
         before = self.newest()
         atomic_write(copy.manifest_path, run.manifest_path.read_bytes())
@@ -130,7 +116,7 @@ class Archive:
         for module in grid.modules():
             found = state(module)
             if found is None:
-                raise NetworkError(f"no state of {module} is certified yet")
+                raise NetworkError(f"nobody serves a state of {module} yet")
             file = before.states.find(found.digest) if before else None
             if file is None:
                 copy.states.save(found)
@@ -138,26 +124,6 @@ class Archive:
             for part in (file, file.with_suffix(".json")):
                 if part.is_file():
                     _link(part, copy.states.folder / module / part.name)
-        bests = copy.best_parameters(grid)
-        for path in range(grid.path_count):
-            chosen = best(path)
-            old = before.best_parameters(grid).file(path) if before else None
-            if chosen is not None and not (old and _link_equal(old, chosen, bests.file(path))):
-                bests.hold(chosen)
-
-    def _make_room(self, grid: Grid) -> None:
-        """Remove old copies for a new one. Raises StorageError if it fits beside none of them."""
-        needed = copy_bytes(grid)
-        dates = self.dates()
-        while len(dates) > 1 and _bytes_of(dates) + needed > self._most_bytes:
-            shutil.rmtree(dates.pop(0), ignore_errors=True)
-        used = _bytes_of(dates)
-        if used + needed > self._most_bytes:
-            raise StorageError(
-                f"the archive in {self.folder} may have {self._most_bytes / 1e9:.3g} GB; the last "
-                f"copy has {used / 1e9:.3g} GB and the next needs up to {needed / 1e9:.3g} GB; "
-                f"give a greater --archive-gb"
-            )
 
     def _point_to(self, target: Path) -> None:
         link = self.folder / f".{LATEST}.new"
@@ -190,45 +156,14 @@ class Archivist:
     def write(self) -> Path:
         """Read the swarm, fetch what has changed, and write a copy. Raises as `Archive.write`."""
         node, archive = self._node, self._archive
-        now_s = node.clock.now()
-        view = node.directory.read_view(node.plan, node.grid, now_s, whole_scope(node.grid))
 
         def state(module: str) -> ModuleState | None:
-            def stored(wanted: StateReference) -> ModuleState | None:
-                held = node.held.get(module)
-                if held is not None and held.digest == wanted.digest:
-                    return node.held.load(module)
-                return archive.stored(wanted, node.grid)
+            head = node.fetcher.winning_head(module)
+            if head is None:
+                return None
+            return archive.stored(module, head.digest, node.grid) or node.fetcher.state(head)
 
-            return node.fetcher.winning_state(module, view, stored=stored)
-
-        return archive.write(
-            node.run_folder, node.plan, node.grid, state, lambda path: self._best(path, view), now_s
-        )
-
-    def _best(self, path: int, view: SwarmView) -> BestParameters | None:
-        """Return the best states of a path that can be had: those here before those there."""
-        newest = self._archive.newest()
-        places = [self._node.bests] + ([newest.best_parameters(self._node.grid)] if newest else [])
-        kept: BestParameters | None = None
-        for place in places:
-            with contextlib.suppress(IntegrityError, StorageError):
-                kept = kept or place.load(path)
-        for claimed in view.bests.get(path, ()):
-            if kept is not None and kept.sha256 == claimed.sha256:
-                break
-            try:
-                return self._node.fetcher.best_path(path, claimed.sha256)
-            except (NetworkError, IntegrityError) as error:
-                logger.info("best states %s: %s", claimed.sha256[:12], error)
-        return kept
-
-
-def copy_bytes(grid: Grid) -> int:
-    """Return how large a copy can be at most: parameters and momentum of all modules, the best
-    parameters of all paths. Blobs are linked."""
-    counts = grid.parameter_counts()
-    return 8 * counts["total"] + grid.path_count * greatest_best_path_bytes(grid) + _SPARE_BYTES
+        return archive.write(node.run_folder, node.plan, node.grid, state, node.clock.now())
 
 
 def _genesis(run: RunFolder, plan: RunPlan) -> tuple[str, ...]:
@@ -246,22 +181,3 @@ def _link(source: Path, target: Path) -> None:
             os.link(source, target)
         except OSError:
             shutil.copyfile(source, target)
-
-
-def _link_equal(old: Path, best: BestParameters, target: Path) -> bool:
-    """Link a best-path file if it is this one; return whether it was."""
-    if not old.is_file() or sha256_of_file(old) != best.sha256:
-        return False
-    _link(old, target)
-    return True
-
-
-def _bytes_of(folders: list[Path]) -> int:
-    """Return what folders take on disk, a file with several names counted once."""
-    found: dict[tuple[int, int], int] = {}
-    for folder in folders:
-        for file in folder.rglob("*"):
-            with contextlib.suppress(OSError):
-                status = file.lstat()
-                found[status.st_dev, status.st_ino] = status.st_size
-    return sum(found.values())

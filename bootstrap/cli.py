@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from dipaco.modules.command_line import Command, Program
 
@@ -23,10 +20,6 @@ from .settings import (
     ServeSettings,
 )
 
-if TYPE_CHECKING:
-    from .predecessor import Predecessor
-    from .succession import ScoringSwarm
-
 
 def run_prepare(settings: PrepareSettings) -> int:
     """Run `dipaco-bootstrap prepare`."""
@@ -34,13 +27,21 @@ def run_prepare(settings: PrepareSettings) -> int:
     from dipaco.modules.device import choose_device, prepare_process
 
     from .display import Display
+    from .predecessor import open_predecessor
     from .prepare import prepare
+    from .workers import open_workers
 
     prepare_process(settings.threads)
+    display = Display()
+    predecessor = None
+    if settings.predecessor is not None:
+        predecessor = open_predecessor(settings.predecessor, allow_genesis=settings.allow_genesis)
     try:
-        display = Display()
-        with open_source(settings, display.say) as (predecessor, swarm):
-            plan = prepare(
+        if predecessor is not None and settings.initial_peers:
+            folder = settings.out / "work" / "swarm"
+            predecessor.take_states_of(settings.initial_peers, folder, display.say)
+        with open_workers(settings.workers, settings.dask) as workers:
+            prepare(
                 settings.run_toml,
                 settings.out,
                 start_in_s=settings.start_in_s,
@@ -48,47 +49,13 @@ def run_prepare(settings: PrepareSettings) -> int:
                 device=choose_device(settings.device)[0],
                 display=display,
                 predecessor=predecessor,
-                swarm=swarm,
-                together=settings.together,
+                workers=workers,
                 admission=settings.admission,
             )
-        if settings.upload is not None:
-            from dipaco.routing.run_folder import RunFolder
-
-            from .upload import upload
-
-            upload(RunFolder(settings.out), plan, settings.upload, display)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         raise
     return 0
-
-
-@contextmanager
-def open_source(
-    settings: PrepareSettings, say: Callable[[str], None]
-) -> Iterator[tuple[Predecessor | None, ScoringSwarm | None]]:
-    """Open the run that `prepare --from` continues: a folder, and perhaps the live swarm."""
-    if settings.predecessor is None:
-        yield None, None
-        return
-    from .predecessor import open_predecessor
-
-    predecessor = open_predecessor(settings.predecessor, allow_genesis=settings.allow_genesis)
-    if not settings.initial_peers:
-        yield predecessor, None
-        return
-    from .gather_scores import open_swarm
-
-    with open_swarm(
-        predecessor,
-        settings.out,
-        initial_peers=settings.initial_peers,
-        operator_key=settings.operator_key,
-        wait_s=settings.score_wait_s,
-        say=say,
-    ) as swarm:
-        yield predecessor, swarm
 
 
 def run_plan(settings: PlanSettings) -> int:

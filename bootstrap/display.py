@@ -71,11 +71,6 @@ class Display:
         ]
         table.add_row(*cells, *([""] if labelled else []))
         self.console.print(table)
-        if held_back := sum(summary.held_back_documents for summary in summaries):
-            self.say(
-                f"{held_back:,} of the training documents are trained by no path: they choose each "
-                f"path's best parameters (early_stopping_fraction under [data])"
-            )
 
     def routing(self, report: RoutingReport) -> None:
         """Show how even the shards are, and whether they follow the labels."""

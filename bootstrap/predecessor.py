@@ -1,7 +1,7 @@
 """The run that a successor continues: its plan, its operator, its newest module states.
 
 A predecessor is a run folder: the operator's own, a peer's cache, or what `dipaco-simulate
---out` wrote. A live swarm is read into such a folder first (`gather_scores.py`).
+--out` wrote. Of a live swarm the newest states are fetched first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from dipaco.dht.manifest import (
     operator_fingerprint,
     verify_manifest,
 )
-from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
+from dipaco.modules.errors import (
+    ConfigurationError,
+    IntegrityError,
+    ManifestError,
+    NetworkError,
+    StorageError,
+)
 from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
@@ -38,8 +44,8 @@ class Predecessor:
     folder: RunFolder
     manifest: SignedManifest
     allow_genesis: bool = False
-    swarm_states: Callable[[], StateStore] | None = None
-    """Fetches the newest states of a live swarm; they are preferred to those of the folder."""
+    fetched: StateStore | None = None
+    """The newest states of a live swarm, preferred to those of the folder."""
 
     @property
     def plan(self) -> RunPlan:
@@ -56,9 +62,37 @@ class Predecessor:
         """The old grid."""
         return self.folder.grid(self.plan)
 
-    @cached_property
-    def _store(self) -> StateStore:
-        return self.swarm_states() if self.swarm_states else self.folder.states
+    @property
+    def _stores(self) -> tuple[StateStore, ...]:
+        return (*([self.fetched] if self.fetched else []), self.folder.states)
+
+    def take_states_of(
+        self, initial_peers: tuple[str, ...], folder: Path, say: Callable[[str], None]
+    ) -> None:
+        """Fetch the newest state of every module of the live swarm into `folder`, once.
+
+        A module that nobody serves is taken from the run's own folder. Raises the error of the
+        step of joining that failed.
+        """
+        marker = folder / "states-taken"
+        if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
+            say(f"states: those fetched from the swarm before; remove {marker} to take newer ones")
+        else:
+            # The network is loaded only here.
+            from dipaco.peer.client import ReadOnlyClient
+
+            run, modules, taken = self.plan.run_id, self.grid.modules(), 0
+            with ReadOnlyClient(
+                initial_peers, run=run, cache_folder=folder, keep_states=True
+            ) as client:
+                for module in modules:
+                    try:
+                        taken += client.winning_state(module) is not None
+                    except NetworkError as error:
+                        say(f"states: {error}")
+            say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
+            atomic_write(marker, run.encode())
+        self.fetched = RunFolder(folder / self.plan.run_id).states
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -68,7 +102,9 @@ class Predecessor:
         """
         found, missing = {}, []
         for module in self.grid.modules():
-            state = self._store.load_latest(module, self.grid.layout(module))
+            layout = self.grid.layout(module)
+            states = (store.load_latest(module, layout) for store in self._stores)
+            state = next((state for state in states if state is not None), None)
             if state is None and self.allow_genesis:
                 state = self.folder.genesis_state(self.plan, module)
             if state is None:
@@ -88,7 +124,7 @@ class Predecessor:
     def load(self, module: str) -> ModuleState:
         """Return the chosen state of a module. Raises IntegrityError if it has vanished since."""
         digest = self.digests[module]
-        file = self._store.find(digest)
+        file = self._file(digest)
         if file is not None:
             return read_state(file, self.grid.layout(module), digest, module=module)
         state = self.folder.genesis_state(self.plan, module)
@@ -98,6 +134,10 @@ class Predecessor:
                 f"still training there? stop it, or give --initial-peers, and start again"
             )
         return state
+
+    def _file(self, digest: str) -> Path | None:
+        files = (store.find(digest) for store in self._stores)
+        return next((file for file in files if file is not None), None)
 
     @property
     def is_dense(self) -> bool:
@@ -129,7 +169,7 @@ class Predecessor:
     @cached_property
     def _summaries(self) -> tuple[StateSummary, ...]:
         """The headers of the chosen states; those still at their genesis count nothing."""
-        files = (self._store.find(digest) for digest in self.digests.values())
+        files = (self._file(digest) for digest in self.digests.values())
         return tuple(read_state_summary(file) for file in files if file is not None)
 
     def tokens_folder(self, inputs: str) -> Path | None:

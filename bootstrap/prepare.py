@@ -7,12 +7,11 @@ see "For operators" in README.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import logging
 import math
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,29 +26,26 @@ from dipaco.modules.files import atomic_write, canonical_json
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.corpus import CorpusStream
-from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.document_scores import RouterDocuments
+from dipaco.routing.corpus import corpus_documents
 from dipaco.routing.report import report_routing
-from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router, load_router
+from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
-from dipaco.routing.token_files import reported_rows
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
 from .import_base import ImportedBase
 from .invite import invite_own_nodes, keep_revocations
+from .local_scores import document_rows
+from .pieces import RoutingTools, base_model, encode, route
 from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, inputs_hash
-from .succession import SUMMARY_SEQUENCES, ScoringSwarm, Succession
-from .team import SharedRoutes, Team
+from .succession import SUMMARY_SEQUENCES, Succession
 from .token_stage import TokenStage
-
-logger = logging.getLogger(__name__)
+from .workers import Workers
 
 
 def prepare(
@@ -61,8 +57,7 @@ def prepare(
     device: torch.device | None = None,
     display: Display | None = None,
     predecessor: Predecessor | None = None,
-    swarm: ScoringSwarm | None = None,
-    together: bool = False,
+    workers: Workers | None = None,
     admission: Literal["open", "invitation"] | None = None,
 ) -> RunPlan:
     """Make the run folder `out` from a RUN.toml and return the plan that was signed.
@@ -72,8 +67,7 @@ def prepare(
     `operator_key`, by default `out/operator.pem`, made if it is missing.
 
     With a `predecessor` it is a successor of that run: signed by the same operator, with its
-    tokenizer, and its trained modules to begin with. `swarm` scores router documents, if the old
-    run is alive. Several machines may do it `together`, with the same `out`.
+    tokenizer, and its trained modules to begin with. `workers` tokenise, route and score.
 
     Raises ConfigurationError for a wrong RUN.toml, CorpusError for an unusable corpus or an empty
     shard, StorageError for a full disk.
@@ -88,8 +82,7 @@ def prepare(
         device or torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         display or Display(),
         predecessor,
-        swarm,
-        together,
+        workers or Workers(),
         admission,
     )
     return preparation.run(start_in_s)
@@ -104,23 +97,15 @@ class Preparation:
     operator_key: Path
     device: torch.device
     display: Display
-    predecessor: Predecessor | None = None
-    swarm: ScoringSwarm | None = None
-    together: bool = False
+    predecessor: Predecessor | None
+    workers: Workers
     admission: Literal["open", "invitation"] | None = None
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
         self.folder = RunFolder(self.out)
         self.blobs = self.folder.blobs
-        self.team: Team | None = None
-        if self.together:
-            # Where the files are may differ from machine to machine; what they are may not.
-            apart: Any = {"data": True, "tokenizer": {"model_file"}, "base": {"checkpoint"}}
-            config = self.config.model_dump(mode="json", exclude=apart)
-            inputs = inputs_hash(config, self._corpus_hash)
-            self.team = Team(self.work / "claims", inputs, self.display.say)
-        self.markers = StageMarkers(self.work, self.blobs, self.team)
+        self.markers = StageMarkers(self.work, self.blobs)
 
     def run(self, start_in_s: float | None) -> RunPlan:
         """Do all stages that are not done, then sign."""
@@ -136,9 +121,7 @@ class Preparation:
         blobs = RunBlobs(
             tokenizer=tokenizer, router=router, base=base, shards=shards, genesis=genesis
         )
-        plan, is_new = self.markers.alone(
-            "sign", lambda: None, lambda: self._sign(blobs, start_in_s)
-        )
+        plan, is_new = self._sign(blobs, start_in_s)
         self._summarise(plan, is_new)
         return plan
 
@@ -155,7 +138,7 @@ class Preparation:
             self.markers,
             self.device,
             self.display,
-            self.swarm,
+            self.workers,
         )
 
     # Each stage: the hash of its inputs, and its result as the SHA-256 of a blob.
@@ -204,12 +187,12 @@ class Preparation:
 
     def _train_tokenizer(self) -> str:
         limit = self.config.tokenizer.training_characters
-        partial = self.work / self.markers.own("tokenizer.model")
+        partial = self.work / "tokenizer.model"
         with self.display.stage("tokenizer") as progress:
 
             def texts() -> Iterator[str]:
                 characters = 0
-                for document, held_out in CorpusStream(self.config.data):
+                for document, held_out in corpus_documents(self.config.data):
                     if not held_out:
                         characters += len(document.text)
                         progress.update(characters, None, "characters read")
@@ -240,7 +223,7 @@ class Preparation:
             )
         stage = TokenStage(
             self.config, self.work, self.markers, self.display, self._tokens_hash,
-            lambda: Tokenizer(self.blobs.read(self.tokenizer)),
+            functools.partial(encode, self.out, self.tokenizer), self.workers,
         )  # fmt: skip
         return stage.corpora(self.predecessor)
 
@@ -286,7 +269,7 @@ class Preparation:
     @cached_property
     def base_model(self) -> PathModel:
         """The base model on the device of this preparation."""
-        return self.folder.load_base_model(self.config.model, self.base).to(self.device)
+        return base_model(self.out, self.config.model, self.base, str(self.device))
 
     @cached_property
     def router(self) -> str:
@@ -317,16 +300,12 @@ class Preparation:
         self.succession.check_scorable()
         corpus, length = self.corpora[0], self.config.model.sequence_length
         chosen = corpus.sample(config.training_documents, self.config.seed, config.prefix_tokens)
-        documents = RouterDocuments.from_documents(
-            (corpus.document(int(index)) for index in chosen), length, config.prefix_tokens
-        )
-        return chosen, self.succession.scores(documents)
+        rows = document_rows((corpus.document(int(index)) for index in chosen), length)
+        return chosen, self.succession.scores(rows, config.prefix_tokens)
 
     @cached_property
     def shards(self) -> str:
         """Stage 5: route every document and write the token files."""
-        if self.team:
-            self._share_routes(self.team)
         outputs = self.markers.stage(
             "shards", self._shards_hash, self._make_shards, self._has_shards
         )
@@ -338,40 +317,20 @@ class Preparation:
         return all(self.blobs.has(sha256) for pair in files for sha256 in pair)
 
     def _make_shards(self) -> dict[str, Any]:
-        folder = self.markers.own("shards")
-        builder = self._shard_builder(folder, self._routes.paths if self.team else None)
+        builder = self._shard_builder()
+        tools = RoutingTools(
+            self.out, self.tokenizer, self.base, self.router, self.config.model,
+            self.config.router.prefix_tokens, str(self.device),
+        )  # fmt: skip
         with self.display.stage("shards") as progress:
             builder.build(
-                *self.corpora, lambda done, total: progress.update(done, total, "documents")
-            )
+                *self.corpora, functools.partial(route, tools), mapped=self.workers.map,
+                progress=lambda done, total: progress.update(done, total, "documents"),
+            )  # fmt: skip
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
         sha256 = self.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
-        return {"sha256": sha256, "folder": folder}
-
-    @cached_property
-    def _routes(self) -> SharedRoutes:
-        corpora = dict(zip(("train", "validation"), self.corpora, strict=True))
-        counts = {"train": self.config.router.train_paths, "validation": 1}
-        return SharedRoutes(corpora, counts, self.work / "pieces" / self._shards_hash[:16])
-
-    def _share_routes(self, team: Team) -> None:
-        """Route the documents that no other machine does."""
-
-        def is_over() -> bool:
-            return self.markers.done("shards", self._shards_hash) is not None
-
-        if is_over():
-            return
-        router = self._document_router()
-        with self.display.stage("paths of documents") as progress:
-            team.share(
-                list(self._routes.pieces),
-                self._routes.is_done,
-                lambda piece: self._routes.work(piece, router),
-                is_over,
-                lambda done, total: progress.update(done, total, "pieces"),
-            )
+        return {"sha256": sha256}
 
     @cached_property
     def _shards_hash(self) -> str:
@@ -379,36 +338,17 @@ class Preparation:
             "shards", self._tokens_hash, self.base, self.router, self._paths,
             self.config.model.sequence_length, self.config.router.prefix_tokens,
             self.config.router.train_paths,
-            *([self._held_back_fraction] if self._held_back_fraction else []),
         )  # fmt: skip
 
-    @property
-    def _held_back_fraction(self) -> float:
-        """Part of the training documents that choose best parameters instead."""
-        early_stopping = self.config.rounds.early_stopping
-        return self.config.data.early_stopping_fraction if early_stopping else 0.0
-
-    def _document_router(self) -> DocumentRouter:
-        return DocumentRouter(
-            Tokenizer(self.blobs.read(self.tokenizer)),
-            self.base_model,
-            load_router(self.blobs.read(self.router)),
-            self.config.router.prefix_tokens,
-        )
-
-    def _shard_builder(
-        self, folder: str, routes: Callable[[str, range], np.ndarray] | None = None
-    ) -> ShardBuilder:
+    def _shard_builder(self) -> ShardBuilder:
         return ShardBuilder(
-            self.work / folder,
-            self._document_router(),
+            self.work / "shards",
+            self.config.router.prefix_tokens,
             self._paths,
             self.config.model.sequence_length,
             self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
-            held_back_fraction=self._held_back_fraction,
-            routes=routes,
         )
 
     @cached_property
@@ -435,7 +375,6 @@ class Preparation:
                 return signed, False
         key = load_or_create_operator_key(self.operator_key)
         atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
-        shutil.rmtree(self.work / "pieces", ignore_errors=True)
         if plan.admission == "invitation":
             if self.predecessor:
                 keep_revocations(self.predecessor.folder.path, self.out)
@@ -452,9 +391,7 @@ class Preparation:
         return {"admission": kind, "invitations_of": since}
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
-        made = self.markers.done("shards", self._shards_hash) or {}
-        builder = self._shard_builder(str(made.get("folder", "shards")))
-        index, summaries = self.folder.shard_index(plan), builder.summaries()
+        index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()
         self.display.shards(index, summaries)
         report = report_routing(plan, index, summaries)
         atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())
@@ -484,7 +421,7 @@ class Preparation:
         total_nll, total_tokens = 0.0, 0
         for path in range(self._paths):
             held_out = self.folder.validation_tokens(plan, path)
-            rows = reported_rows(held_out, plan.rounds, None)[:each]
+            rows = held_out[:each]
             if len(rows):
                 tokens = torch.from_numpy(rows.astype(np.int64))
                 nll, count = sum_losses(

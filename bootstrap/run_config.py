@@ -172,9 +172,8 @@ def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig
     tokenizer, base = config.tokenizer, config.base
     has_tokenizer = trained is not None or tokenizer.model_file or base.checkpoint
     if config.data.is_tokenised and not has_tokenizer:
-        given = "tokens_field" if config.data.tokens_field is not None else "separator_token"
         raise ConfigurationError(
-            f"{path}: {given} under [data] needs the tokenizer that made the tokens; name it "
+            f"{path}: tokens_field under [data] needs the tokenizer that made the tokens; name it "
             f"with model_file = '...' under [tokenizer]"
         )
     if trained is not None and base.checkpoint is not None:

@@ -55,33 +55,17 @@ class PrepareSettings(ComputeSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "with --from: addresses of the run's live swarm, which gives its newest modules and "
-            "scores router documents",
+            "with --from: addresses of the run's live swarm, which gives its newest modules",
             "ADDR",
         ),
     ] = ()
-    score_wait_s: Annotated[
-        float,
-        Option(
-            "with --initial-peers: seconds to wait for the peers' scores; what is missing then is "
-            "scored here",
-            "S",
-            least=0,
-        ),
-    ] = 1800.0
-    together: Annotated[
-        bool,
-        Option(
-            "several machines run this command with the same --out, a folder that they share, "
-            "and divide the work"
-        ),
-    ] = False
-    upload: Annotated[
+    workers: Annotated[
+        int, Option("processes that tokenise, route and score", "N", least=1, most=1024)
+    ] = 1
+    dask: Annotated[
         str | None,
         Option(
-            "then put all blobs of the run into this folder, which its mirrors name: s3://, gs:// "
-            "or hf://; what is there already is not sent again",
-            "URL",
+            "have a Dask cluster do that; its workers must see --out under the same name", "ADDRESS"
         ),
     ] = None
     allow_genesis: Annotated[
@@ -91,16 +75,9 @@ class PrepareSettings(ComputeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        alone = {
-            "--from": self.predecessor is not None,
-            "--start-in-s": self.start_in_s is not None,
-            "--upload": self.upload is not None,
-        }
-        if self.together and any(alone.values()):
-            other = next(flag for flag, is_given in alone.items() if is_given)
+        if self.dask is not None and self.workers != 1:
             raise ConfigurationError(
-                f"--together and {other} do not go together; give {other} on one machine alone, "
-                f"afterwards if the run is not made yet"
+                "--workers are processes here, --dask has workers of its own; give one of them"
             )
         if self.initial_peers and self.predecessor is None:
             raise ConfigurationError(
@@ -190,10 +167,6 @@ class ServeSettings(NodeSettings):
         float, Option("seconds between two copies", "S", least=1, most=1e9)
     ] = 3600.0
     archive_copies: Annotated[int, Option("copies that are kept", "N", least=1, most=1000)] = 3
-    archive_gb: Annotated[
-        float | None,
-        Option("disk that the archive may take; it must hold two copies", "GB", least=0.001),
-    ] = None
     ledger: Annotated[
         Path | None,
         Option("keep in FILE who trained how many tokens, for dipaco-ledger FILE", "FILE"),
@@ -201,6 +174,6 @@ class ServeSettings(NodeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.archive_period_s != 3600.0 or self.archive_copies != 3 or self.archive_gb
+        given = self.archive_period_s != 3600.0 or self.archive_copies != 3
         if given and self.archive is None:
             raise ConfigurationError("--archive-... are for --archive DIR; name the folder")

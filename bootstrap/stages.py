@@ -6,19 +6,15 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.files import atomic_write, canonical_json
 from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
 from pydantic import BaseModel
 
-from .team import Team
-
 # Raise it when a stage would give other results for the same inputs.
 _STAGES_VERSION = 1
-
-T = TypeVar("T")
 
 
 def inputs_hash(*inputs: Any) -> str:
@@ -46,38 +42,16 @@ def corpus_fingerprint(config: CorpusConfig) -> str:
     for part, path in names:
         found = path.stat()
         files.append([part, path.name, found.st_size, found.st_mtime_ns])
-    # The last concerns the shards, not which documents there are.
-    apart = {"train", "validation", "early_stopping_fraction"}
-    # What only some corpora have is left out of the others, whose hashes stay as they were.
-    apart |= {
-        name
-        for name in ("tokens_field", "tokenizer_sha256", "separator_token")
-        if getattr(config, name) is None
-    }
-    if config.separator_token is None:
-        apart.add("bin_token_bytes")
-    settings = config.model_dump(mode="json", exclude=apart)
-    return inputs_hash(settings, files)
+    return inputs_hash(config.model_dump(mode="json", exclude={"train", "validation"}), files)
 
 
 class StageMarkers:
-    """Remembers for each stage the hash of its inputs and the blobs that it made.
+    """Remembers for each stage the hash of its inputs and the blobs that it made."""
 
-    With a `team`, a stage is made by one of its machines, and the others wait for it.
-    """
-
-    def __init__(self, folder: Path, blobs: BlobStore, team: Team | None = None) -> None:
+    def __init__(self, folder: Path, blobs: BlobStore) -> None:
         self._folder = folder
         self._blobs = blobs
-        self.team = team
         folder.mkdir(parents=True, exist_ok=True)
-
-    def alone(self, name: str, done: Callable[[], T | None], make: Callable[[], T]) -> T:
-        """Return what `done` gives, else make it: here, or by one machine of the team."""
-        if self.team:
-            return self.team.alone(name, done, make)
-        found = done()
-        return make() if found is None else found
 
     def stage(
         self,
@@ -87,21 +61,12 @@ class StageMarkers:
         is_whole: Callable[[dict[str, Any]], bool] = lambda outputs: True,
     ) -> dict[str, Any]:
         """Return the outputs of a stage, which are made and noted if they are not there."""
-
-        def done() -> dict[str, Any] | None:
-            found = self.done(name, inputs)
-            return found if found and is_whole(found) else None
-
-        def make_and_mark() -> dict[str, Any]:
-            outputs = make()
-            self.mark(name, inputs, outputs)
-            return outputs
-
-        return self.alone(name, done, make_and_mark)
-
-    def own(self, name: str) -> str:
-        """Return a name in the work folder that no other machine of the team uses."""
-        return f"{name}.{self.team.name}" if self.team else name
+        found = self.done(name, inputs)
+        if found is not None and is_whole(found):
+            return found
+        outputs = make()
+        self.mark(name, inputs, outputs)
+        return outputs
 
     def done(self, stage: str, inputs: str) -> dict[str, Any] | None:
         """Return the outputs of a stage that is done for these inputs, else None.
@@ -122,8 +87,6 @@ class StageMarkers:
 
     def mark(self, stage: str, inputs: str, outputs: dict[str, Any]) -> None:
         """Note that a stage is done."""
-        if self.team:
-            self.team.check()
         marker = {"inputs": inputs, "outputs": outputs}
         atomic_write(self._path(stage), json.dumps(marker, indent=2).encode())
 

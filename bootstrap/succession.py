@@ -1,17 +1,15 @@
 """The stages of preparation that a successor has in place of its own, or besides (design 4.8).
 
 Tokenizer and base come from the old run, the modules begin with its trained ones, and a router
-that is trained on scores gets them from its paths. Called by `Preparation`.
+that is trained on scores gets them from its paths.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,25 +24,13 @@ from dipaco.modules.grow import Growth, check_genesis_index
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.document_scores import DocumentScores, RouterDocuments
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import reported_rows
 
 from .display import Display
-from .local_scores import ScoresFolder, local_request, score_paths, settle
+from .local_scores import LocalScores
 from .predecessor import Predecessor
 from .stages import StageMarkers, inputs_hash
-
-
-class ScoringSwarm(Protocol):
-    """A live swarm whose peers score, see `gather_scores.py`."""
-
-    def request(self, documents: RouterDocuments) -> str:
-        """Return the id of the score request for these documents, the same after a restart."""
-
-    def gather(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
-        """Ask the peers, wait a bounded time, and put the scores that came into `folder`."""
-
+from .workers import Workers
 
 # Held-out sequences that a model is scored on for the summary, over all paths.
 SUMMARY_SEQUENCES = 256
@@ -63,8 +49,7 @@ class Succession:
     markers: StageMarkers
     device: torch.device
     display: Display
-    swarm: ScoringSwarm | None = None
-    """The live swarm that scores, if there is one."""
+    workers: Workers
 
     @cached_property
     def growth(self) -> Growth:
@@ -141,51 +126,20 @@ class Succession:
                 f"'kmeans' under [router], and re-shard in a further successor"
             )
 
-    def scores(self, documents: RouterDocuments) -> np.ndarray:
-        """Return the summed loss of each document under each new path's origin, float64 [N, paths].
+    def scores(self, rows: np.ndarray, prefix_tokens: int) -> np.ndarray:
+        """Return the summed loss of each row under each new path's origin, float64 [N, paths].
 
-        From the swarm if there is one, the rest from the states here.
         Raises ConfigurationError as `check_scorable` does.
         """
         self.check_scorable()
-        old = self.predecessor
         origins = [self.growth.origin_path(path) for path in range(self.grid.path_count)]
-        needed = sorted(set(origins))
-        request = (
-            self.swarm.request(documents)
-            if self.swarm
-            else local_request(documents, old.plan.run_id)
-        )
-        folder = ScoresFolder(self.work / "scores", request, documents)
-        if self.swarm is not None:
-            self.swarm.gather(folder, needed)
-            self._check_scores(folder, needed)
-
-        def at_hand(path: int) -> DocumentScores | None:
-            # The peers scored the states of that moment; newer ones begin the successor.
-            wanted = None if self.swarm else old.digests
-            return folder.load(path, old.grid.modules_of_path(path), wanted)
-
-        missing = [path for path in needed if at_hand(path) is None]
-        if missing:
-            rows = len(documents)
-            with self.display.stage("scores") as progress:
-                score_paths(
-                    folder, old.grid, old.load, old.digests, missing, self.device,
-                    lambda path, done: progress.update(
-                        missing.index(path) * rows + done, len(missing) * rows,
-                        f"documents, path {path}",
-                    ),
-                )  # fmt: skip
-        found = [at_hand(path) for path in needed]
-        by_path = {scores.path: scores.nll for scores in found if scores is not None}
+        scores = LocalScores(self.work / "scores", self.predecessor, rows, prefix_tokens)
+        with self.display.stage("scores") as progress:
+            by_path = scores.of(
+                sorted(set(origins)), self.device, mapped=self.workers.map,
+                progress=lambda done, total: progress.update(done, total, "paths"),
+            )  # fmt: skip
         return np.stack([by_path[origin] for origin in origins], axis=1)
-
-    def _check_scores(self, folder: ScoresFolder, paths: Sequence[int]) -> None:
-        """Score a sample here, and forget what others claim of a path if it does not agree."""
-        old, random = self.predecessor, np.random.default_rng()
-        for line in settle(folder, old.grid, old.load, paths, self.device, random):
-            self.display.say(line)
 
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""
@@ -194,7 +148,7 @@ class Succession:
         scores = []
         for path in range(self.grid.path_count):
             held_out = run.validation_tokens(plan, path)
-            rows = reported_rows(held_out, plan.rounds, None)[:each]
+            rows = held_out[:each]
             if len(rows):
                 modules = self.grid.modules_of_path(path)
                 states = {module: run.genesis_state(plan, module) for module in modules}

@@ -90,8 +90,6 @@ class EvaluationReport:
     """Documents of missing paths."""
     short_documents: int
     """Documents with no token after the routing prefix."""
-    paths_with_best: tuple[int, ...] = ()
-    """Scored paths whose best states were used (early stopping), not their newest."""
     reroute: RerouteReport | None = None
     """Rerouting every W tokens, if it was asked for."""
 
@@ -124,10 +122,6 @@ class EvaluationReport:
             "missing_paths": list(self.missing_paths),
             "unscored_documents": self.unscored_documents,
             "short_documents": self.short_documents,
-            "states": {
-                "best": len(self.paths_with_best),
-                "current": len(self.paths()) - len(self.paths_with_best),
-            },
         }
         if self.reroute is not None:
             values["reroute"] = self.reroute.as_dict()
@@ -211,11 +205,6 @@ def evaluate(
             missing_paths=missing,
             unscored_documents=int((~chosen).sum()),
             short_documents=windows.short_documents,
-            paths_with_best=tuple(
-                path
-                for path in np.unique(windows.paths[chosen]).tolist()
-                if source.best_round(path) is not None
-            ),
             reroute=reroute,
         )
 

@@ -91,10 +91,6 @@ def show(report: EvaluationReport, console: Console) -> None:
         console.print(_table("label", report.labels(), overall))
     if report.reroute is not None:
         console.print(_reroute_table(report.reroute))
-    best, scored = len(report.paths_with_best), len(report.paths())
-    console.print(
-        f"states: the best so far by held-out loss of {best} paths, the newest of {scored - best}"
-    )
     if report.missing_paths:
         console.print(
             f"not scored: {report.unscored_documents} documents of paths "

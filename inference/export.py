@@ -21,6 +21,7 @@ from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
+from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
@@ -43,7 +44,8 @@ class Exporter:
     """Writes paths of one source, all in the same way, one in memory at a time.
 
     `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
-    module that several paths have are stored there once and hard-linked into their folders.
+    module that several paths have are stored there once and hard-linked into their folders; a
+    GGUF is one file in any case.
     `exact_tokenizer` off leaves `tokenizer.json` out, for a tokenizer that cannot be written so.
     With `gguf`, one of `GGUF_TYPES`, a path is one file of that format instead; the base is not.
     Raises ConfigurationError if it is on and the run's tokenizer cannot be written with its ids.
@@ -60,13 +62,14 @@ class Exporter:
     ) -> None:
         self.source = source
         self.dtype = dtype
-        self._share_in = share_in
+        self._share_in = share_in if gguf is None else None
         self._linked: set[str] = set()
         self._model: PathModel | None = None
         tokenizer = source.blob(source.plan.blobs.tokenizer)
         self._rows = file_rows(tokenizer, source.plan.model.vocabulary_size)
         self._files = checkpoint_files(source.plan.model, tokenizer, dtype, exact_tokenizer)
         self._gguf = gguf
+        self._exact_tokenizer = exact_tokenizer
         self._tokenizer = tokenizer
         if gguf is not None:
             check_gguf(source.plan.model, tokenizer)
@@ -77,10 +80,13 @@ class Exporter:
         An older export of the same path is replaced, and of the same one the README. Raises
         ConfigurationError if there is anything else in the folder, and what `assemble_path` raises.
         """
-        provenance = self._provenance(path)
+        states = path_states(self.source, path)
+        provenance = self._provenance(path, states)
+        self._linked |= {self._shared_file(state) for state in states.values()}
         if read_provenance(folder) == provenance:
             if readme is not None:
                 atomic_write(folder / "README.md", readme(path).encode())
+            self.source.forget(path)
             return False
         check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
         with whole_folder(folder) as staging:
@@ -88,8 +94,8 @@ class Exporter:
                 self._write_gguf(path, staging)
                 self._write_notes(staging, provenance, readme(path) if readme else None)
                 return True
-            if self._share_in is not None and self.source.best_round(path) is None:
-                self._link_modules(path, staging)
+            if self._share_in is not None:
+                self._link_modules(states, staging)
             else:
                 self._model = assemble_path(self.source, path, model=self._model)
                 self._save(dict(self._model.named_parameters()), staging)
@@ -105,6 +111,7 @@ class Exporter:
             "run": plan.run_id,
             "base": plan.blobs.base,
             "dtype": "float32",
+            "tokenizer": "exact" if self._exact_tokenizer else "sentencepiece",
         }
         if read_provenance(folder) == provenance:
             return False
@@ -119,29 +126,24 @@ class Exporter:
         return True
 
     def remove_unused_modules(self) -> None:
-        """Remove shared files that no path written by this object has: of older states."""
+        """Remove shared files that no path of this object has: of older states."""
         if self._share_in is not None and self._share_in.is_dir():
             with storage_errors(self._share_in):
                 for file in self._share_in.glob("*.safetensors"):
                     if file.name not in self._linked:
                         file.unlink()
 
-    def _provenance(self, path: int) -> dict[str, Any]:
+    def _provenance(self, path: int, states: Mapping[str, ModuleState]) -> dict[str, Any]:
         """Return what a folder of this path is made of."""
-        best = self.source.best_path(path) if 0 <= path < self.source.grid.path_count else None
-        if best is not None:
-            made_of: dict[str, Any] = {"best_round": best.round_index, "states": dict(best.digests)}
-        else:
-            states = path_states(self.source, path)
-            made_of = {"states": {module: state.digest for module, state in states.items()}}
         return {
             "format": PROVENANCE_FORMAT,
             "run": self.source.plan.run_id,
             "name": self.source.plan.name,
             "path": path,
             "dtype": _name(self.dtype),
+            "tokenizer": "exact" if self._exact_tokenizer else "sentencepiece",
             **({"gguf": self._gguf} if self._gguf else {}),
-            **made_of,
+            "states": {module: state.digest for module, state in states.items()},
         }
 
     def _write_gguf(self, path: int, folder: Path) -> None:
@@ -156,38 +158,34 @@ class Exporter:
         content = modelfile(file.name, plan.model.sequence_length, template is not None)
         (folder / "Modelfile").write_text(content)
 
-    def _link_modules(self, path: int, folder: Path) -> None:
-        """Write the path's modules as shards of a checkpoint, each stored once for all paths."""
-        states = path_states(self.source, path)
+    def _link_modules(self, states: Mapping[str, ModuleState], folder: Path) -> None:
+        """Write a path's modules as shards of a checkpoint, each stored once for all paths."""
         weight_map: dict[str, str] = {}
-        for index, (module, state) in enumerate(states.items()):
+        for index, state in enumerate(states.values()):
             shard = f"model-{index + 1:05d}-of-{len(states):05d}.safetensors"
-            self._link(module, state.digest, state.layout.views(state.parameters), folder, shard)
+            self._link(state, folder, shard)
             weight_map |= dict.fromkeys(state.layout.names, shard)
         total = self.dtype.itemsize * sum(state.layout.size for state in states.values())
         index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index_content)
 
-    def _link(
-        self,
-        module: str,
-        digest: str,
-        parameters: Mapping[str, torch.Tensor],
-        folder: Path,
-        shard: str,
-    ) -> None:
+    def _shared_file(self, state: ModuleState) -> str:
+        """Return the name under which a module's parameters are stored for all paths."""
+        return f"{state.module}-{state.digest[:16]}-{_name(self.dtype)}.safetensors"
+
+    def _link(self, state: ModuleState, folder: Path, shard: str) -> None:
         assert self._share_in is not None
-        if len(self.source.grid.paths_of_module(module)) == 1:
+        parameters = state.layout.views(state.parameters)
+        if len(self.source.grid.paths_of_module(state.module)) == 1:
             self._save(parameters, folder, shard)
             return
-        stored = self._share_in / f"{module}-{digest[:16]}-{_name(self.dtype)}.safetensors"
+        stored = self._share_in / self._shared_file(state)
         with storage_errors(self._share_in):
             self._share_in.mkdir(parents=True, exist_ok=True)
             if not stored.is_file():
                 partial = f".{stored.name}.tmp"
                 self._save(parameters, self._share_in, partial)
                 os.replace(self._share_in / partial, stored)
-            self._linked.add(stored.name)
             try:
                 os.link(stored, folder / shard)
             except OSError:

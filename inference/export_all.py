@@ -3,7 +3,7 @@
 README.md           the model card, with the figures
 plan.json           the plan of the run, as its operator signed it
 paths/00000 ...     every path, a folder for transformers
-modules/            parameters that several paths have in common (hard links, newest states)
+modules/            parameters that several paths have in common (hard links)
 router/             router.safetensors, base/, routing.json, how to route
 rerouter.safetensors   if there is one
 """
@@ -51,30 +51,27 @@ def export_all(
     notes: CardNotes,
     evaluation: dict[str, Any] | None = None,
     rerouter: bytes | None = None,
-    share_modules: bool = False,
     exact_tokenizer: bool = True,
     gguf: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write every path of a run, its router and a model card to the folder `out`.
 
-    `share_modules` is whether the newest states are exported, in which paths have modules in
-    common: these are then stored once. What an earlier call wrote of the same states is kept. With
-    `gguf` (see `Exporter`) paths are files for llama.cpp.
+    Modules that paths have in common are stored once. What an earlier call wrote of the same
+    states is kept. With `gguf` (see `Exporter`) paths are files for llama.cpp.
 
     Raises StorageError if the disk is too small, before anything is written, and what
-    `assemble_path` raises if a module has no state. Called by `dipaco-export --all`.
+    `assemble_path` raises if a module has no state.
     """
     plan, grid = source.plan, source.grid
     check_replaceable(out, {"format": PROVENANCE_FORMAT, "run": plan.run_id, "paths": "all"})
-    check_space(source, out, dtype, share_modules, say)
+    check_space(source, out, dtype, gguf is None, say)
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     marker = {"format": PROVENANCE_FORMAT, "run": plan.run_id, "name": plan.name, "paths": "all"}
     atomic_write(out / PROVENANCE_FILE, json_bytes(marker))
-    share_in = out / "modules" if share_modules else None
     exporter = Exporter(
-        source, dtype, share_in=share_in, exact_tokenizer=exact_tokenizer, gguf=gguf
+        source, dtype, share_in=out / "modules", exact_tokenizer=exact_tokenizer, gguf=gguf
     )
     stored = gguf or str(dtype).removeprefix("torch.")
 
@@ -112,7 +109,7 @@ def check_space(
     source: StateSource,
     out: Path,
     dtype: torch.dtype,
-    share_modules: bool,
+    shared: bool,
     say: Callable[[str], None],
 ) -> None:
     """Say how large the export will be. Raises StorageError if the disk is too small for it."""
@@ -122,11 +119,6 @@ def check_space(
     for path in range(grid.path_count):
         found = read_provenance(path_folder(out, path)) or {}
         there += (found.get("run"), found.get("dtype")) == (source.plan.run_id, name)
-    # Best states are a path's own in all its modules; how many paths have them is seen too late.
-    bests = share_modules and any(
-        source.best_round(path) is not None for path in range(grid.path_count)
-    )
-    shared = share_modules and not bests
     needed = export_bytes(grid, dtype, shared=shared, paths=grid.path_count - there)
     free = _free_bytes(out)
     each = dtype.itemsize * grid.parameter_counts()["path"]
@@ -139,8 +131,7 @@ def check_space(
     if needed + _SPARE_BYTES > free:
         raise StorageError(
             f"disk too small: the export needs {_size(needed)}, and {out} has {_size(free)} free; "
-            f"give another --out, --dtype bfloat16 for half of it, --current to store modules that "
-            f"paths share once, or --path P for one path"
+            f"give another --out, --dtype bfloat16 for half of it, or --path P for one path"
         )
 
 

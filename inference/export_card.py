@@ -53,7 +53,6 @@ class PathFigures:
     tokens: int | None
     documents: int
     perplexity: float | None
-    best_round: int | None
     rounds: int
 
 
@@ -154,7 +153,6 @@ def _figures(source: StateSource, path: int, report: Mapping[str, Any] | None) -
         tokens=progress.tokens,
         documents=source.shard_index().paths[path].train_documents,
         perplexity=found.get("perplexity"),
-        best_round=source.best_round(path),
         rounds=0 if progress.last_round is None else progress.last_round + 1,
     )
 

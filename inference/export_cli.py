@@ -67,16 +67,13 @@ class ExportSettings(RerouterSettings):
         tuple[str, ...],
         Option("repositories of the Hub that the texts are from, for the card", "OWNER/NAME"),
     ] = ()
-    push_to_hub: Annotated[
+    repository: Annotated[
         str | None,
-        Option("upload what was exported to this repository of the Hugging Face Hub", "OWNER/NAME"),
+        Option("repository of the Hub that this will be in, for the card", "OWNER/NAME"),
     ] = None
-    private: Annotated[bool, Option("make the repository private, if it is new")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.private and self.push_to_hub is None:
-            raise ConfigurationError("--private is for --push-to-hub OWNER/NAME; leave it out")
         fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
         if self.dtype not in fits:
             raise ConfigurationError(
@@ -87,22 +84,17 @@ class ExportSettings(RerouterSettings):
 
 def run(settings: ExportSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
-    # Importing PyTorch takes seconds; --help and mistakes should not.
-
-    from .export_hub import HubRepository
-
     settings.prepare_process()
     notes = _notes(settings)
-    hub = HubRepository(settings.push_to_hub, settings.private) if settings.push_to_hub else None
     with settings.open_source() as source:
         if settings.path is None:
             _export_all(settings, source, notes)
             print(f"{source.grid.path_count} paths and the router: {settings.out}")
         else:
             _export_path(settings, settings.path, source, notes)
-        if hub is not None:
-            what = "all paths" if settings.path is None else f"path {settings.path}"
-            print(hub.upload(settings.out, f"{source.plan.name}, {what}", _say))
+    # The paths have what is in modules/ themselves: those are hard links.
+    apart = "" if settings.path is not None else " --exclude 'modules/*'"
+    _say(f"to publish it: hf upload {settings.repository or 'OWNER/NAME'} {settings.out}{apart}")
     return 0
 
 
@@ -128,10 +120,8 @@ def _export_path(
         )
 
     is_new = exporter.write_path(path, settings.out, card)
-    best = source.best_round(path)
-    states = "newest states" if best is None else f"best states, of round {best}"
     already = "" if is_new else ", which was there already"
-    print(f"path {path} ({states}): {settings.out}{already}")
+    print(f"path {path}: {settings.out}{already}")
 
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:
@@ -144,7 +134,6 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
         notes=notes,
         evaluation=_evaluation(settings, source),
         rerouter=_rerouter(settings, source),
-        share_modules=settings.current and settings.format != "gguf",
         exact_tokenizer=settings.tokenizer == "exact",
         gguf=_gguf_type(settings),
         say=_say,
@@ -191,7 +180,7 @@ def _notes(settings: ExportSettings) -> CardNotes:
     return CardNotes(
         settings.licence,
         attribution,
-        settings.push_to_hub,
+        settings.repository,
         settings.base_model,
         settings.dataset,
     )

@@ -69,9 +69,7 @@ def run(settings: GenerationSettings) -> int:
             path = chooser.path
         model = assemble_path(source, path, device=device)
         modules = ", ".join(source.grid.modules_of_path(path))
-        best = source.best_round(path)
-        states = "newest states" if best is None else f"best states, of round {best}"
-        _say(f"path {path} ({modules}; {states})")
+        _say(f"path {path} ({modules})")
         print(prompt, end="", flush=True)
         reroute = chooser.of(model) if chooser else None
         for piece in stream_text(tokenizer, generate_tokens(model, tokens, settings, reroute)):

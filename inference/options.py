@@ -52,9 +52,6 @@ class InferenceSettings(ComputeSettings, RunSettings):
     allow_genesis: Annotated[
         bool, Option("where nobody holds a module, take what the run began with")
     ] = False
-    current: Annotated[
-        bool, Option("use the newest states of every path, not those with the least held-out loss")
-    ] = False
 
     def prepare_process(self) -> torch.device:
         """Set threads and return the device. Raises ConfigurationError."""
@@ -66,8 +63,6 @@ class InferenceSettings(ComputeSettings, RunSettings):
     def open_source(self, *, follow: bool = False) -> StateSource:
         """Open the source of states, perhaps to `follow` what becomes of it. Raises
         ConfigurationError, and what reading it raises."""
-        from dipaco.modules.device import choose_device
-
         from .sources import SourceSettings, open_source
 
         return open_source(
@@ -75,12 +70,7 @@ class InferenceSettings(ComputeSettings, RunSettings):
             initial_peers=self.initial_peers,
             run=self.run,
             cache_folder=self.cache_folder,
-            settings=SourceSettings(
-                allow_genesis=self.allow_genesis,
-                current=self.current,
-                device=choose_device(self.device)[0],
-                follow=follow,
-            ),
+            settings=SourceSettings(allow_genesis=self.allow_genesis, follow=follow),
         )
 
     def scores_folder(self) -> Path | None:

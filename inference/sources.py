@@ -1,8 +1,7 @@
 """Where the inference tools get a run from: a folder on disk, or a live swarm.
 
-Both give the same things: the plan, the router, the base model, the best states so far of each
-path (early stopping), and the newest good state of each module. A module without a state is
-*missing*; only when asked is the genesis taken in its place.
+Both give the same things: the plan, the router, the base model, and the newest good state of each
+module. A module without a state is *missing*; only when asked is the genesis taken in its place.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import torch
-from dipaco.modules.best_parameters import BestParameters, read_best_parameters_summary
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import (
     ConfigurationError,
@@ -27,7 +24,6 @@ from dipaco.modules.errors import (
     StorageError,
 )
 from dipaco.modules.evaluate import LossSum
-from dipaco.modules.files import sha256_of_file, storage_errors
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress, read_state_summary
 from dipaco.modules.transformer import PathModel
@@ -35,7 +31,6 @@ from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
 
-from .best_parameters import CheckedBestParameters
 from .document_windows import TokenDocument, shard_documents
 
 if TYPE_CHECKING:
@@ -53,17 +48,13 @@ class SourceSettings:
 
     allow_genesis: bool = False
     """Where a module has no state, take what the run began with."""
-    current: bool = False
-    """Take the newest states of every path, also where it has better ones."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where best states are checked."""
     follow: bool = False
     """The source is looked at again and again: what a swarm gave stays on disk."""
 
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """A path's progress, as far as it is known; the held-out loss is that of the states in use."""
+    """A path's progress, as far as it is known."""
 
     tokens: int | None = None
     last_round: int | None = None
@@ -80,25 +71,6 @@ class StateSource(ABC):
         self._shards: ShardIndex | None = None
         self.plan = plan
         self.grid = run.grid(plan)
-        self._bests = run.best_parameters(self.grid)
-        self._best_states: CheckedBestParameters | None = None
-        if not settings.current:
-            self._best_states = CheckedBestParameters(
-                plan,
-                self._bests,
-                self._best_candidates,
-                self._held_out,
-                self._unscored_states,
-                settings.device,
-            )
-
-    @abstractmethod
-    def _best_candidates(self, path: int) -> Iterator[BestParameters]:
-        """Yield the best states of a path that may be tried, the likeliest first."""
-
-    @abstractmethod
-    def _held_out(self, path: int) -> np.ndarray | None:
-        """Return the held-out rows of a path; None when they are not at hand."""
 
     @abstractmethod
     def _committed_state(self, module: str) -> ModuleState | None:
@@ -126,39 +98,8 @@ class StateSource(ABC):
             self._states[module] = state
         return self._states[module]
 
-    def best_round(self, path: int) -> int | None:
-        """Return the round of the best states that are used for a path; None for the newest."""
-        found = self._best_states.round_of(path) if self._best_states is not None else None
-        if found is not None:
-            self.forget(path)
-        return found
-
-    def best_path(self, path: int) -> BestParameters | None:
-        """Return the best states of a path (DiPaCo section 2.7), or None to use the newest."""
-        return self._best_states.load(path) if self._best_states is not None else None
-
-    def _unscored_states(self, best: BestParameters) -> Mapping[str, ModuleState] | None:
-        """Return the newest states of a path if they are later than some best ones, and it is not
-        known that they were scored."""
-        if self._was_scored_since(best):
-            return None
-        states: dict[str, ModuleState] = {}
-        for module in self.grid.modules_of_path(best.path):
-            state = self.state(module)
-            if state is None:
-                return None
-            states[module] = state
-        is_later = any(state.last_round > best.round_index for state in states.values())
-        return states if is_later else None
-
-    def _was_scored_since(self, best: BestParameters) -> bool:
-        """Tell whether the newest states of a path are known to be no better than the best ones."""
-        return False
-
     def missing_modules(self, path: int) -> tuple[str, ...]:
         """Return the modules that keep a path from being put together, having no state."""
-        if self.best_round(path) is not None:
-            return ()
         return tuple(m for m in self.grid.modules_of_path(path) if self.state(m) is None)
 
     def tokenizer(self) -> Tokenizer:
@@ -201,16 +142,9 @@ class StateSource(ABC):
     def progress(self, path: int) -> SourceProgress:
         """Return how far a path is, as the source shows it without fetching any state."""
 
-    def _best_loss(self, path: int) -> LossSum:
-        file = self._bests.file(path)
-        return read_best_parameters_summary(file).held_out_loss if file.is_file() else LossSum()
-
     def digests(self, path: int) -> tuple[str, ...]:
-        """Return what `assemble_path` would fill a path with: the hash of its best states, or the
-        digests of its modules' newest; "" for what is missing. Called to see whether it changed."""
-        if self.best_round(path) is not None:
-            with storage_errors(self._bests.folder):
-                return (sha256_of_file(self._bests.file(path)),)
+        """Return the digests of what `assemble_path` would fill a path with; "" for what is
+        missing. Asked for to see whether it changed."""
         return tuple(self._newest_digest(m) or "" for m in self.grid.modules_of_path(path))
 
     def _newest_digest(self, module: str) -> str | None:
@@ -224,8 +158,6 @@ class StateSource(ABC):
     def look_again(self) -> None:
         """Forget what was found: the next calls give what is newest then."""
         self._states.clear()
-        if self._best_states is not None:
-            self._best_states.look_again()
 
     def forget(self, path: int) -> None:
         """Drop the private state of a path from memory: no other path needs it."""
@@ -261,20 +193,6 @@ class DiskSource(StateSource):
         run = RunFolder(folder)
         super().__init__(run, run.plan(), settings or SourceSettings())
 
-    def _best_candidates(self, path: int) -> Iterator[BestParameters]:
-        best = self._bests.load(path)
-        if best is not None:
-            yield best
-
-    def _held_out(self, path: int) -> np.ndarray | None:
-        blobs = self._run.blobs
-        if not blobs.has(self.plan.blobs.shards):
-            return None
-        shard = self.shard_index().paths[path]
-        if not blobs.has(shard.validation_sha256):
-            return None
-        return self._run.validation_tokens(self.plan, path)
-
     def _committed_state(self, module: str) -> ModuleState | None:
         states, layout = self._run.states, self.grid.layout(module)
         for _ in range(_MOST_READS):
@@ -308,17 +226,16 @@ class DiskSource(StateSource):
         return next((name for name, blob in named if blob == sha256), "file")
 
     def progress(self, path: int) -> SourceProgress:
-        """Return what the headers of the states say; only best states note their held-out loss."""
+        """Return what the headers of the states say."""
         entries = [
             entry
             for module in self.grid.modules_of_path(path)
             if (entry := self._module_progress.get(module, {}).get(path)) is not None
         ]
-        loss = self._best_loss(path) if self.best_round(path) is not None else LossSum()
         if not entries:
-            return SourceProgress(held_out_loss=loss)
+            return SourceProgress()
         latest = max(entries, key=lambda entry: (entry.last_round, entry.tokens))
-        return SourceProgress(latest.tokens, latest.last_round, loss)
+        return SourceProgress(latest.tokens, latest.last_round)
 
     @cached_property
     def _module_progress(self) -> dict[str, Mapping[int, PathProgress]]:
@@ -346,21 +263,6 @@ class SwarmSource(StateSource):
         self._client = client
         run = RunFolder(client.folder)
         super().__init__(run, client.plan, settings or SourceSettings())
-        self._bests.load_from_disk()
-
-    def _best_candidates(self, path: int) -> Iterator[BestParameters]:
-        for claimed in self._client.view().bests.get(path, ()):
-            held = self._bests.get(path)
-            try:
-                kept = self._bests.load(path) if held and held.sha256 == claimed.sha256 else None
-                yield kept or self._client.fetch_best_path(path, claimed.sha256)
-            except (NetworkError, IntegrityError) as error:
-                logger.info("best states %s: %s", claimed.sha256[:12], error)
-
-    def _held_out(self, path: int) -> np.ndarray | None:
-        shard = self.shard_index().paths[path]
-        self._require_blob(shard.validation_sha256)
-        return self._run.validation_tokens(self.plan, path)
 
     def _committed_state(self, module: str) -> ModuleState | None:
         try:
@@ -382,18 +284,10 @@ class SwarmSource(StateSource):
     def progress(self, path: int) -> SourceProgress:
         """Return what the path's latest trainer published."""
         service = self._client.view().progress.get(path)
-        best = self._best_loss(path) if self.best_round(path) is not None else None
         if service is None:
-            return SourceProgress(held_out_loss=best or LossSum())
-        loss = best or LossSum(service.validation_nll, service.validation_tokens)
-        # Who only holds best states publishes a path without knowing its tokens.
+            return SourceProgress()
+        loss = LossSum(service.validation_nll, service.validation_tokens)
         return SourceProgress(service.tokens or None, service.last_round, loss)
-
-    def _was_scored_since(self, best: BestParameters) -> bool:
-        service = self._client.view().progress.get(best.path)
-        if service is None or not service.validation_tokens:
-            return False
-        return service.last_round > best.round_index
 
     @property
     def advice(self) -> str:
@@ -471,26 +365,18 @@ def assemble_path(
     model: PathModel | None = None,
     device: torch.device | None = None,
 ) -> PathModel:
-    """Return the model of `path` in evaluation mode, filled with its best states so far.
-
-    Where there are none, or the source was opened for the newest states, it is filled with the
-    newest good states of the path's modules.
+    """Return the model of `path` in evaluation mode, filled with the newest states of its modules.
 
     A `model` of the run's shape is overwritten in place and returned, which spares memory when
     paths are used one after the other; else a new one is made on `device` (default: CPU).
 
     Raises ConfigurationError if there is no such path; StorageError (disk) or NetworkError
-    (swarm), naming the module, if there is no state of one of its modules. Called by evaluation
-    and generation.
+    (swarm), naming the module, if there is no state of one of its modules.
     """
-    best = source.best_path(path) if 0 <= path < source.grid.path_count else None
-    states = path_states(source, path) if best is None else {}
+    states = path_states(source, path)
     if model is None:
         model = PathModel(source.plan.model).to(device or torch.device("cpu"))
-    if best is not None:
-        best.load_into(model)
-    else:
-        load_path(model, source.grid, path, states)
+    load_path(model, source.grid, path, states)
     return model.eval()
 
 

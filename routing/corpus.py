@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib.metadata
-import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +12,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from dipaco.modules.config import Config
 from dipaco.modules.errors import CorpusError, nearest_name
-from dipaco.modules.files import atomic_write, canonical_json
 from pydantic import Field, field_validator, model_validator
-
-from .token_arrays import ARRAY_SUFFIXES, ROW_FIELD, TokenArray
-
-logger = logging.getLogger(__name__)
 
 Part = Literal["train", "validation"]
 
@@ -76,24 +68,11 @@ class CorpusConfig(Config):
     tokenizer_sha256: str | None = Field(
         None, description="SHA-256 of the tokenizer that made them, which the run must have."
     )
-    separator_token: int | None = Field(
-        None,
-        ge=0,
-        description="The token between documents, of a corpus of .npy or .bin token arrays.",
-    )
-    bin_token_bytes: Literal[2, 4] = Field(2, description="Bytes of a token in a .bin file.")
     txt_documents: Literal["file", "paragraph", "line"] = Field(
         "file", description="What a document is in a .txt file."
     )
     held_out_fraction: float = Field(
         0.01, gt=0, lt=1, description="Part held out when there is no validation source."
-    )
-    early_stopping_fraction: float = Field(
-        0.02,
-        ge=0,
-        lt=1,
-        description="Part of the training documents that choose each path's best parameters, and "
-        "that no path trains on; with early_stopping.",
     )
     train_limit: int | None = Field(None, ge=1, description="Training documents, at most.")
     validation_limit: int | None = Field(None, ge=1, description="Validation documents, at most.")
@@ -112,14 +91,8 @@ class CorpusConfig(Config):
             )
         if self.is_tokenised != (self.tokenizer_sha256 is not None):
             raise ValueError(
-                "tokens_field and tokenizer_sha256 belong together: the field of the tokens (for "
-                ".npy and .bin files separator_token), and the SHA-256 of the tokenizer that made "
-                "them"
-            )
-        if self.separator_token is not None and (self.hub or self.tokens_field or self.label_field):
-            raise ValueError(
-                "separator_token is for files of nothing but tokens (.npy, .bin): without hub, "
-                "tokens_field and label_field"
+                "tokens_field and tokenizer_sha256 belong together: the field of the tokens, and "
+                "the SHA-256 of the tokenizer that made them"
             )
         if self.validation and self.hub:
             raise ValueError("validation names files; with hub write validation_split = '...'")
@@ -128,7 +101,7 @@ class CorpusConfig(Config):
     @property
     def is_tokenised(self) -> bool:
         """Whether there are tokens in place of texts."""
-        return self.tokens_field is not None or self.separator_token is not None
+        return self.tokens_field is not None
 
     @property
     def has_validation(self) -> bool:
@@ -178,98 +151,43 @@ def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
     """Yield the documents of a part that are not empty, always in the same order.
 
     Raises CorpusError, naming the file, if one cannot be read, lacks the text field, or if there
-    is no document with text in the whole part. Called by preparation and evaluation.
+    is no document with text in the whole part.
     """
-    return iter(DocumentReader(config, part))
-
-
-class DocumentReader:
-    """Reads the documents of a part as `iterate_documents` does, and can say where it is.
-
-    `position` is what `position()` of another reader of the same data returned; this one goes on
-    after the last document that the other had yielded. Earlier files are not opened again, nor are
-    earlier rows of the same file read. With `only` it reads that file of the part alone, which may
-    be without text. Called by `CorpusStream`, and by machines that share the files.
-    """
-
-    def __init__(
-        self,
-        config: CorpusConfig,
-        part: Part,
-        position: Mapping[str, Any] | None = None,
-        *,
-        only: int | None = None,
-    ) -> None:
-        self._config = config
-        self._part = part
-        self._only = only
-        found = position or {"documents": 0, "source": 0, "row": 0, "state": None}
-        self.documents: int = found["documents"]
-        self._source: int = found["source"]
-        self._row: int = found["row"]
-        self._state: dict[str, Any] | None = found["state"]
-        self._rows: Any = None
-
-    def position(self) -> dict[str, Any]:
-        """Return where the last document that was yielded ends, in plain values for JSON."""
-        return {
-            "documents": self.documents,
-            "source": self._source,
-            "row": self._row,
-            "state": self._state if self._rows is None else self._rows.state_dict(),
-        }
-
-    def __iter__(self) -> Iterator[Document]:
-        config = self._config
-        limit = config.train_limit if self._part == "train" else config.validation_limit
-        sources = _sources(config, self._part)[self._source :]
-        for source in sources if self._only is None else [sources[self._only]]:
-            try:
-                self._rows = source.open()
-                if self._state is not None:
-                    self._rows.load_state_dict(self._state)
-                for row in self._rows:
-                    if self.documents == limit:
-                        return
-                    self._row += 1
-                    document = _document(row, self._row, source.name, config)
-                    if document is not None:
-                        self.documents += 1
-                        yield document
-            except CorpusError:
-                raise
-            except Exception as error:  # datasets raises whatever its readers raise
-                raise CorpusError(
-                    f"{source.complaint}: {_first_line(error)}{source.remedy}"
-                ) from error
-            self._source, self._row, self._state, self._rows = self._source + 1, 0, None, None
-        if self._only is None:
-            check_has_text(config, self._part, self.documents)
-
-
-def check_has_text(config: CorpusConfig, part: Part, documents: int) -> None:
-    """Raise CorpusError if a part has no documents at all."""
+    limit = config.train_limit if part == "train" else config.validation_limit
+    documents = 0
+    for source in _sources(config, part):
+        try:
+            for number, row in enumerate(source.open(), 1):
+                if documents == limit:
+                    return
+                document = _document(row, number, source.name, config)
+                if document is not None:
+                    documents += 1
+                    yield document
+        except CorpusError:
+            raise
+        except Exception as error:  # datasets raises whatever its readers raise
+            raise CorpusError(f"{source.complaint}: {_first_line(error)}{source.remedy}") from error
     if not documents:
-        if config.separator_token is not None:
-            raise CorpusError(
-                f"the {part} data hold no tokens between separators; look at separator_token "
-                "under [data]"
-            )
         raise CorpusError(
             f"the {part} data hold no text: every '{config.tokens_field or config.text_field}' is "
             f"empty; name another field with text_field = '...' under [data]"
         )
 
 
-def part_documents(
-    config: CorpusConfig, part: Part, documents: Iterable[Document]
-) -> Iterator[tuple[Document, bool]]:
-    """Yield documents of a part, each with whether it is held out."""
-    for document in documents:
-        is_validation = part == "validation"
-        if part == "train" and not config.has_validation:
-            is_validation = is_held_out(document, config.held_out_fraction)
-        yield document, is_validation
+def corpus_documents(config: CorpusConfig) -> Iterator[tuple[Document, bool]]:
+    """Yield all documents, first those to train on, each with whether it is held out.
+
+    Raises CorpusError as `iterate_documents` does.
+    """
+    for document in iterate_documents(config, "train"):
+        yield (
+            document,
+            not config.has_validation and is_held_out(document, config.held_out_fraction),
+        )
+    if config.has_validation:
+        for document in iterate_documents(config, "validation"):
+            yield document, True
 
 
 def is_held_out(document: Document, fraction: float) -> bool:
@@ -307,17 +225,10 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
     def open_rows() -> Iterable[dict[str, Any]]:
         if path.stat().st_size == 0:
             raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
-        if config.separator_token is not None:
-            return _token_array(path, config.separator_token, config.bin_token_bytes)
         import datasets  # slow to import, and only preparation and evaluation read text
 
         if builder is None:
             known = ", ".join(sorted(_BUILDERS))
-            if path.suffix in ARRAY_SUFFIXES:
-                raise CorpusError(
-                    f"{path}: tokens without a word about where a document ends; name the token "
-                    "between documents with separator_token = ID under [data]"
-                )
             raise CorpusError(
                 f"{path} has an ending this version cannot read; it reads {known}, all but parquet "
                 f"also compressed ({', '.join(sorted(_COMPRESSIONS))})"
@@ -333,17 +244,7 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
         )
         return rows
 
-    kind = builder or "an array of tokens"
-    return _Source(str(path), open_rows, f"{path} cannot be read as {kind}")
-
-
-def _token_array(path: Path, separator: int, bin_token_bytes: int) -> TokenArray:
-    if path.suffix not in ARRAY_SUFFIXES:
-        raise CorpusError(
-            f"{path} is not a file of nothing but tokens ({', '.join(ARRAY_SUFFIXES)}); leave "
-            "separator_token out, and name the field that holds the tokens with tokens_field"
-        )
-    return TokenArray(path, separator, bin_token_bytes)
+    return _Source(str(path), open_rows, f"{path} cannot be read as {builder}")
 
 
 def _hub_source(config: CorpusConfig, part: Part) -> _Source:
@@ -370,9 +271,8 @@ def _document(
     row: Mapping[str, Any], number: int, source: str, config: CorpusConfig
 ) -> Document | None:
     """Turn a row into a document, or None if it has no text."""
-    if config.is_tokenised:
-        name = config.tokens_field or ROW_FIELD
-        return _tokenised_document(row, number, source, config, name)
+    if config.tokens_field is not None:
+        return _tokenised_document(row, number, source, config, config.tokens_field)
     text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
@@ -423,72 +323,3 @@ def _first_line(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-class CorpusStream:
-    """All documents, first those to train on, each with whether it is held out.
-
-    `position` is what `position()` of an earlier stream of the same data returned; this one yields
-    what comes after it. `counts` says how many documents of each kind came before: held out (True)
-    or not. Raises CorpusError as `iterate_documents` does. Called by preparation.
-    """
-
-    def __init__(self, config: CorpusConfig, position: Mapping[str, Any] | None = None) -> None:
-        self._config = config
-        found = position or {"train": 0, "held_out": 0, "part": "train", "reader": None}
-        self.counts: dict[bool, int] = {False: found["train"], True: found["held_out"]}
-        self._part: Part = found["part"]
-        self._reader = DocumentReader(config, self._part, found["reader"])
-
-    def position(self) -> dict[str, Any]:
-        """Return where the last document that was yielded ends, in plain values for JSON."""
-        return {
-            "train": self.counts[False],
-            "held_out": self.counts[True],
-            "part": self._part,
-            "reader": self._reader.position(),
-        }
-
-    def __iter__(self) -> Iterator[tuple[Document, bool]]:
-        config = self._config
-        if self._part == "train":
-            yield from self._counted()
-            if not config.has_validation:
-                return
-            self._part, self._reader = "validation", DocumentReader(config, "validation")
-        yield from self._counted()
-
-    def _counted(self) -> Iterator[tuple[Document, bool]]:
-        for document, held_out in part_documents(self._config, self._part, self._reader):
-            self.counts[held_out] += 1
-            yield document, held_out
-
-
-class CorpusBookmark:
-    """How far a `CorpusStream` was when everything before had been written, in a file.
-
-    `inputs` is a hash of everything that the stream depends on.
-    """
-
-    def __init__(self, path: Path, inputs: str) -> None:
-        self._path = path
-        # The readers' own state is part of a position, and its form is theirs to change.
-        self._inputs = [inputs, importlib.metadata.version("datasets")]
-
-    def save(self, position: Mapping[str, Any]) -> None:
-        """Replace the bookmark. Raises StorageError if the disk is full."""
-        atomic_write(
-            self._path, canonical_json({"inputs": self._inputs, "position": dict(position)})
-        )
-
-    def load(self, train: int, held_out: int) -> dict[str, Any] | None:
-        """Return the bookmark, or None if there is none for these inputs, or if it is beyond what a
-        writer with so many documents of each kind has."""
-        try:
-            found = json.loads(self._path.read_bytes())
-            position: dict[str, Any] = found["position"]
-            usable = found["inputs"] == self._inputs
-            usable &= position["train"] <= train and position["held_out"] <= held_out
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return position if usable else None

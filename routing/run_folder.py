@@ -3,8 +3,6 @@
     manifest.json   the signed plan
     blobs/          tokenizer, router, base model, shard index, token files, each by its SHA-256
     states/         the last good states of the modules, as the peers save them
-    best/           the best states so far of a path, all its modules in one file
-    certificates/   of a peer: who made which states, signed (`dipaco.peer.exchange.certifier`)
 
 `dipaco-bootstrap prepare` writes one; a peer's cache, the simulator's output and the inference
 tools have the same form, so each can read the others'.
@@ -22,7 +20,6 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
@@ -54,6 +51,7 @@ class RunFolder:
         """Open a folder; a peer's may have blobs and states in common with others (`shared`)."""
         self.path = Path(path)
         self.shared = shared
+        self._shard_indices: dict[str, ShardIndex] = {}
 
     @property
     def manifest_path(self) -> Path:
@@ -69,10 +67,6 @@ class RunFolder:
     def states(self) -> StateStore:
         """The last good states of the modules."""
         return StateStore(self.path / "states", shared=self.shared)
-
-    def best_parameters(self, grid: Grid) -> BestParametersStore:
-        """Return the store of the paths' best states so far; nothing is read yet."""
-        return BestParametersStore(self.path / "best", grid)
 
     def plan(self) -> RunPlan:
         """Return the plan inside the manifest, validated. The signature is not checked here.
@@ -94,7 +88,13 @@ class RunFolder:
         return parse_config(RunPlan, envelope["plan"], str(self.manifest_path))
 
     def shard_index(self, plan: RunPlan) -> ShardIndex:
-        """Return what each path's shard is. Raises IntegrityError if it does not fit the plan."""
+        """Return what each path's shard is. Raises IntegrityError if it does not fit the plan.
+
+        It is read and checked once: at thousands of paths that takes a while.
+        """
+        known = self._shard_indices.get(plan.blobs.shards)
+        if known is not None:
+            return known
         try:
             values = json.loads(self.blobs.read(plan.blobs.shards))
         except ValueError as error:
@@ -107,6 +107,7 @@ class RunFolder:
                 f"{index.sequence_length} tokens, but the plan has {paths} paths of "
                 f"{plan.model.sequence_length} tokens; prepare the run again"
             )
+        self._shard_indices[plan.blobs.shards] = index
         return index
 
     def grid(self, plan: RunPlan) -> Grid:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +16,13 @@ from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.files import atomic_write, canonical_json, storage_errors
 from dipaco.modules.plan import PathShard, ShardIndex
 
-from .document_routing import DocumentRouter
-from .token_corpus import TokenCorpus
-from .token_files import is_held_back, scoring_windows, token_dtype, window_stride
+from .token_corpus import Mapped, TokenCorpus
+from .token_files import scoring_windows, token_dtype, window_stride
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["train", "validation", "held_back"]
-_PARTS: tuple[Part, ...] = ("train", "validation", "held_back")
-_CORPORA: tuple[Part, Part] = ("train", "validation")
+Part = Literal["train", "validation"]
+_PARTS: tuple[Part, Part] = ("train", "validation")
 CHUNK_DOCUMENTS = 1024
 CHUNK_TOKENS = 2_000_000
 
@@ -38,7 +35,6 @@ class PathSummary:
     train_documents: int
     train_tokens: int
     validation_documents: int
-    held_back_documents: int
     labels: tuple[tuple[str, float], ...]  # the largest labels first, by their share of the tokens
     label_tokens: Mapping[str, int] = field(default_factory=dict)
 
@@ -52,13 +48,14 @@ class _PathPart:
     tokens: int = 0
 
 
-def chunks_of(corpus: TokenCorpus) -> Iterator[range]:
-    """Yield the chunks of documents in which a corpus is routed."""
-    first = 0
-    while first < len(corpus):
-        chunk = chunk_at(corpus, first, CHUNK_DOCUMENTS, CHUNK_TOKENS)
-        yield chunk
-        first = chunk.stop
+@dataclass(frozen=True)
+class Beginnings:
+    """What routing sees of a chunk of documents: their first tokens and their labels."""
+
+    tokens: tuple[np.ndarray, ...]
+    labels: tuple[str | None, ...]
+    paths: int
+    """How many of its best paths each document is to have."""
 
 
 def chunk_at(corpus: TokenCorpus, first: int, most_documents: int, most_tokens: int) -> range:
@@ -77,46 +74,37 @@ class ShardBuilder:
     A path's training documents follow each other and are cut into rows of `sequence_length`
     tokens, the last row padded; each document is in the shards of its `train_paths` best paths
     (section 2.4.4). A path's validation file holds the `scoring_windows` of the held-out documents
-    whose best path it is, in the order of the corpus.
-
-    A `held_back_fraction` of the training documents is in no shard (`is_held_back`): an empty row
-    and the windows of those whose best path it is follow in the path's validation file, and choose
-    its best parameters (section 2.7). The work is done in chunks of documents; a
+    whose best path it is, in the order of the corpus. The work is done in chunks of documents; a
     builder that was killed goes on after its last finished chunk and the files come out the same.
 
-    `inputs` is a hash of everything that the shards depend on. `routes` gives the best paths of a
-    chunk of a part where others have found them. Called by `bootstrap.prepare`.
+    `inputs` is a hash of everything that the shards depend on.
     """
 
     def __init__(
         self,
         folder: Path,
-        router: DocumentRouter,
+        prefix_tokens: int,
         path_count: int,
         sequence_length: int,
         vocabulary_size: int,
         inputs: str,
         *,
         train_paths: int = 1,
-        held_back_fraction: float = 0.0,
         chunk_documents: int = CHUNK_DOCUMENTS,
         chunk_tokens: int = CHUNK_TOKENS,
-        routes: Callable[[str, range], np.ndarray] | None = None,
     ) -> None:
         self._folder = folder
-        self._router = router
+        self._prefix_tokens = prefix_tokens
         self._path_count = path_count
         self._sequence_length = sequence_length
         self._dtype = token_dtype(vocabulary_size)
         self._row_bytes = sequence_length * self._dtype.itemsize
         self._inputs = inputs
-        self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1, "held_back": 1}
-        self._held_back_fraction = held_back_fraction
+        self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
-        self._routes = routes
         self._progress_path = folder / "progress.json"
-        window_stride(sequence_length, router.prefix_tokens)
+        window_stride(sequence_length, prefix_tokens)
         folder.mkdir(parents=True, exist_ok=True)
         self._start()
 
@@ -124,13 +112,21 @@ class ShardBuilder:
         self,
         train: TokenCorpus,
         validation: TokenCorpus,
+        route: Callable[[Beginnings], np.ndarray],
+        *,
+        mapped: Mapped = map,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Route and write what is not done yet; `progress` gets (documents done, in all)."""
+        """Write what is not done yet; `progress` gets (documents done, in all).
+
+        `route` finds the best paths of a chunk, int64 [N, paths], and `mapped` has it done.
+        """
         total = len(train) + len(validation)
-        for part, corpus in zip(_CORPORA, (train, validation), strict=True):
-            while self._done[part] < len(corpus):
-                self._add_chunk(part, corpus)
+        for part, corpus in zip(_PARTS, (train, validation), strict=True):
+            chunks = list(self._chunks(part, corpus))
+            beginnings = (self._beginnings(part, corpus, chunk) for chunk in chunks)
+            for chunk, paths in zip(chunks, mapped(route, beginnings), strict=True):
+                self._add_chunk(part, corpus, chunk, paths)
                 if progress:
                     progress(sum(self._done.values()), total)
         self._pad_train_files()
@@ -141,12 +137,10 @@ class ShardBuilder:
         May be called again after an interruption: files that were moved are remembered.
         """
         digests = self._moved()
-        for part in _CORPORA:
+        for part in _PARTS:
             for path in range(self._path_count):
                 file = self._file(part, path)
                 if file.exists():
-                    if part == "validation":
-                        self._add_held_back(path)
                     digests[file.name] = blobs.add_file(file)
         atomic_write(self._folder / "digests.json", canonical_json(digests))
         for part in _PARTS:
@@ -165,60 +159,50 @@ class ShardBuilder:
                 train_documents=self._parts["train"][path].documents,
                 train_tokens=self._parts["train"][path].tokens,
                 validation_documents=self._parts["validation"][path].documents,
-                held_back_documents=self._parts["held_back"][path].documents,
                 labels=self._label_shares(path),
                 label_tokens=dict(self._labels[path]),
             )
             for path in range(self._path_count)
         )
 
-    def _add_chunk(self, part: Part, corpus: TokenCorpus) -> None:
-        """Route one chunk, append its documents to their files, then count the chunk as done."""
-        indices = chunk_at(corpus, self._done[part], self._chunk_documents, self._chunk_tokens)
-        documents = [corpus.document(index) for index in indices]
-        labels = [corpus.label_name(index) for index in indices]
-        if self._routes is not None:
-            paths = self._routes(part, indices)
-        else:
-            paths = self._router.nearest_paths(documents, self._routed_to[part], labels)
-        pieces: dict[tuple[Part, int], list[np.ndarray]] = {}
-        for document, label, chosen in zip(documents, labels, paths.tolist(), strict=True):
-            into = part
-            if part == "train" and is_held_back(document, self._held_back_fraction):
-                into = "held_back"
-            content = document if into == "train" else self._windows(document)
+    def _chunks(self, part: Part, corpus: TokenCorpus) -> Iterator[range]:
+        """Yield the chunks of documents that are not done yet."""
+        first = self._done[part]
+        while first < len(corpus):
+            chunk = chunk_at(corpus, first, self._chunk_documents, self._chunk_tokens)
+            yield chunk
+            first = chunk.stop
+
+    def _beginnings(self, part: Part, corpus: TokenCorpus, chunk: range) -> Beginnings:
+        return Beginnings(
+            tuple(np.array(corpus.document(index)[: self._prefix_tokens]) for index in chunk),
+            tuple(corpus.label_name(index) for index in chunk),
+            self._routed_to[part],
+        )
+
+    def _add_chunk(self, part: Part, corpus: TokenCorpus, chunk: range, paths: np.ndarray) -> None:
+        """Append the documents of a chunk to their files, then count the chunk as done."""
+        pieces: dict[int, list[np.ndarray]] = {}
+        for index, chosen in zip(chunk, paths.tolist(), strict=True):
+            document, label = corpus.document(index), corpus.label_name(index)
+            content = document if part == "train" else self._windows(document)
             content = content.astype(self._dtype).reshape(-1)
-            for path in chosen[: self._routed_to[into]]:
-                pieces.setdefault((into, path), []).append(content)
-                self._parts[into][path].documents += 1
-                self._parts[into][path].tokens += len(document)
-                if into == "train" and label is not None:
+            for path in chosen:
+                pieces.setdefault(path, []).append(content)
+                self._parts[part][path].documents += 1
+                self._parts[part][path].tokens += len(document)
+                if part == "train" and label is not None:
                     self._labels[path][label] += len(document)
-        for (into, path), arrays in pieces.items():
+        for path, arrays in pieces.items():
             content = np.concatenate(arrays)
-            with storage_errors(self._folder), open(self._file(into, path), "ab") as file:
+            with storage_errors(self._folder), open(self._file(part, path), "ab") as file:
                 file.write(content.tobytes())
-            self._parts[into][path].bytes += content.nbytes
-        self._done[part] = indices.stop
+            self._parts[part][path].bytes += content.nbytes
+        self._done[part] = chunk.stop
         self._save()
 
     def _windows(self, document: np.ndarray) -> np.ndarray:
-        return scoring_windows(document, self._sequence_length, self._router.prefix_tokens)
-
-    def _add_held_back(self, path: int) -> None:
-        """Put an empty row and the held-back documents behind the held-out ones of a path; doing
-        it twice changes nothing."""
-        if not self._held_back_fraction:
-            return
-        empty = np.full(self._sequence_length, PAD_TOKEN, self._dtype)
-        with (
-            storage_errors(self._folder),
-            open(self._file("validation", path), "ab") as file,
-            open(self._file("held_back", path), "rb") as held_back,
-        ):
-            file.truncate(self._parts["validation"][path].bytes)
-            file.write(empty.tobytes())
-            shutil.copyfileobj(held_back, file)
+        return scoring_windows(document, self._sequence_length, self._prefix_tokens)
 
     def _pad_train_files(self) -> None:
         """Fill up the last row of every training file; doing it twice changes nothing."""
@@ -240,8 +224,7 @@ class ShardBuilder:
             train_sequences=self._sequences("train", path),
             train_documents=self._parts["train"][path].documents,
             validation_sha256=digests[self._file("validation", path).name],
-            validation_sequences=self._sequences("validation", path)
-            + (1 + self._sequences("held_back", path) if self._held_back_fraction else 0),
+            validation_sequences=self._sequences("validation", path),
         )
 
     def _sequences(self, part: Part, path: int) -> int:
@@ -281,7 +264,7 @@ class ShardBuilder:
         self._save()
 
     def _reset(self) -> None:
-        self._done: dict[Part, int] = dict.fromkeys(_CORPORA, 0)
+        self._done: dict[Part, int] = dict.fromkeys(_PARTS, 0)
         self._parts: dict[Part, list[_PathPart]] = {
             part: [_PathPart() for _ in range(self._path_count)] for part in _PARTS
         }

@@ -11,11 +11,10 @@ a writer that is killed at any instant goes on after its last whole chunk.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
@@ -26,9 +25,17 @@ from .corpus import Document
 from .token_files import token_dtype
 from .tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 _NO_LABEL = 2**16 - 1
+PieceT = TypeVar("PieceT")
+DoneT = TypeVar("DoneT")
+
+
+class Mapped(Protocol):
+    """How pieces of work are done: like the builtin `map`, here or elsewhere, in their order."""
+
+    def __call__(
+        self, function: Callable[[PieceT], DoneT], pieces: Iterable[PieceT], /
+    ) -> Iterable[DoneT]: ...
 
 
 class TokenCorpus:
@@ -111,12 +118,6 @@ class TokenCorpusWriter:
         self._truncate()
         self._save()
 
-    def add_corpus(self, corpus: TokenCorpus, chunk_documents: int = 8192) -> None:
-        """Append all documents of another corpus."""
-        for start in range(0, len(corpus), chunk_documents):
-            indices = range(start, min(start + chunk_documents, len(corpus)))
-            self.add([(corpus.document(index), corpus.label_name(index)) for index in indices])
-
     def add(self, documents: Sequence[tuple[list[int] | np.ndarray, str | None]]) -> None:
         """Append a chunk of documents, each its tokens and its label."""
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.uint64)
@@ -168,65 +169,83 @@ class TokenCorpusWriter:
         atomic_write(self._progress_path, canonical_json(values))
 
 
+class EncodedDocument(NamedTuple):
+    """A document of a corpus as tokens, begin and end included."""
+
+    tokens: np.ndarray
+    label: str | None
+    held_out: bool
+
+
 def write_token_corpora(
     documents: Iterable[tuple[Document, bool]],
-    tokenizer: Tokenizer,
+    encode: Callable[[Sequence[tuple[Document, bool]]], Sequence[EncodedDocument]],
     train: TokenCorpusWriter,
     validation: TokenCorpusWriter,
     *,
-    passed: Mapping[bool, int] | None = None,
-    threads: int = 1,
+    mapped: Mapped = map,
     chunk_documents: int = 1024,
     chunk_characters: int = 4_000_000,
 ) -> Iterator[tuple[int, int]]:
     """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
 
     Goes on where the writers stopped: documents that they hold are read but not tokenised again.
-    Those that the stream skips at its beginning are counted in `passed`, by whether they are held
-    out. Yields (documents done, tokens done) after each chunk, when everything that the stream gave
-    is written. The order of the stream must be the same every time.
+    `encode` makes tokens of a chunk (`encoded`), and `mapped` has it done. Yields (documents done,
+    tokens done) after each chunk. The order of the stream must be the same every time.
     """
-    done = {False: train.documents, True: validation.documents}
-    writers = {False: train, True: validation}
-    fresh = _skip(documents, done, dict(passed or {False: 0, True: 0}))
-    while chunk := list(_take(fresh, chunk_documents, chunk_characters)):
-        for held_out, writer in writers.items():
-            part = [document for document, flag in chunk if flag == held_out]
+    fresh = _skip(documents, {False: train.documents, True: validation.documents})
+    chunks = iter(lambda: list(_take(fresh, chunk_documents, chunk_characters)), [])
+    for chunk in mapped(encode, chunks):
+        for held_out, writer in ((False, train), (True, validation)):
+            part = [(document.tokens, document.label) for document in chunk
+                    if document.held_out == held_out]  # fmt: skip
             if part:
-                tokens = _tokens_of(part, tokenizer, threads)
-                writer.add(list(zip(tokens, (d.label for d in part), strict=True)))
+                writer.add(part)
         yield train.documents + validation.documents, train.tokens + validation.tokens
 
 
-def _tokens_of(
-    documents: Sequence[Document], tokenizer: Tokenizer, threads: int
-) -> list[list[int]] | list[np.ndarray]:
-    """Return the tokens of documents, begin and end included."""
+def encoded(
+    chunk: Sequence[tuple[Document, bool]], tokenizer: Tokenizer, threads: int = 1
+) -> list[EncodedDocument]:
+    """Return the tokens of documents, each with whether it is held out, as it was given.
+
+    Raises CorpusError for tokens of another tokenizer.
+    """
+    documents = [document for document, _ in chunk]
     if documents[0].tokens is None:
-        return tokenizer.tokens_of_documents([d.text for d in documents], threads)
-    found = []
-    for document in documents:
-        tokens = document.tokens
-        assert tokens is not None  # a corpus is of texts or of tokens
-        if int(tokens.max()) >= tokenizer.vocabulary_size:
-            raise CorpusError(
-                f"a document of [data] holds the token {int(tokens.max())}, but the tokenizer has "
-                f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
-            )
-        begin = [] if tokens[0] == BEGIN_TOKEN else [BEGIN_TOKEN]
-        end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
-        found.append(np.concatenate([begin, tokens, end]).astype(np.int64))
-    return found
+        dtype = token_dtype(tokenizer.vocabulary_size)
+        texts = tokenizer.tokens_of_documents([d.text for d in documents], threads)
+        tokens = [np.asarray(one, dtype) for one in texts]
+    else:
+        tokens = [_given_tokens(document, tokenizer) for document in documents]
+    return [
+        EncodedDocument(one, document.label, held_out)
+        for one, (document, held_out) in zip(tokens, chunk, strict=True)
+    ]
+
+
+def _given_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    tokens = document.tokens
+    assert tokens is not None  # a corpus is of texts or of tokens
+    if int(tokens.max()) >= tokenizer.vocabulary_size:
+        raise CorpusError(
+            f"a document of [data] holds the token {int(tokens.max())}, but the tokenizer has "
+            f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
+        )
+    begin = [] if tokens[0] == BEGIN_TOKEN else [BEGIN_TOKEN]
+    end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
+    return np.concatenate([begin, tokens, end]).astype(np.int64)
 
 
 def _skip(
-    documents: Iterable[tuple[Document, bool]], done: dict[bool, int], seen: dict[bool, int]
+    documents: Iterable[tuple[Document, bool]], done: dict[bool, int]
 ) -> Iterator[tuple[Document, bool]]:
-    """Yield the documents after the first `done` of each kind, of which the stream lacks `seen`.
+    """Yield the documents after the first `done` of each kind.
 
     Counted for each kind by itself: a kill may come after one corpus got its part of a chunk and
     before the other got its own.
     """
+    seen = {False: 0, True: 0}
     for document, held_out in documents:
         seen[held_out] += 1
         if seen[held_out] > done[held_out]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from dipaco.modules.config import BEGIN_TOKEN, PAD_TOKEN, RoundsConfig
+from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 
 
@@ -95,60 +94,3 @@ def window_stride(sequence_length: int, prefix_tokens: int) -> int:
             f"{sequence_length}: the tokens behind the prefix are the ones that are scored"
         )
     return sequence_length - prefix_tokens
-
-
-def is_held_back(document: Sequence[int] | np.ndarray, fraction: float) -> bool:
-    """Tell whether a training document is kept from training, to choose best parameters by.
-
-    By a hash of its tokens, so it is kept from every shard, and from those of a run's successors.
-    Called by `ShardBuilder`.
-    """
-    if not fraction:
-        return False
-    data = np.asarray(document, dtype="<u4").tobytes()
-    digest = hashlib.blake2b(data, digest_size=8, person=b"early-stopping").digest()
-    return int.from_bytes(digest, "big") < fraction * 2.0**64
-
-
-def are_shared(rows: np.ndarray, rounds: RoundsConfig) -> bool:
-    """Tell whether the same documents choose the best parameters and give the reported losses."""
-    if not rounds.early_stopping:
-        return True
-    return _end_of_validation(rows) is None and rounds.early_stopping_split == "shared"
-
-
-def early_stopping_rows(rows: np.ndarray, rounds: RoundsConfig) -> np.ndarray:
-    """Return the rows of a path's validation file [N, T] that choose its best parameters.
-
-    They are of documents held back from the path's shard, those behind the empty row; where the
-    run has none, of held-out documents as `early_stopping_split` says. At most
-    `validation_sequences`, evenly spread. Peers, the simulator and anybody who checks the loss of
-    best parameters use the same ones.
-    """
-    end = _end_of_validation(rows)
-    if end is not None:
-        chosen = rows[end + 1 :]
-    else:
-        chosen = rows if are_shared(rows, rounds) else rows[_documents(rows) % 2 == 1]
-    return even_sample(chosen, rounds.validation_sequences)
-
-
-def reported_rows(rows: np.ndarray, rounds: RoundsConfig, count: int | None) -> np.ndarray:
-    """Return at most `count` rows (None: all) for the loss that is published and reported."""
-    end = _end_of_validation(rows)
-    if end is not None:
-        chosen = rows[:end]
-    else:
-        chosen = rows if are_shared(rows, rounds) else rows[_documents(rows) % 2 == 0]
-    return even_sample(chosen, count)
-
-
-def _end_of_validation(rows: np.ndarray) -> int | None:
-    """Return the number of the empty row, or None; no other row begins with padding."""
-    empty = np.flatnonzero(rows[:, 0] == PAD_TOKEN)
-    return int(empty[0]) if len(empty) else None
-
-
-def _documents(rows: np.ndarray) -> np.ndarray:
-    """Return the number of each row's document: every document begins a new row."""
-    return np.cumsum(rows[:, 0] == BEGIN_TOKEN)

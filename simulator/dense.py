@@ -21,7 +21,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import reported_rows
+from dipaco.routing.token_files import even_sample
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def score_dense(
         LossSum(
             *sum_losses(
                 model,
-                reported_rows(run.validation_tokens(plan, path), plan.rounds, validation_sequences),
+                even_sample(run.validation_tokens(plan, path), validation_sequences),
                 prefix_tokens,
             )
         )

@@ -18,7 +18,7 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import reported_rows
+from dipaco.routing.token_files import even_sample
 
 from .crew import Crew
 from .early_stopping import BestReport, EarlyStopping
@@ -155,7 +155,7 @@ class Reporter:
         own = {module: states[module] for module in self._grid.modules_of_path(path)}
         load_path(self._model, self._grid, path, own)
         held_out = self._run.validation_tokens(self._plan, path)
-        rows = reported_rows(held_out, self._plan.rounds, self._sequences)
+        rows = even_sample(held_out, self._sequences)
         score = LossSum(*sum_losses(self._model, rows, self._plan.routing.prefix_tokens))
         best = self.best.consider(path, round_index, self._model, own, score, trained=trained)
         return score, best

@@ -1,23 +1,14 @@
-"""Going on in the middle of a corpus, and data sets in the form of the Hub."""
+"""All documents of a corpus, and data sets in the form of the Hub."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from dipaco.modules.errors import CorpusError
-from dipaco.routing import corpus as corpus_module
-from dipaco.routing.corpus import (
-    CorpusBookmark,
-    CorpusConfig,
-    CorpusStream,
-    Document,
-    DocumentReader,
-    iterate_documents,
-)
+from dipaco.routing.corpus import CorpusConfig, Document, corpus_documents, iterate_documents
 
 HUB_README = """---
 configs:
@@ -79,61 +70,15 @@ def test_a_name_of_the_hub_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_files, _hub])
-def test_a_stream_goes_on_behind_any_document(tmp_path: Path, make: object) -> None:
+def test_all_documents_come_once_the_held_out_marked(tmp_path: Path, make: object) -> None:
     config = make(tmp_path)  # type: ignore[operator]
-    whole = list(CorpusStream(config))
-    assert {held_out for _, held_out in whole} == {False, True}
-    for count in range(len(whole) + 1):
-        stream = CorpusStream(config)
-        assert list(islice(stream, count)) == whole[:count]
-        position = json.loads(json.dumps(stream.position()))
-        again = CorpusStream(config, position)
-        held_out = sum(flag for _, flag in whole[:count])
-        assert again.counts == {False: count - held_out, True: held_out}
-        assert list(again) == whole[count:]
+    found = list(corpus_documents(config))
+    assert {held_out for _, held_out in found} == {False, True}
+    parts = ("train", "validation") if config.has_validation else ("train",)
+    read = [document for part in parts for document in iterate_documents(config, part)]
+    assert [document for document, _ in found] == read
 
 
-def test_files_that_are_behind_are_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = _files(tmp_path)
-    reader = DocumentReader(config, "train")
-    rest = list(reader)[12:]
-    reader = DocumentReader(config, "train")
-    assert len(list(islice(reader, 12))) == 12
-    opened: list[str] = []
-    original = corpus_module._file_source
-
-    def noted(path: Path, config: CorpusConfig) -> object:
-        source = original(path, config)
-        open_rows = source.open
-        note = lambda: opened.append(path.name) or open_rows()  # noqa: E731
-        return corpus_module._Source(source.name, note, source.complaint)
-
-    monkeypatch.setattr(corpus_module, "_file_source", noted)
-    assert list(DocumentReader(config, "train", reader.position())) == rest
-    assert opened == ["train-2.jsonl"]
-
-
-def test_the_limit_counts_what_was_read_before(tmp_path: Path) -> None:
+def test_a_limit_counts_documents_with_text(tmp_path: Path) -> None:
     config = _files(tmp_path).model_copy(update={"train_limit": 9})
-    reader = DocumentReader(config, "train")
-    first = list(islice(reader, 7))
-    again = list(DocumentReader(config, "train", reader.position()))
-    assert (len(first), len(again)) == (7, 2)
-
-
-def test_a_bookmark_is_used_only_where_it_fits(tmp_path: Path) -> None:
-    stream = CorpusStream(_files(tmp_path))
-    list(islice(stream, 6))
-    train, held_out = stream.counts[False], stream.counts[True]
-    file = tmp_path / "position.json"
-    bookmark = CorpusBookmark(file, "inputs")
-    assert bookmark.load(train, held_out) is None
-    bookmark.save(stream.position())
-    assert bookmark.load(train, held_out) == stream.position()
-    assert bookmark.load(train + 1, held_out) == stream.position()
-    assert bookmark.load(train - 1, held_out) is None, "the writer would miss a document"
-    assert CorpusBookmark(file, "others").load(train, held_out) is None
-    file.write_text("{")
-    assert bookmark.load(train, held_out) is None
+    assert len(list(iterate_documents(config, "train"))) == 9

@@ -18,21 +18,13 @@ from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.prepare import check_shards, prepare
 from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.config import PAD_TOKEN, InnerConfig, ModelConfig
+from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import StageProgress
-from dipaco.routing.batches import BatchStream
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
-from dipaco.routing.token_corpus import TokenCorpus
-from dipaco.routing.token_files import (
-    early_stopping_rows,
-    is_held_back,
-    reported_rows,
-    scoring_windows,
-)
 from rich.console import Console
 from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
 
@@ -72,13 +64,7 @@ def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
             train[0, 0] = 1
     with pytest.raises(ValueError, match="path 4"):
         run.train_tokens(plan, 4)
-    assert sum(s.train_documents for s in index.paths) + _held_out(run) + _held_back(run) == 240
-
-
-def _held_back(run: RunFolder) -> int:
-    """Return how many training documents choose best parameters."""
-    corpus = TokenCorpus(run.path / "work/tokens/train", 320)
-    return sum(is_held_back(corpus.document(index), 0.02) for index in range(len(corpus)))
+    assert sum(s.train_documents for s in index.paths) + _held_out(run) == 240
 
 
 def _held_out(run: RunFolder) -> int:
@@ -98,45 +84,10 @@ def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, 
     for text, path in zip(texts, paths.tolist(), strict=True):
         needle = np.array(router.tokenizer.document_tokens(text), "<u2").tobytes()
         holders = [p for p, stream in enumerate(streams) if needle in stream]
-        # Those that are held out or held back are nowhere.
+        # Those that are held out are nowhere.
         assert holders in ([], [path])
         found += len(holders)
-    assert found == 240 - _held_out(run) - _held_back(run)
-
-
-def test_rows_that_choose_are_never_trained_on_nor_reported(
-    prepared: tuple[Path, RunFolder, str],
-) -> None:
-    """The three kinds of rows of every path are of different documents, all of them its own."""
-    _, run, output = prepared
-    plan = run.plan()
-    router, length = run.document_router(plan), plan.model.sequence_length
-    corpora = [TokenCorpus(run.path / "work/tokens" / p, 320) for p in ("train", "validation")]
-    train, validation = ([c.document(n).tolist() for n in range(len(c))] for c in corpora)
-    held_back = [document for document in train if is_held_back(document, 0.02)]
-    trained = [document for document in train if not is_held_back(document, 0.02)]
-    assert held_back
-    assert f"{len(held_back)} of the training documents are trained by no path" in output
-
-    def windows(documents: list[list[int]], path: int) -> list[list[int]]:
-        own = [d for d in documents if int(router.route_tokens([d])[0]) == path]
-        rows = [scoring_windows(d, length, plan.routing.prefix_tokens) for d in own]
-        return [row.tolist() for of_document in rows for row in of_document]
-
-    everything = plan.rounds.model_copy(update={"validation_sequences": 10**6})
-    for path in range(4):
-        rows = run.validation_tokens(plan, path)
-        choosing = early_stopping_rows(rows, everything).tolist()
-        reported = reported_rows(rows, plan.rounds, None).tolist()
-        assert choosing == windows(held_back, path)
-        assert reported == windows(validation, path)
-        shard = run.train_tokens(plan, path)
-        flat = [token for d in trained if int(router.route_tokens([d])[0]) == path for token in d]
-        assert shard.reshape(-1)[: len(flat)].tolist() == flat
-        assert set(shard.reshape(-1)[len(flat) :].tolist()) <= {PAD_TOKEN}
-        stream = BatchStream(shard, seed=plan.seed, path=path, batch_sequences=8)
-        drawn = {tuple(row) for step in range(40) for row in stream.batch(step).tolist()}
-        assert drawn <= {tuple(row) for row in shard.tolist()}
+    assert found == 240 - _held_out(run)
 
 
 def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunFolder, str]) -> None:
@@ -223,9 +174,7 @@ def test_other_routers(
     assert [path.sequences for path in report.paths] == [shard.train_sequences for shard in shards]
     copies = plan.routing.train_paths
     assert report.train_paths == copies
-    assert sum(shard.train_documents for shard in shards) == copies * (
-        240 - _held_out(run) - _held_back(run)
-    )
+    assert sum(shard.train_documents for shard in shards) == copies * (240 - _held_out(run))
     assert report.agreement is not None
     if agreement:
         assert report.agreement.purity == agreement
@@ -324,7 +273,7 @@ def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_empty_shards_are_named() -> None:
-    summaries = tuple(PathSummary(path, 5 * (path != 1), 9, 0, 0, ()) for path in range(3))
+    summaries = tuple(PathSummary(path, 5 * (path != 1), 9, 0, ()) for path in range(3))
     with pytest.raises(CorpusError, match=r"path 1 is empty.*balanced = true"):
         check_shards(summaries)
     check_shards(summaries[2:])

@@ -18,10 +18,12 @@ from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import verify_manifest
+from dipaco.modules.compose import load_path
 from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
+from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.document_scores import DocumentScores
+from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from rich.console import Console
@@ -163,22 +165,16 @@ def test_the_corpus_is_not_tokenised_again(chain: dict[str, Path]) -> None:
 
 
 def test_scores_are_those_of_the_old_paths(chain: dict[str, Path]) -> None:
-    files = sorted((chain["scored"] / "work/scores").glob("*/*.safetensors"))
-    assert len(files) == 4
-    scores = [
-        DocumentScores.from_bytes(file.read_bytes(), 100, path=path)
-        for path, file in enumerate(files)
-    ]
-    old = RunFolder(chain["kmeans"])
-    grid = old.grid(old.plan())
-    for path, one in enumerate(scores):
-        for module, digest in one.states.items():
-            state = old.states.load_latest(module, grid.layout(module))
-            assert state is not None
-            assert state.digest == digest
-        assert tuple(one.states) == tuple(sorted(grid.modules_of_path(path)))
-    nll = np.stack([one.nll for one in scores], axis=1)
-    assert len(set(np.argmin(nll, axis=1).tolist())) > 1
+    folder, old = chain["scored"] / "work/scores", open_predecessor(chain["kmeans"])
+    rows = np.load(folder / "documents.npy")
+    assert rows.shape == (100, 32)
+    for path in range(4):
+        model = PathModel(old.plan.model)
+        states = {module: old.load(module) for module in old.grid.modules_of_path(path)}
+        load_path(model, old.grid, path, states)
+        expected = [sum_losses(model.eval(), row[None], 8)[0] for row in rows]
+        [file] = folder.glob(f"P{path:05d}-*.npy")
+        assert np.load(file) == pytest.approx(expected, rel=1e-5)
     assert RunFolder(chain["scored"]).plan().routing.kind == "discriminative"
 
 
@@ -196,21 +192,21 @@ def test_scoring_goes_on_where_it_was_stopped(
     chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, scored = chain["dense"].parent, []
-    real = local_scores.score_router_documents
+    real = local_scores.score_path
 
-    def stopping(*arguments: Any, **options: Any) -> Any:
-        scored.append(options["start"])
+    def stopping(*arguments: Any) -> Any:
+        scored.append(arguments[-1])
         if len(scored) == 3:
             raise KeyboardInterrupt
-        return real(*arguments, **options)
+        return real(*arguments)
 
-    monkeypatch.setattr(local_scores, "score_router_documents", stopping)
+    monkeypatch.setattr(local_scores, "score_path", stopping)
     with pytest.raises(KeyboardInterrupt):
         succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
-    file = next((tmp_path / "out/work/scores").glob("*/checked-P00001.safetensors"))
+    [file] = (tmp_path / "out/work/scores").glob("P00001-*.npy")
     file.write_bytes(file.read_bytes()[:-8])  # Damaged: it is scored again.
     run, _ = succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
-    assert len(scored) == 3 + 3
+    assert scored == [0, 1, 2, 1, 2, 3]
     assert run.plan().blobs == RunFolder(chain["scored"]).plan().blobs
 
 
@@ -351,6 +347,3 @@ def test_command_line(
     assert "is not a run folder" in capsys.readouterr().err
     assert cli.main([*arguments, "--initial-peers", "x"]) == ConfigurationError.exit_code
     assert "give its folder with --from" in capsys.readouterr().err
-    code = cli.main([*arguments, "--from", str(chain["dense"]), "--score-wait-s", "-1"])
-    assert code == ConfigurationError.exit_code
-    assert "--score-wait-s -1.0 must be at least 0" in capsys.readouterr().err

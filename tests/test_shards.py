@@ -1,28 +1,26 @@
 from __future__ import annotations
 
-import contextlib
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from dipaco.modules.blobs import BlobStore
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, RoundsConfig
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.plan import ShardIndex
 from dipaco.routing.corpus import Document
-from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.shards import ShardBuilder
-from dipaco.routing.token_corpus import TokenCorpus, TokenCorpusWriter, write_token_corpora
-from dipaco.routing.token_files import (
-    check_tokens,
-    early_stopping_rows,
-    is_held_back,
-    open_tokens,
-    reported_rows,
-    scoring_windows,
+from dipaco.routing.shards import Beginnings, ShardBuilder
+from dipaco.routing.token_corpus import (
+    TokenCorpus,
+    TokenCorpusWriter,
+    encoded,
+    write_token_corpora,
 )
+from dipaco.routing.token_files import check_tokens, open_tokens, scoring_windows
 from dipaco.routing.tokenizer import Tokenizer
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
@@ -30,6 +28,8 @@ LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 
 class LetterTokenizer(Tokenizer):
     """One token for every character."""
+
+    vocabulary_size = VOCABULARY
 
     def __init__(self) -> None:
         self.calls = 0
@@ -42,28 +42,22 @@ class LetterTokenizer(Tokenizer):
         return [self.document_tokens(text) for text in texts]
 
 
-class FirstLetterRouter(DocumentRouter):
+class FirstLetterRouter:
     """Routes by the first character, and can die after some chunks."""
 
     def __init__(self, chunks: int = 10**9) -> None:
-        self.prefix_tokens = PREFIX
         self.chunks = chunks
         self.documents = 0
 
-    def nearest_paths(
-        self,
-        documents: Sequence[Sequence[int] | np.ndarray],
-        count: int,
-        labels: Sequence[str | None] | None = None,
-    ) -> np.ndarray:
+    def __call__(self, beginnings: Beginnings) -> np.ndarray:
         self.chunks -= 1
         if self.chunks < 0:
             raise KeyboardInterrupt
-        self.documents += len(documents)
-        assert labels is not None
-        assert len(labels) == len(documents)
-        best = np.array([int(document[1]) % PATHS for document in documents], dtype=np.int64)
-        return (best[:, None] + np.arange(count)[None, :]) % PATHS
+        self.documents += len(beginnings.tokens)
+        assert len(beginnings.labels) == len(beginnings.tokens)
+        assert max(len(tokens) for tokens in beginnings.tokens) <= PREFIX
+        best = np.array([int(tokens[1]) % PATHS for tokens in beginnings.tokens], dtype=np.int64)
+        return (best[:, None] + np.arange(beginnings.paths)[None, :]) % PATHS
 
 
 def _documents(count: int = 90) -> list[tuple[Document, bool]]:
@@ -74,21 +68,25 @@ def _documents(count: int = 90) -> list[tuple[Document, bool]]:
     return [(Document(text, text[0]), number % 5 == 0) for number, text in enumerate(texts)]
 
 
+def _encode(tokenizer: LetterTokenizer | None = None) -> Any:
+    return functools.partial(encoded, tokenizer=tokenizer or LetterTokenizer())
+
+
 def _corpora(folder: Path, documents: list[tuple[Document, bool]]) -> list[TokenCorpus]:
     writers = [TokenCorpusWriter(folder / p, VOCABULARY, "inputs") for p in ("t", "v")]
-    for _ in write_token_corpora(documents, LetterTokenizer(), *writers, chunk_documents=7):
+    for _ in write_token_corpora(documents, _encode(), *writers, chunk_documents=7):
         pass
     return [TokenCorpus(folder / part, VOCABULARY) for part in ("t", "v")]
 
 
-def _builder(folder: Path, router: DocumentRouter, inputs: str = "inputs") -> ShardBuilder:
-    return ShardBuilder(folder, router, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
+def _builder(folder: Path, inputs: str = "inputs") -> ShardBuilder:
+    return ShardBuilder(folder, PREFIX, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
 
 
 def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]:
     train, validation = _corpora(tmp_path / "tokens", _documents())
-    builder = _builder(tmp_path / name, FirstLetterRouter())
-    builder.build(train, validation)
+    builder = _builder(tmp_path / name)
+    builder.build(train, validation, FirstLetterRouter())
     blobs = BlobStore(tmp_path / "blobs")
     return builder.finish(blobs), blobs
 
@@ -120,14 +118,14 @@ def test_token_corpus_goes_on_after_a_kill(tmp_path: Path, torn: str) -> None:
 
     writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
     with pytest.raises(KeyboardInterrupt):
-        for _ in write_token_corpora(dying(), LetterTokenizer(), *writers, chunk_documents=7):
+        for _ in write_token_corpora(dying(), _encode(), *writers, chunk_documents=7):
             pass
     if torn:  # as if killed between writing a file and counting it
         with open(tmp_path / "a" / "t" / torn, "ab") as file:
             file.write(b"half a chunk")
     tokenizer = LetterTokenizer()
     writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
-    for _ in write_token_corpora(documents, tokenizer, *writers, chunk_documents=11):
+    for _ in write_token_corpora(documents, _encode(tokenizer), *writers, chunk_documents=11):
         pass
     assert tokenizer.calls == len(documents) - 35  # five whole chunks were not done again
     _corpora(tmp_path / "b", documents)
@@ -175,10 +173,10 @@ def test_overlapping_shards(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path / "blobs")
     plain, _ = _build(tmp_path)
     builder = ShardBuilder(
-        tmp_path / "two", FirstLetterRouter(), PATHS, LENGTH, VOCABULARY, "two", train_paths=2,
+        tmp_path / "two", PREFIX, PATHS, LENGTH, VOCABULARY, "two", train_paths=2,
         chunk_documents=8,
     )  # fmt: skip
-    builder.build(train, validation)
+    builder.build(train, validation, FirstLetterRouter())
     index = builder.finish(blobs)
     for path in range(PATHS):
         assert index.paths[path].validation_sha256 == plain.paths[path].validation_sha256
@@ -191,70 +189,16 @@ def test_overlapping_shards(tmp_path: Path) -> None:
         assert sum(summary.label_tokens.values()) == summary.train_tokens == len(flat)
 
 
-@pytest.mark.parametrize("train_paths", [1, 2])
-@pytest.mark.parametrize("chunks", [4, 10**9])
-def test_held_back_documents_are_in_no_shard(tmp_path: Path, train_paths: int, chunks: int) -> None:
-    """They stand behind an empty row of their best path's validation file, also after a kill."""
-    train, validation = _corpora(tmp_path / "tokens", _documents())
-
-    def builder(chunks: int) -> ShardBuilder:
-        return ShardBuilder(
-            tmp_path / "shards", FirstLetterRouter(chunks), PATHS, LENGTH, VOCABULARY, "inputs",
-            train_paths=train_paths, held_back_fraction=0.25, chunk_documents=8,
-        )  # fmt: skip
-
-    with contextlib.suppress(KeyboardInterrupt):
-        builder(chunks).build(train, validation)
-    finished = builder(10**9)
-    finished.build(train, validation)
-    blobs = BlobStore(tmp_path / "blobs")
-    index = finished.finish(blobs)
-    assert finished.finish(blobs) == index
-    texts = {held_out: [d.text for d, v in _documents() if v == held_out] for held_out in (0, 1)}
-    tokens = {v: [LetterTokenizer().document_tokens(t) for t in texts[v]] for v in texts}
-    held_back = [d for d in tokens[0] if is_held_back(d, 0.25)]
-    trained = [d for d in tokens[0] if d not in held_back]
-    assert 5 < len(held_back) < 40
-    for path in range(PATHS):
-        shard = index.paths[path]
-        own = [d for d in trained if (path - d[1]) % PATHS < train_paths]
-        flat = [token for document in own for token in document]
-        rows = open_tokens(blobs.path(shard.train_sha256), LENGTH, VOCABULARY)
-        # A last row of one token would be left out.
-        assert len(flat) <= rows.size + 1
-        assert rows.reshape(-1)[: len(flat)].tolist() == flat[: rows.size]
-        assert shard.train_documents == len(own)
-        rows = open_tokens(blobs.path(shard.validation_sha256), LENGTH, VOCABULARY)
-        assert len(rows) == shard.validation_sequences
-        rounds = RoundsConfig(validation_sequences=10**6)
-        for documents, part in (
-            (tokens[1], reported_rows(rows, rounds, None)),
-            (held_back, early_stopping_rows(rows, rounds)),
-        ):
-            own = [d for d in documents if d[1] % PATHS == path]
-            windows = [scoring_windows(d, LENGTH, PREFIX) for d in own]
-            assert np.array_equal(part, np.concatenate(windows))
-        held = [d for d in held_back if d[1] % PATHS == path]
-        assert finished.summaries()[path].held_back_documents == len(held)
-
-
-def test_held_back_is_a_share_by_hash() -> None:
-    documents = [[1, number, 7, 2] for number in range(4000)]
-    held_back = [d for d in documents if is_held_back(d, 0.1)]
-    assert 300 < len(held_back) < 500
-    assert all(is_held_back(np.array(d, dtype="<u2"), 0.2) for d in held_back)
-    assert not any(is_held_back(d, 0.0) for d in documents)
-
-
 def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
     train, validation = _corpora(tmp_path / "tokens", _documents())
     expected, _ = _build(tmp_path)
-    router = FirstLetterRouter()
     builder = ShardBuilder(
-        tmp_path / "s", router, PATHS, LENGTH, VOCABULARY, "inputs", chunk_tokens=100
+        tmp_path / "s", PREFIX, PATHS, LENGTH, VOCABULARY, "inputs", chunk_tokens=100
     )
     seen: list[int] = []
-    builder.build(train, validation, lambda done, total: seen.append(done))
+    builder.build(
+        train, validation, FirstLetterRouter(), progress=lambda done, total: seen.append(done)
+    )
     for first, last in zip([0, *seen], seen, strict=False):
         lengths = [*train.lengths(), *validation.lengths()][first:last]
         assert sum(lengths) <= 100 or len(lengths) == 1
@@ -267,13 +211,15 @@ def test_builder_goes_on_after_a_kill(tmp_path: Path, chunks: int) -> None:
     expected, _ = _build(tmp_path)
     train, validation = _corpora(tmp_path / "tokens", _documents())
     with pytest.raises(KeyboardInterrupt):
-        _builder(tmp_path / "s", FirstLetterRouter(chunks)).build(train, validation)
+        _builder(tmp_path / "s").build(train, validation, FirstLetterRouter(chunks))
     with open(tmp_path / "s" / "train-00001.bin", "ab") as file:
         file.write(b"half a chunk")
     router = FirstLetterRouter()
     seen: list[tuple[int, int]] = []
-    builder = _builder(tmp_path / "s", router)
-    builder.build(train, validation, lambda done, total: seen.append((done, total)))
+    builder = _builder(tmp_path / "s")
+    builder.build(
+        train, validation, router, progress=lambda done, total: seen.append((done, total))
+    )
     assert router.documents == len(train) + len(validation) - min(
         chunks * 8, 72 + max(0, chunks - 9) * 8
     )
@@ -284,14 +230,13 @@ def test_builder_goes_on_after_a_kill(tmp_path: Path, chunks: int) -> None:
 def test_finished_builder_repeats_its_answer(tmp_path: Path) -> None:
     index, blobs = _build(tmp_path)
     train, validation = _corpora(tmp_path / "tokens", _documents())
-    router = FirstLetterRouter(chunks=0)
-    builder = _builder(tmp_path / "shards", router)
-    builder.build(train, validation)
+    builder = _builder(tmp_path / "shards")
+    builder.build(train, validation, FirstLetterRouter(chunks=0))
     assert builder.finish(blobs) == index
     assert sum(s.train_documents for s in builder.summaries()) == 72
     assert builder.summaries()[0].labels[0][1] <= 1.0
-    fresh = _builder(tmp_path / "shards", FirstLetterRouter(), inputs="other")
-    fresh.build(train, validation)
+    fresh = _builder(tmp_path / "shards", inputs="other")
+    fresh.build(train, validation, FirstLetterRouter())
     assert fresh.finish(blobs) == index
 
 
@@ -299,9 +244,9 @@ def test_a_last_row_of_one_token_is_left_out(tmp_path: Path) -> None:
     documents = [(Document("c" * (LENGTH - 2 + extra)), False) for extra in (0, 1)]
     for count, sequences in ((1, 1), (2, 2)):
         train, validation = _corpora(tmp_path / f"tokens{count}", documents[:count])
-        builder = _builder(tmp_path / f"shards{count}", FirstLetterRouter())
-        builder.build(train, validation)
-        builder.build(train, validation)
+        builder = _builder(tmp_path / f"shards{count}")
+        builder.build(train, validation, FirstLetterRouter())
+        builder.build(train, validation, FirstLetterRouter())
         assert builder.finish(BlobStore(tmp_path / "b")).paths[0].train_sequences == sequences
 
 

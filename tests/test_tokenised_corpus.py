@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from dipaco.bootstrap.prepare import prepare
-from dipaco.bootstrap.run_config import load_run_config
-from dipaco.bootstrap.stages import corpus_fingerprint, inputs_hash
-from dipaco.modules.config import END_TOKEN
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.corpus import (
-    CorpusConfig,
-    Document,
-    DocumentReader,
-    is_held_out,
-    iterate_documents,
-)
+from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
 
@@ -74,61 +64,6 @@ def test_tokens_give_the_blobs_of_their_texts(corpus: Path, tmp_path: Path) -> N
     from_texts = made(toml_of(corpus, "texts"), tmp_path / "texts")
     assert from_tokens.blobs == from_texts.blobs
     assert from_tokens.run_id != ""
-
-
-def arrays_of(corpus: Path) -> Path:
-    """Write the documents as arrays, with the end token between them, and return the RUN.toml."""
-    for name, kind in (("train", "bin"), ("validation", "npy")):
-        lines = (corpus / f"tokens-{name}.jsonl").read_text().splitlines()
-        flat: list[int] = []
-        for ids in (json.loads(line)["ids"] for line in lines):
-            flat += [token for token in ids if token != END_TOKEN] + [END_TOKEN]
-        if kind == "bin":
-            np.array(flat, "<u2").tofile(corpus / f"arrays-{name}.bin")
-        else:
-            np.save(corpus / f"arrays-{name}.npy", np.array(flat, np.int32))
-    fields = f'separator_token = {END_TOKEN}\ntokenizer_sha256 = "{sha256_of(corpus)}"\n'
-    toml = toml_of(corpus, "arrays", fields)
-    text = toml.read_text().replace("arrays-train.jsonl", "arrays-train.bin")
-    text = text.replace("arrays-validation.jsonl", "arrays-validation.npy")
-    toml.write_text(text.replace('label_field = "domain"\n', ""))
-    return toml
-
-
-def test_arrays_of_tokens_are_the_documents_that_are_in_them(corpus: Path) -> None:
-    config = load_run_config(arrays_of(corpus)).data
-    for part in ("train", "validation"):
-        lines = (corpus / f"tokens-{part}.jsonl").read_text().splitlines()
-        expected = [[t for t in json.loads(line)["ids"] if t != END_TOKEN] for line in lines]
-        reader = DocumentReader(config, part)  # type: ignore[arg-type]
-        found = [document.tokens for document in itertools.islice(reader, 5)]
-        # A second reader goes on after what the first one gave.
-        rest = DocumentReader(config, part, json.loads(json.dumps(reader.position())))  # type: ignore[arg-type]
-        found += [document.tokens for document in rest]
-        assert [list(tokens) for tokens in found if tokens is not None] == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "given", "said"),
-    [
-        ("a.bin", b"123", {}, "3 bytes, which is no multiple of 2; .* bin_token_bytes = 4"),
-        ("a.bin", b"1234", {"separator_token": None}, "separator_token = ID under"),
-        ("a.npy", b"1234", {}, "a.npy is not an .npy file"),
-        ("a.jsonl", b"{}", {}, "not a file of nothing but tokens"),
-        ("a.bin", b"\3\0\3\0", {}, "no tokens between separators"),
-        ("a.bin", b"", {}, "no tokens between separators|is empty"),
-    ],
-)
-def test_what_is_no_array_of_tokens_is_named(
-    tmp_path: Path, name: str, content: bytes, given: dict[str, Any], said: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    values: dict[str, Any] = {"separator_token": 3, "tokenizer_sha256": "0" * 64, **given}
-    if values["separator_token"] is None:
-        del values["tokenizer_sha256"]
-    config = CorpusConfig(train=(str(tmp_path / name),), **values)
-    with pytest.raises(CorpusError, match=said):
-        list(iterate_documents(config, "train"))
 
 
 def test_tokens_of_another_tokenizer_are_refused(corpus: Path, tmp_path: Path) -> None:
@@ -197,18 +132,3 @@ def test_equal_tokens_are_on_one_side(tmp_path: Path) -> None:
         for label, dtype in (("a", "int64"), ("b", "uint16"))
     }
     assert len(sides) == 1
-
-
-def test_the_hash_of_a_corpus_of_texts_is_what_it_was(tmp_path: Path) -> None:
-    """Else every preparation would begin again after an upgrade."""
-    (tmp_path / "a.txt").write_text("text")
-    config = CorpusConfig(train=(str(tmp_path / "a.txt"),))
-    found = (tmp_path / "a.txt").stat()
-    old = {
-        "hub": None, "hub_config": None, "hub_revision": None, "train_split": "train",
-        "validation_split": None, "text_field": "text", "label_field": None,
-        "txt_documents": "file", "held_out_fraction": 0.01, "train_limit": None,
-        "validation_limit": None,
-    }  # fmt: skip
-    files = [["train", "a.txt", found.st_size, found.st_mtime_ns]]
-    assert corpus_fingerprint(config) == inputs_hash(old, files)

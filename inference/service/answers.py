@@ -144,7 +144,6 @@ class Reply:
                     {
                         "path": one.path,
                         "routed": one.routed,
-                        "best_round": one.states.best_round,
                         "modules": list(one.states.modules),
                     }
                     for one in began

@@ -159,7 +159,6 @@ class Service:
         else:
             states = {
                 "modules": list(batch.states.modules),
-                "best_round": batch.states.best_round,
                 "states": batch.states.short,
             }
         return {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dipaco.inference.sources import StateSource, assemble_path
+from dipaco.inference.sources import StateSource, assemble_path, path_states
 from dipaco.modules.transformer import PathModel
 
 from .packed import pack
@@ -27,8 +27,7 @@ class PathStates:
     """Which states a path was put together from: what a client is shown of it."""
 
     digests: tuple[str, ...]
-    """Of its modules' states, or the one hash of its best states."""
-    best_round: int | None
+    """Of its modules' states."""
     modules: tuple[Mapping[str, Any], ...]
     """For each module its name, and version and digest of the state."""
 
@@ -139,13 +138,11 @@ class Loader:
     def _assembled(self, path: int) -> tuple[PathModel, PathStates]:
         source = self._source
         model = assemble_path(source, path, device=self._device)
-        best = source.best_round(path)
-        modules: list[Mapping[str, Any]] = []
-        for module in source.grid.modules_of_path(path):
-            state = source.state(module) if best is None else None
-            shown = {"version": state.version, "digest": state.digest} if state else {}
-            modules.append({"module": module, **shown})
-        return pack(model), PathStates(source.digests(path), best, tuple(modules))
+        modules = [
+            {"module": module, "version": state.version, "digest": state.digest}
+            for module, state in path_states(source, path).items()
+        ]
+        return pack(model), PathStates(source.digests(path), tuple(modules))
 
     def _look(self) -> None:
         """Read what is newest and say which paths in memory have other states now."""

@@ -1,0 +1,70 @@
+"""The pieces of preparation, as functions that any process can call (`workers.py`).
+
+What they work with lies in the run folder and is read once in each process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from dipaco.modules.config import ModelConfig
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.corpus import Document
+from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.routers import load_router
+from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.shards import Beginnings
+from dipaco.routing.token_corpus import EncodedDocument, encoded
+from dipaco.routing.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RoutingTools:
+    """What documents are routed with: blobs of a run folder, and where the base model runs."""
+
+    folder: Path
+    tokenizer: str
+    base: str
+    router: str
+    model: ModelConfig
+    prefix_tokens: int
+    device: str
+
+
+def encode(
+    folder: Path, tokenizer: str, chunk: Sequence[tuple[Document, bool]]
+) -> list[EncodedDocument]:
+    """Return the tokens of a chunk of documents. Raises CorpusError as `encoded` does."""
+    return encoded(chunk, _tokenizer(folder, tokenizer), torch.get_num_threads())
+
+
+def route(tools: RoutingTools, beginnings: Beginnings) -> np.ndarray:
+    """Return the best paths of a chunk of documents, int64 [N, paths]."""
+    router = _document_router(tools)
+    return router.nearest_paths(beginnings.tokens, beginnings.paths, beginnings.labels)
+
+
+@functools.lru_cache(maxsize=1)
+def base_model(folder: Path, config: ModelConfig, base: str, device: str) -> PathModel:
+    """Return a run's base model on a device."""
+    return RunFolder(folder).load_base_model(config, base).to(device)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(folder: Path, tokenizer: str) -> Tokenizer:
+    return Tokenizer(RunFolder(folder).blobs.read(tokenizer))
+
+
+@functools.lru_cache(maxsize=1)
+def _document_router(tools: RoutingTools) -> DocumentRouter:
+    return DocumentRouter(
+        _tokenizer(tools.folder, tools.tokenizer),
+        base_model(tools.folder, tools.model, tools.base, tools.device),
+        load_router(RunFolder(tools.folder).blobs.read(tools.router)),
+        tools.prefix_tokens,
+    )

@@ -1,0 +1,122 @@
+"""Where the pieces of preparation are worked on: in this process, in others, or on a Dask cluster.
+
+The work is a map over pieces: chunks of documents to tokenise or to route, paths to score. This
+process reads the documents and writes what comes back, in their order, so the run is the same
+wherever the pieces were done.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from dipaco.modules.errors import ConfigurationError, NetworkError, StorageError
+
+PieceT = TypeVar("PieceT")
+DoneT = TypeVar("DoneT")
+# Pieces of this many rounds of all workers are read ahead of what is written.
+_ROUNDS_AHEAD = 2
+_DASK_TIMEOUT_S = 30.0
+
+
+class Workers:
+    """Does pieces through an executor, or without one here; `count` are done at a time."""
+
+    def __init__(self, executor: Executor | None = None, count: int = 1) -> None:
+        self._executor = executor
+        self._ahead = _ROUNDS_AHEAD * count
+
+    def map(
+        self, function: Callable[[PieceT], DoneT], pieces: Iterable[PieceT], /
+    ) -> Iterator[DoneT]:
+        """Yield what `function` makes of the pieces, in their order; few are read ahead.
+
+        Raises what `function` raises, StorageError when a worker process has died.
+        """
+        if self._executor is None:
+            yield from map(function, pieces)
+            return
+        waiting: deque[Future[DoneT]] = deque()
+        try:
+            for piece in pieces:
+                waiting.append(self._executor.submit(function, piece))
+                if len(waiting) > self._ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise StorageError(
+                "a worker process has died, most likely for lack of memory; the same command goes "
+                "on from here, give it fewer --workers"
+            ) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@contextmanager
+def open_workers(count: int = 1, dask: str | None = None) -> Iterator[Workers]:
+    """Open `count` processes on this machine, or the Dask cluster at an address; close them after.
+
+    The workers of a cluster must see the run folder under the same name. Raises
+    ConfigurationError without Dask, NetworkError when nothing answers at the address.
+    """
+    if dask is not None:
+        with _dask_workers(dask) as workers:
+            yield workers
+        return
+    if count == 1:
+        yield Workers()
+        return
+    threads = max(1, torch.get_num_threads() // count)
+    executor = ProcessPoolExecutor(
+        count, multiprocessing.get_context("spawn"), _begin, (threads, os.getpid())
+    )
+    try:
+        yield Workers(executor, count)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(threads: int, parent: int) -> None:
+    """Begin a worker process: Ctrl+C is for its parent, and it ends when that is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _dask_workers(address: str) -> Iterator[Workers]:
+    try:
+        from dask.distributed import Client
+    except ImportError:
+        raise ConfigurationError("--dask needs Dask: pip install 'dipaco[dask]'") from None
+    try:
+        client = Client(address, timeout=_DASK_TIMEOUT_S)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise NetworkError(f"no Dask scheduler answers at {address}: {error}") from None
+    with client:
+        threads = sum(client.nthreads().values())
+        if not threads:
+            raise NetworkError(f"the Dask cluster at {address} has no workers; start some first")
+        executor = client.get_executor(pure=False)
+        try:
+            yield Workers(executor, threads)
+        finally:
+            executor.shutdown(wait=False)
