@@ -51,58 +51,52 @@ class LocalScores:
         content = rows.tobytes() + prefix_tokens.to_bytes(8, "big")
         self._documents = hashlib.sha256(content).hexdigest()
 
-    def of(
-        self,
-        paths: Sequence[int],
-        device: torch.device,
-        *,
-        mapped: Mapped = map,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> dict[int, np.ndarray]:
-        """Return by path the summed loss of each row behind its prefix, in nats, float64 [N].
-
-        `progress` gets (paths scored, paths to score). Raises ConfigurationError for a path that
-        gives a row no finite loss.
-        """
-        found = {path: scores for path in paths if (scores := self._kept(path)) is not None}
-        missing = [path for path in paths if path not in found]
-        if missing:
-            content = BytesIO()
-            np.save(content, self._rows)
-            atomic_write(self._folder / DOCUMENTS_FILE, content.getvalue())
-        score = functools.partial(
-            score_path,
-            self._predecessor,
-            self._folder / DOCUMENTS_FILE,
-            self._prefix_tokens,
-            str(device),
-        )
-        for done, (path, scores) in enumerate(zip(missing, mapped(score, missing), strict=True), 1):
-            if not np.isfinite(scores).all():
-                raise ConfigurationError(
-                    f"path {path} of {self._predecessor.path} gives a document no finite loss; its "
-                    f"states are of no use for a router that is trained on scores"
-                )
-            content = BytesIO()
-            np.save(content, scores)
-            atomic_write(self._file(path), content.getvalue())
-            found[path] = scores
-            progress(done, len(missing))
-        return found
-
-    def _kept(self, path: int) -> np.ndarray | None:
-        """Return scores that an earlier call has kept; None if they are not there, or damaged."""
+    def load(self, path: int) -> np.ndarray | None:
+        """Return the summed loss of each row behind its prefix, in nats, float64 [N], as a path
+        gives it; None if that was not made yet, or is damaged."""
         try:
             scores: np.ndarray = np.load(self._file(path), allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
         return scores if scores.shape == (len(self._rows),) else None
 
+    def make(
+        self,
+        paths: Sequence[int],
+        device: torch.device,
+        *,
+        mapped: Mapped = map,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Score the rows with some paths; `progress` gets (paths done, paths to do).
+
+        Raises ConfigurationError for a path that gives a row no finite loss.
+        """
+        documents = self._folder / DOCUMENTS_FILE
+        _write_array(documents, self._rows)
+        score = functools.partial(
+            score_path, self._predecessor, documents, self._prefix_tokens, str(device)
+        )
+        for done, (path, scores) in enumerate(zip(paths, mapped(score, paths), strict=True), 1):
+            if not np.isfinite(scores).all():
+                raise ConfigurationError(
+                    f"path {path} of {self._predecessor.path} gives a document no finite loss; its "
+                    f"states are of no use for a router that is trained on scores"
+                )
+            _write_array(self._file(path), scores)
+            progress(done, len(paths))
+
     def _file(self, path: int) -> Path:
         digests = self._predecessor.digests
         states = [digests[module] for module in self._predecessor.grid.modules_of_path(path)]
         name = hashlib.sha256(" ".join([self._documents, *states]).encode()).hexdigest()[:16]
         return self._folder / f"P{path:05d}-{name}.npy"
+
+
+def _write_array(file: Path, values: np.ndarray) -> None:
+    content = BytesIO()
+    np.save(content, values)
+    atomic_write(file, content.getvalue())
 
 
 def score_path(

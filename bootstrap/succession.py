@@ -134,12 +134,16 @@ class Succession:
         self.check_scorable()
         origins = [self.growth.origin_path(path) for path in range(self.grid.path_count)]
         scores = LocalScores(self.work / "scores", self.predecessor, rows, prefix_tokens)
-        with self.display.stage("scores") as progress:
-            by_path = scores.of(
-                sorted(set(origins)), self.device, mapped=self.workers.map,
-                progress=lambda done, total: progress.update(done, total, "paths"),
-            )  # fmt: skip
-        return np.stack([by_path[origin] for origin in origins], axis=1)
+        missing = [path for path in sorted(set(origins)) if scores.load(path) is None]
+        if missing:
+            with self.display.stage("scores") as progress:
+                scores.make(
+                    missing, self.device, mapped=self.workers.map,
+                    progress=lambda done, total: progress.update(done, total, "paths"),
+                )  # fmt: skip
+        by_path = {path: scores.load(path) for path in set(origins)}
+        found = [nll for origin in origins if (nll := by_path[origin]) is not None]
+        return np.stack(found, axis=1)
 
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""

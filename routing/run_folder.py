@@ -88,18 +88,8 @@ class RunFolder:
         return parse_config(RunPlan, envelope["plan"], str(self.manifest_path))
 
     def shard_index(self, plan: RunPlan) -> ShardIndex:
-        """Return what each path's shard is. Raises IntegrityError if it does not fit the plan.
-
-        It is read and checked once: at thousands of paths that takes a while.
-        """
-        known = self._shard_indices.get(plan.blobs.shards)
-        if known is not None:
-            return known
-        try:
-            values = json.loads(self.blobs.read(plan.blobs.shards))
-        except ValueError as error:
-            raise IntegrityError(f"the shard index of {self.path} is not JSON: {error}") from None
-        index = parse_config(ShardIndex, values, f"the shard index of {self.path}")
+        """Return what each path's shard is. Raises IntegrityError if it does not fit the plan."""
+        index = self._read_shard_index(plan.blobs.shards)
         paths = int(np.prod(plan.grid.modules_per_level))
         if len(index.paths) != paths or index.sequence_length != plan.model.sequence_length:
             raise IntegrityError(
@@ -107,8 +97,20 @@ class RunFolder:
                 f"{index.sequence_length} tokens, but the plan has {paths} paths of "
                 f"{plan.model.sequence_length} tokens; prepare the run again"
             )
-        self._shard_indices[plan.blobs.shards] = index
         return index
+
+    def _read_shard_index(self, sha256: str) -> ShardIndex:
+        """Read the index once: at thousands of paths that takes a while."""
+        found = self._shard_indices.get(sha256)
+        if found is None:
+            try:
+                values = json.loads(self.blobs.read(sha256))
+            except ValueError as error:
+                where = f"the shard index of {self.path}"
+                raise IntegrityError(f"{where} is not JSON: {error}") from None
+            found = parse_config(ShardIndex, values, f"the shard index of {self.path}")
+            self._shard_indices[sha256] = found
+        return found
 
     def grid(self, plan: RunPlan) -> Grid:
         """Return the grid of the plan."""

@@ -60,11 +60,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]
 
 @pytest.fixture
 def damaged(trained: tuple[Path, list[dict]], tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the trained run without the states of some modules, and without best states."""
+    """A copy of the trained run without the states of some modules."""
 
     def make(*modules: str) -> Path:
         copy = tmp_path / "copy"
-        shutil.copytree(trained[0], copy, ignore=shutil.ignore_patterns("best"))
+        shutil.copytree(trained[0], copy)
         for module in modules:
             shutil.rmtree(copy / "states" / module)
         return copy
@@ -290,8 +290,7 @@ def test_a_swarm_gives_the_same_as_a_directory(
     assert client.closed
     assert sorted(set(client.fetched)) == sorted(source.grid.modules())
     assert len([m for m in client.fetched if m.startswith("L")]) == 4
-    newest = DiskSource(trained[0], SourceSettings(current=True))
-    assert report == evaluate(newest, held_out(), device=CPU)
+    assert report == evaluate(DiskSource(trained[0]), held_out(), device=CPU)
 
 
 def test_what_a_swarm_does_not_serve_is_missing(

@@ -84,7 +84,7 @@ def test_the_router_of_an_export_sees_the_tokens_of_the_run(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    arguments = ["--state-dir", str(trained / "trained"), "--all", "--current"]
+    arguments = ["--state-dir", str(trained / "trained"), "--all"]
     assert export_cli.main([*arguments, "--out", str(out)]) == 0
     program = (out / "router" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(out)

@@ -18,7 +18,7 @@ from dipaco.inference.generate import (
 )
 from dipaco.inference.options import Sampling
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
-from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
+from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.transformer import PathModel
@@ -265,7 +265,7 @@ def test_nothing_is_decided_within_the_routing_prefix(out: Path) -> None:
 def test_a_path_that_cannot_be_had_is_not_chosen_again(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = DiskSource(out, SourceSettings(current=True))
+    source = DiskSource(out)
     rerouter = wanderer(source)
     state = source.state
     monkeypatch.setattr(source, "state", lambda m: None if m == "L0.E1" else state(m))

@@ -167,7 +167,7 @@ def test_a_step_is_only_as_wide_as_rows_stay_alike(out: Path) -> None:
 
 def test_a_lone_answer_makes_a_narrow_step(out: Path) -> None:
     source = DiskSource(out)
-    loaded = Loaded(2, pack(assemble_path(source, 2)), PathStates((), None, ()))
+    loaded = Loaded(2, pack(assemble_path(source, 2)), PathStates((), ()))
     batch = PathBatch(loaded, 4, torch.device("cpu"), 0.0)
     seen: list[int] = []
     loaded.model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))

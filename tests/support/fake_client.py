@@ -34,7 +34,7 @@ class FakeClient:
         return self._served.states.load_latest(module, layout)
 
     def view(self) -> SimpleNamespace:
-        return SimpleNamespace(bests={}, progress={})
+        return SimpleNamespace(progress={})
 
     def look_again(self) -> None:
         """The folder is read anew each time."""
