@@ -15,8 +15,8 @@ from dipaco.modules.errors import DipacoError
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
-from .options import Sampling
 from .rerouter import Rerouter
+from .sampling import Sampling
 from .sources import StateSource, assemble_path
 
 # A character has at most four bytes; more pending tokens than that are no character.

@@ -13,11 +13,11 @@ from typing import Annotated
 from dipaco.modules.command_line import Command, Option
 from dipaco.modules.errors import ConfigurationError
 
-from .options import RerouterSettings, Sampling
+from .options import RerouterSettings, SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(Sampling, RerouterSettings):
+class GenerationSettings(SamplingSettings, RerouterSettings):
     """What `dipaco-generate` can be told."""
 
     prompt: Annotated[
@@ -72,7 +72,8 @@ def run(settings: GenerationSettings) -> int:
         _say(f"path {path} ({modules})")
         print(prompt, end="", flush=True)
         reroute = chooser.of(model) if chooser else None
-        for piece in stream_text(tokenizer, generate_tokens(model, tokens, settings, reroute)):
+        made = generate_tokens(model, tokens, settings.sampling(), reroute)
+        for piece in stream_text(tokenizer, made):
             print(piece, end="", flush=True)
     print(flush=True)
     return 0

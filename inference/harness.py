@@ -118,7 +118,7 @@ class HarnessModel:
         """Return what the model says after each prompt, the likeliest token each time, up to a
         stop string or `most` tokens."""
         from .generate import generate_tokens, stream_text
-        from .options import Sampling
+        from .sampling import Sampling
 
         answers = [""] * len(prompts)
         for model, numbers in self.grouped(prompts):

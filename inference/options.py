@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings
 from dipaco.modules.errors import ConfigurationError, CorpusError
 
+from .sampling import Sampling
+
 if TYPE_CHECKING:
     import torch
     from dipaco.modules.plan import RunPlan
@@ -143,7 +145,7 @@ class RerouterSettings(InferenceSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Settings):
+class SamplingSettings(Settings):
     """How a text is continued."""
 
     group = "the text"
@@ -165,6 +167,16 @@ class Sampling(Settings):
         super().__post_init__()
         if not 0 < self.top_p <= 1:
             raise ConfigurationError(f"--top-p {self.top_p} must be above 0 and at most 1")
+
+    def sampling(self) -> Sampling:
+        """Return the same without the command line."""
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
 
 
 def parse_windows(text: str | None, option: str) -> tuple[int, ...]:

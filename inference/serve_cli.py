@@ -124,6 +124,7 @@ def run(settings: ServeSettings) -> int:
         _say(f"serving at http://{shown}:{port} (page) and http://{shown}:{port}/v1 (OpenAI's)")
         serve_until_told(service.application(), socket)
     finally:
+        service.close()
         engine.close()
     return 0
 

@@ -16,8 +16,9 @@ from dipaco.inference.generate import (
     prompt_tokens,
     stream_text,
 )
-from dipaco.inference.options import Sampling
+from dipaco.inference.options import SamplingSettings
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError, StorageError
@@ -140,7 +141,7 @@ def test_top_p_leaves_the_likeliest_tokens() -> None:
     assert chosen(0.6) == {4, 5, 6}
     for wrong in (0.0, 1.1, float("nan")):
         with pytest.raises(ConfigurationError, match="--top-p"):
-            Sampling(top_p=wrong)
+            SamplingSettings(top_p=wrong)
 
 
 def test_the_end_of_the_document_ends_generation(model: PathModel) -> None:

@@ -16,7 +16,7 @@ from dipaco.inference.harness import (
     names_of_models,
     names_of_tasks,
 )
-from dipaco.inference.options import Sampling
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.transformer import token_losses

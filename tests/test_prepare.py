@@ -118,6 +118,18 @@ def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_pat
             read(other)
 
 
+def test_the_shard_index_is_read_once(
+    prepared: tuple[Path, RunFolder, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = RunFolder(prepared[1].path), []
+    plan, original = run.plan(), run.blobs.read
+    monkeypatch.setattr(run.blobs, "read", lambda sha256: read.append(sha256) or original(sha256))
+    for path in range(4):
+        run.train_tokens(plan, path)
+        run.validation_tokens(plan, path)
+    assert read == [plan.blobs.shards]
+
+
 def _forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("this stage was done already")

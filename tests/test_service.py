@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
-from dipaco.inference.options import Sampling
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.service.loader import Loaded, PathStates

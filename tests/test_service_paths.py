@@ -20,8 +20,8 @@ import torch
 from dipaco.dht.http_server import listen, server_of
 from dipaco.inference import serve_cli
 from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
-from dipaco.inference.options import Sampling
 from dipaco.inference.rerouter import Rerouter
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits

@@ -23,7 +23,7 @@ import torch
 from dipaco.inference.export import DTYPES, Exporter
 from dipaco.inference.export_gguf import GGUF_TYPES
 from dipaco.inference.generate import generate_tokens, prompt_tokens
-from dipaco.inference.options import Sampling
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import JsonPieces

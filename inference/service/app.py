@@ -79,6 +79,10 @@ class Service:
         self._started = int(time.time())
         self._page = PAGE.read_text(encoding="utf-8")
 
+    def close(self) -> None:
+        """End what runs beside this process."""
+        self._reader.close()
+
     def application(self) -> Starlette:
         """Return the application, for a server or a test."""
         return Starlette(

@@ -9,15 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-import jinja2
-import jinja2.sandbox
 from dipaco.inference.generate import prompt_tokens
-from dipaco.inference.options import Sampling
 from dipaco.inference.rerouting import GREATEST_WINDOW
+from dipaco.inference.sampling import Sampling
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.errors import nearest_name
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .chat_template import ChatTemplate, TemplateError
 from .engine import Engine
 from .errors import ApiError
 from .work import Event, Work
@@ -243,14 +242,12 @@ class RequestReader:
     def __init__(self, engine: Engine, *, template: str | None, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self._template: jinja2.Template | None = None
-        if template is not None:
-            # It came with a checkpoint, from somebody.
-            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-                trim_blocks=True, lstrip_blocks=True
-            )
-            environment.globals["raise_exception"] = _raise_template_error
-            self._template = environment.from_string(template)
+        self._template = None if template is None else ChatTemplate(template)
+
+    def close(self) -> None:
+        """End the process that fills in chat templates."""
+        if self._template is not None:
+            self._template.close()
 
     @property
     def has_template(self) -> bool:
@@ -294,13 +291,8 @@ class RequestReader:
             )
         _, begin, end, _ = self._engine.tokenizer.special_names()
         try:
-            text = self._template.render(
-                messages=[message.plain() for message in body.messages],
-                add_generation_prompt=True,
-                bos_token=begin,
-                eos_token=end,
-            )
-        except Exception as error:  # a template may fail in any way
+            text = self._template.render([message.plain() for message in body.messages], begin, end)
+        except TemplateError as error:
             raise ApiError(
                 400, f"messages: the chat template refuses them: {error}", parameter="messages"
             ) from None
@@ -398,7 +390,3 @@ class RequestReader:
 def path_name(path: int) -> str:
     """Return the name of a path as a model."""
     return f"{_PATH}{path}"
-
-
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from dipaco.inference.generate import PathDecisions
-from dipaco.inference.options import Sampling
+from dipaco.inference.sampling import Sampling
 
 from .errors import ApiError
 from .loader import PathStates
