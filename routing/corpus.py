@@ -225,7 +225,12 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
     def open_rows() -> Iterable[dict[str, Any]]:
         if path.stat().st_size == 0:
             raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
-        import datasets  # slow to import, and only preparation and evaluation read text
+        # Slow to import, and only preparation and evaluation read text.
+        import datasets
+
+        from .compression import read_compressed_whole
+
+        read_compressed_whole()
 
         if builder is None:
             known = ", ".join(sorted(_BUILDERS))

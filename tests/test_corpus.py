@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 from dipaco.modules.errors import CorpusError
 from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 
@@ -102,3 +105,51 @@ def test_held_out_by_content() -> None:
 def test_odd_file_names(tmp_path: Path) -> None:
     path = _jsonl(tmp_path / "a[1] b.jsonl", [{"text": "x"}])
     assert _texts(CorpusConfig(train=str(path))) == ["x"]
+
+
+# Streams behind the first, padding, and what follows them.
+XZ = [lzma.compress(b'{"text": "one"}\n'), lzma.compress(b'{"text": "two"}\n')]
+BZ2 = [bz2.compress(b'{"text": "one"}\n'), bz2.compress(b'{"text": "two"}\n')]
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0note"
+ZST = [zstandard.compress(b'{"text": "one"}\n'), zstandard.compress(b'{"text": "two"}\n')]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.xz", XZ[0] + b"\0" * 8 + XZ[1] + b"\0" * 4),
+        ("a.jsonl.bz2", BZ2[0] + BZ2[1]),
+        ("a.jsonl.zst", ZST[0] + SKIPPED + ZST[1]),
+    ],
+)
+def test_all_streams_of_a_compressed_file_are_read(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert _texts(CorpusConfig(train=str(tmp_path / name))) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.xz", XZ[0] + b"\0" * 6 + XZ[1][6:]),
+        ("a.jsonl.xz", XZ[0] + XZ[1][:-9]),
+        ("a.jsonl.bz2", BZ2[0] + b"xx" + BZ2[1][2:]),
+        ("a.jsonl.zst", ZST[0] + ZST[1][:-3]),
+        ("a.jsonl.zst", ZST[0] + b"xxxx" + ZST[1][4:]),
+    ],
+)
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=name):
+        _texts(CorpusConfig(train=str(tmp_path / name)))
+
+
+def test_a_long_window_is_read(tmp_path: Path) -> None:
+    """Archives of forums are made with `zstd --long=31`."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    made = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    content = made.compress(b'{"text": "one"}\n') + made.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    assert zstandard.get_frame_parameters(content).window_size == 2**31
+    assert _texts(CorpusConfig(train=str(tmp_path / "a.jsonl.zst"))) == ["one"]
