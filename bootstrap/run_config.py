@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from dipaco.modules.config import (
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import PROTOCOL_VERSION, Mirror, RoutingPlan, RunBlobs, RunPlan
+from dipaco.modules.setting_sources import read_toml
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
 from dipaco.routing.token_files import window_stride
@@ -137,16 +137,9 @@ def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig
     and what it says must agree. Raises ConfigurationError if it cannot be read, has an unknown key
     or an impossible value, or if the model and the grid do not fit each other.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigurationError(
-            f"there is no {path}; start from a copy of examples/tiny/RUN.toml"
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+    if not path.exists():
+        raise ConfigurationError(f"there is no {path}; start from a copy of examples/tiny/RUN.toml")
+    values = read_toml(path)
     if "data" not in values:
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"

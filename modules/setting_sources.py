@@ -5,7 +5,7 @@ All three follow from the `Option` of a field (see `command_line`): the flag
 `DIPACO_PEER_CACHE_DIR`. A flag wins over a variable, that over the file, that over the default.
 """
 
-from __future__ import annotations
+from __future__ import codecs
 
 import argparse
 import math
@@ -263,7 +263,7 @@ def from_file(arguments: Sequence[Argument], place: Place, path: Path) -> dict[s
     Relative names of files are looked up beside it. Raises ConfigurationError for what is not
     TOML, for a value that cannot be, and for tables and keys that nobody reads.
     """
-    table: Any = _read(path)
+    table: Any = read_toml(path)
     _check_tables(table, place, path)
     for word in place.words:
         table = table.get(word, {})
@@ -279,11 +279,16 @@ def from_file(arguments: Sequence[Argument], place: Place, path: Path) -> dict[s
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, also one with a byte order mark. Raises ConfigurationError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigurationError(f"{path} is UTF-16, as PowerShell writes; save it as UTF-8")
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from None
 

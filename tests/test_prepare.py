@@ -306,6 +306,16 @@ def test_mistakes_in_a_run_toml(tmp_path: Path, change: str, message: str) -> No
         load_run_config(toml)
 
 
+def test_marks_that_editors_put_first(tmp_path: Path) -> None:
+    toml = write_run(tmp_path)
+    plain = load_run_config(toml)
+    toml.write_bytes(RUN_TOML.encode("utf-8-sig"))
+    assert load_run_config(toml) == plain
+    toml.write_bytes(RUN_TOML.encode("utf-16"))
+    with pytest.raises(ConfigurationError, match="save it as UTF-8"):
+        load_run_config(toml)
+
+
 def test_impossible_combinations(tmp_path: Path) -> None:
     for old, new, message in [
         ("prefix_tokens = 8", "prefix_tokens = 32", "prefix_tokens 32"),
