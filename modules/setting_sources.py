@@ -5,9 +5,10 @@ All three follow from the `Option` of a field (see `command_line`): the flag
 `DIPACO_PEER_CACHE_DIR`. A flag wins over a variable, that over the file, that over the default.
 """
 
-from __future__ import codecs
+from __future__ import annotations
 
 import argparse
+import codecs
 import math
 import os
 import re
