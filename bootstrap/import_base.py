@@ -37,6 +37,7 @@ from sentencepiece import sentencepiece_model_pb2
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = sentencepiece_format.ModelProto.SentencePiece
+ADDED_TOKENS = "added_tokens.json"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,16 @@ class ImportedBase:
         if not file.is_file():
             return read_tokenizer_json(self.folder, rows)
         with storage_errors(self.folder):
-            numbered = number_pieces(file.read_bytes(), str(file))
+            model = file.read_bytes()
+        if lacking := lacking_tokens(self.folder, model):
+            if not (self.folder / TOKENIZER_JSON).is_file():
+                raise ConfigurationError(
+                    f"{self.folder} has the tokens {', '.join(lacking[:4])}, which its "
+                    f"{TOKENIZER_FILE} lacks; put its {TOKENIZER_JSON} there, which "
+                    f"save_pretrained of transformers writes"
+                )
+            return read_tokenizer_json(self.folder, rows)
+        numbered = number_pieces(model, str(file))
         pieces = sum(old is not None for old in numbered.order)
         if pieces > rows:
             raise ConfigurationError(
@@ -145,6 +155,24 @@ class ImportedBase:
             )
         # Rows without a piece follow.
         return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
+
+
+def lacking_tokens(folder: Path, model: bytes) -> list[str]:
+    """Return the tokens that a checkpoint has beside its SentencePiece model: those added later,
+    and another end of a text."""
+    proto = _proto(model, str(folder / TOKENIZER_FILE))
+    known = {piece.piece for piece in proto.pieces}
+    added: dict[str, int] = {}
+    if (folder / ADDED_TOKENS).is_file():
+        added |= _json_object(folder / ADDED_TOKENS)
+    if (folder / TOKENIZER_JSON).is_file():
+        listed = _json_object(folder / TOKENIZER_JSON).get("added_tokens") or ()
+        added |= {token["content"]: token["id"] for token in listed}
+    end = _special_names(folder)[END_TOKEN]
+    others = [name for name, number in added.items() if number >= len(proto.pieces)]
+    if end not in (None, proto.trainer_spec.eos_piece, *others):
+        others.append(str(end))
+    return [name for name in others if name not in known or name == end]
 
 
 def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
@@ -221,16 +249,20 @@ def _json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def _proto(model: bytes, source: str) -> Any:
+    try:
+        return sentencepiece_format.ModelProto.FromString(model)
+    except DecodeError:
+        raise IntegrityError(f"{source} is not a SentencePiece model") from None
+
+
 def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
     """Put unknown, begin, end and padding at 0 to 3, adding a padding piece if there is none.
 
     A model that has them there already is returned as it is. Raises IntegrityError if it is no
     SentencePiece model, ConfigurationError if it has no begin or end.
     """
-    try:
-        proto = sentencepiece_format.ModelProto.FromString(model)
-    except DecodeError:
-        raise IntegrityError(f"{source} is not a SentencePiece model") from None
+    proto = _proto(model, source)
     pieces, trainer = list(proto.pieces), proto.trainer_spec
     numbers = {piece.piece: index for index, piece in enumerate(pieces)}
     unknown = next((i for i, p in enumerate(pieces) if p.type == _Piece.UNKNOWN), None)

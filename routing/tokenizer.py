@@ -146,8 +146,8 @@ class SentencePieces:
         return self.encode([text], 1)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return str(self._pieces.decode(list(tokens)))
+        """Return the text of tokens; rows of an imported embedding without a piece have none."""
+        return str(self._pieces.decode([t for t in tokens if 0 <= t < self.vocabulary_size]))
 
 
 def is_json(data: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_cli
-from dipaco.inference.sources import DiskSource, assemble_path
+from dipaco.inference.export import Exporter
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
@@ -23,7 +25,7 @@ from dipaco.simulator import cli as simulator_cli
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support.prepared_run import CPU, quiet_display, write_run
 from support.tiny_run import make_tiny_run, tiny_documents
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 TOML = """
 name = "imported"
@@ -193,6 +195,52 @@ def test_a_llama_without_padding_is_renumbered(
         found = run.base_model(plan)(torch.tensor([[1, *(token + 1 for token in ids)]]))
     torch.testing.assert_close(found[..., 4:], expected[..., 3:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[..., :3], expected[..., :3], atol=1e-4, rtol=1e-4)
+
+
+def test_rows_without_a_piece_have_no_text(
+    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    run, plan = prepared(tmp_path)
+    tokenizer = run.tokenizer(plan)
+    assert plan.model.vocabulary_size > tokenizer.vocabulary_size
+    tokens = tokenizer.encode("ba du")
+    assert tokenizer.decode([*tokens[:1], plan.model.vocabulary_size - 1, *tokens[1:]]) == "ba du"
+
+
+def test_tokens_that_were_added_to_a_sentencepiece_model(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As for a chat: two tokens, another end of a text and a template, which all come along."""
+    checkpoint = tmp_path / "checkpoint"
+    tokenizer = AutoTokenizer.from_pretrained(exported[1])
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    model = AutoModelForCausalLM.from_pretrained(exported[1])
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    shutil.copy(exported[1] / "tokenizer.model", checkpoint)
+    run, plan = prepared(tmp_path)
+    ours = run.tokenizer(plan)
+    assert ours.vocabulary_size == plan.model.vocabulary_size == 322
+    assert ours.special_names()[2] == "<|im_end|>"
+    assert ours.chat_template == tokenizer.chat_template
+    source = DiskSource(run.path, SourceSettings(allow_genesis=True))
+    Exporter(source, torch.float32).write_path(0, tmp_path / "back")
+    back = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert (len(back), back.eos_token, back.chat_template) == (
+        322, "<|im_end|>", tokenizer.chat_template,
+    )  # fmt: skip
+    same = AutoModelForCausalLM.from_pretrained(tmp_path / "back").get_input_embeddings()
+    assert torch.equal(same.weight, model.get_input_embeddings().weight)
+    (checkpoint / "tokenizer.json").unlink()
+    added = {"<|im_end|>": 320, "<|im_start|>": 321}
+    (checkpoint / "added_tokens.json").write_text(json.dumps(added))
+    with pytest.raises(
+        ConfigurationError, match=r"<\|im_end\|>, .* which its tokenizer.model lacks"
+    ):
+        load_run_config(tmp_path / "RUN.toml")
 
 
 def test_special_pieces_elsewhere_are_moved(tmp_path: Path) -> None:

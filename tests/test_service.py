@@ -422,6 +422,34 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         assert (answer.status_code, "no tools" in answer.text) == (400, True)
 
 
+def test_an_answer_that_fails_takes_no_neighbours_along(
+    client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = AnswerText.add
+
+    def adding(self: AnswerText, token: int) -> str:
+        if self._stop == ("poison",) and self.decoded:
+            raise IndexError("piece id is out of range")
+        return add(self, token)
+
+    monkeypatch.setattr(AnswerText, "add", adding)
+    statuses: dict[int, int] = {}
+
+    def ask(number: int) -> None:
+        body = {"prompt": PROMPT, "model": "path-1", "max_tokens": 20, "seed": number}
+        if number == 1:
+            body["stop"] = "poison"
+        statuses[number] = client.post("/v1/completions", json=body).status_code
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == {0: 200, 1: 503, 2: 200}
+    wait_until(lambda: engine.unfinished == 0)
+
+
 def test_a_model_that_fails_does_not_end_the_service(
     client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,8 @@ class PathBatch:
         """Answers whose context is to be read again by this path."""
         self.moved: list[Answer] = []
         """Answers that go on with another path, for the engine to take away."""
+        self.failed: list[tuple[Answer, Exception]] = []
+        """Answers that went wrong, for the engine to take away."""
         self._device = device
         self._cache = SlotCache(loaded.model.config, slots, device)
         self.widths = steady_widths(loaded.model, self._cache)
@@ -101,7 +103,12 @@ class PathBatch:
             if row is None:
                 continue
             row.cached += 1
-            if not (self._choose(row, logits[slot]) and self._goes_on(row)):
+            try:
+                goes_on = self._choose(row, logits[slot]) and self._goes_on(row)
+            except Exception as error:  # an answer that fails must not take its neighbours along
+                self.failed.append((row, error))
+                goes_on = False
+            if not goes_on:
                 self._free(slot)
 
     def drop(self, answer: Answer) -> None:
