@@ -284,7 +284,7 @@ class Preparation:
             with self.display.stage("router"):
                 router = fit_corpus_router(
                     self.corpora[0], self.base_model, config, levels, self.config.seed,
-                    chosen=chosen, nll=nll,
+                    chosen=chosen, nll=nll, say=self.display.say,
                 )  # fmt: skip
                 return {"sha256": self.blobs.add_bytes(router.to_bytes())}
 

@@ -38,9 +38,9 @@ def fit_kmeans(
     distinct = len({point.tobytes() for point in points})
     if distinct < clusters:
         raise ConfigurationError(
-            f"the router needs at least {clusters} different documents, one for each path, and the "
-            f"sample has {distinct}; give more data, more training_documents under [router], or "
-            f"fewer modules_per_level under [grid]"
+            f"the router needs documents with at least {clusters} different beginnings, one for "
+            f"each path, and the sample has {distinct}; give more data, raise prefix_tokens or "
+            f"training_documents under [router], or write fewer modules_per_level under [grid]"
         )
     generator = np.random.default_rng(seed)
     starts = (_plus_plus(points, clusters, generator) for _ in range(restarts))

@@ -3,7 +3,9 @@ added to `ROUTER_KINDS`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
@@ -43,6 +45,8 @@ ROUTER_KINDS: dict[str, type[Router]] = {
         RandomRouter,
     )
 }
+# What one path may be given of documents that begin alike, as a multiple of an even share.
+_MANY_ALIKE = 1.5
 
 
 class RouterConfig(FitConfig):
@@ -88,12 +92,13 @@ def fit_corpus_router(
     *,
     chosen: np.ndarray | None = None,
     nll: np.ndarray | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Router:
     """Fit the router that `config` asks for to documents of the corpus.
 
     The features come from `base_model`, on its device. A router fitted on scores gets those of the
-    `chosen` documents; others choose theirs. Raises ConfigurationError as `fit_router`
-    does. Called by `Preparation`.
+    `chosen` documents; others choose theirs. `say` is told when too many documents begin alike.
+    Raises ConfigurationError as `fit_router` does.
     """
     kind = ROUTER_KINDS[config.kind]
     if kind.needs_labels:  # of all documents: they cost nothing, and none may be missed
@@ -106,6 +111,13 @@ def fit_corpus_router(
     if kind.needs_features:
         prefixes = [corpus.document(int(index))[: config.prefix_tokens] for index in chosen]
         features = prefix_features(base_model, prefixes, config.prefix_tokens)
+        alike = max(Counter(prefix.tobytes() for prefix in prefixes).values()) / len(prefixes)
+        if alike * math.prod(modules_per_level) > _MANY_ALIKE:
+            say(
+                f"{alike:.0%} of the documents begin with the same {config.prefix_tokens} tokens, "
+                f"and one path gets them all; raise prefix_tokens under [router], or cut off what "
+                f"they have in common"
+            )
     sample = RouterSample(weights=corpus.lengths()[chosen], features=features, nll=nll)
     return fit_router(config, sample, modules_per_level, seed)
 

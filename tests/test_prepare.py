@@ -201,6 +201,17 @@ def test_other_routers(
             router.route_texts(["a text"])
 
 
+def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:
+    toml, display = write_run(tmp_path), quiet_display()
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
+    for row in rows[12:]:
+        row["text"] = f"This work is under the licence of its author.\n{row['text']}"
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _prepare(toml, tmp_path / "out", display=display)
+    assert isinstance(display.console.file, io.StringIO)
+    assert "% of the documents begin with the same 8 tokens" in display.console.file.getvalue()
+
+
 def test_a_discriminative_router_needs_a_trained_run(tmp_path: Path) -> None:
     toml = write_run(tmp_path, RUN_TOML + 'kind = "discriminative"')
     with pytest.raises(ConfigurationError, match="--from RUN"):

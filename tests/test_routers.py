@@ -101,7 +101,7 @@ def test_same_seed_same_bytes_and_round_trip() -> None:
 
 
 def test_too_few_documents() -> None:
-    with pytest.raises(ConfigurationError, match="at least 5 different documents"):
+    with pytest.raises(ConfigurationError, match="at least 5 different beginnings"):
         KMeansRouter.fit(np.ones((30, 4), np.float32), 5)
 
 
