@@ -93,7 +93,7 @@ def keep_revocations(earlier: Path, folder: Path) -> None:
 def invite_own_nodes(
     folder: Path, plan: RunPlan, key: Ed25519PrivateKey, say: Callable[[str], None]
 ) -> None:
-    """Put an invitation for the operator's own nodes into a run folder. Called by `prepare`."""
+    """Put an invitation for the operator's own nodes into a run folder."""
     terms = Terms(plan.invitations_of or plan.run_id, OWN_PLACES, 0)
     invitation = make_invitation(terms, key)
     file = folder / OWN_INVITATION

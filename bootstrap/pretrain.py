@@ -44,7 +44,7 @@ def pretrain(
     Every `save_every_s` seconds parameters and AdamW state are saved to `checkpoint`; a later call
     with the same `inputs` goes on from there and ends with the same bits as an uninterrupted one
     (on a CPU with the same number of threads; a GPU may sum in another order). `progress` gets
-    the steps done and the loss of the last. Called by `bootstrap.prepare`.
+    the steps done and the loss of the last.
     """
     model = PathModel(model_config)
     if initial is None:

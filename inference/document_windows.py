@@ -102,7 +102,7 @@ def collect_windows(
     """Route documents and write their scoring windows to `folder`.
 
     Memory is bounded by some hundred documents at a time, beside some 50 bytes for each document.
-    Raises StorageError when the disk is full. Called by evaluation and by the fit of a rerouter.
+    Raises StorageError when the disk is full.
     """
     length, prefix_tokens = plan.model.sequence_length, plan.routing.prefix_tokens
     dtype = token_dtype(plan.model.vocabulary_size)
@@ -180,7 +180,7 @@ def shard_documents(
     Shards are drawn from in proportion to their documents. A document has the path of its shard;
     where shards overlap (section 2.4.4) it may come several times, and is routed anew.
 
-    Raises IntegrityError for a missing token file. Called by the fit of a rerouter.
+    Raises IntegrityError for a missing token file.
     """
     shards = [run.train_tokens(plan, path) for path in range(len(run.shard_index(plan).paths))]
     begins = [_document_begins(rows) for rows in shards]

@@ -156,7 +156,7 @@ def evaluate(
     of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
 
     Raises CorpusError if no document has a token to score, or if no path with documents can be
-    assembled while some are missing (then also what to do). Called by `dipaco-eval`.
+    assembled while some are missing (then also what to do).
     """
     with tempfile.TemporaryDirectory(prefix="dipaco-eval-") as temporary:
         progress("routing the documents")

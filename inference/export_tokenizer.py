@@ -87,7 +87,7 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
     """Return the content of `tokenizer.json` for a SentencePiece model.
 
     `model` is the blob `tokenizer` of a run. Raises ConfigurationError for a model with settings
-    that cannot be written exactly. Called by export.
+    that cannot be written exactly.
     """
     proto = sentencepiece_format.ModelProto.FromString(model)
     _check_settings(proto)

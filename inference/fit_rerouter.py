@@ -106,7 +106,6 @@ def fit_rerouter(
     a CPU with the same number of threads).
 
     Raises CorpusError for less than 20 documents, ConfigurationError if a path has no losses.
-    Called by `dipaco-reroute fit` and `benchmarks/paper_table.py`.
     """
     documents = token_losses.documents
     if token_losses.paths != tuple(range(len(token_losses.paths))):

@@ -41,7 +41,7 @@ def generate_tokens(
 
     The context is at most the run's sequence length: when it is full, generation goes on from its
     newer half. `reroute` is called with the context before every token and tells whether it has
-    put another path into `model`: then the cache is computed again. Called by `dipaco-generate`.
+    put another path into `model`: then the cache is computed again.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(model.parameters()).device
@@ -119,8 +119,7 @@ class PathDecisions:
     tokens that the run's router sees, and then after every `window` tokens.
 
     `path` is the path in use, which begins as the rerouter's choice for the prompt. Whoever
-    generates asks `next_path` before every token, and says with `move` what came of it. Called by
-    `PathChooser` and by the service.
+    generates asks `next_path` before every token, and says with `move` what came of it.
     """
 
     def __init__(

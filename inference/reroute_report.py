@@ -78,7 +78,7 @@ def reroute_report(
 ) -> RerouteReport:
     """Reroute every W tokens for each W of `windows`, in one pass of the rerouter.
 
-    Paths without losses are never chosen. Called by evaluation and `benchmarks/paper_table.py`.
+    Paths without losses are never chosen.
     """
     allowed = np.isin(np.arange(rerouter.path_count), losses.paths)
     choices = rerouter.choose(losses.documents, windows, allowed)

@@ -104,10 +104,7 @@ class Rerouter(nn.Module):
     def next_path(
         self, tokens: Sequence[int], routed: int, current: int, window: int, allowed: np.ndarray
     ) -> int:
-        """Return the path for the `window` tokens after `tokens`, whose last ones are read.
-
-        Called by generation, which stays on `current` if it is as good.
-        """
+        """Return the path for the `window` tokens after `tokens`, whose last ones are read."""
         device = self.head.device
         policy = self.policy(window)
         seen = list(tokens)[-self.backbone.config.sequence_length :]
@@ -127,7 +124,7 @@ class Rerouter(nn.Module):
         """Return the choices, int64 [D], of rerouting every W tokens, for each W of `windows`.
 
         One pass of the rerouter over the documents serves all windows; the logits of the decisions
-        are held in memory. Called by evaluation and by `benchmarks/paper_table.py`.
+        are held in memory.
         """
         policies = {window: self.policy(window) for window in windows}
         found = decision_logits(self, documents, {w: [p.head] for w, p in policies.items()})

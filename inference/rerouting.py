@@ -100,8 +100,7 @@ def rerouted_loss(losses: TokenLosses, choices: np.ndarray, window: int) -> Loss
     """Return the loss of following `choices`, int64 [D], of `decisions(documents, window)`.
 
     As everywhere here, over the documents of `losses.kept`. Raises ValueError if there are more or
-    fewer choices than decisions, or a path without losses. Called by evaluation and by
-    `benchmarks/paper_table.py`.
+    fewer choices than decisions, or a path without losses.
     """
     made = decisions(losses.documents, window)
     if len(choices) != len(made):

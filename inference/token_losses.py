@@ -73,8 +73,7 @@ def losses_of_paths(
     the windows give it, whichever path it is.
 
     Raises as `assemble_path` does for one of `paths` without a state, StorageError when the disk is
-    full, IntegrityError for a loss that is no number. Called by `dipaco-eval`, `dipaco-reroute`
-    and `benchmarks/paper_table.py`.
+    full, IntegrityError for a loss that is no number.
     """
     found: dict[int, np.ndarray] = {}
     model: PathModel | None = None

@@ -45,7 +45,7 @@ def balance_biases(
 ) -> np.ndarray:
     """Return biases, float64 [K], with which argmin(distances + biases) gives columns their shares.
 
-    Called by the routers. `distances` is [N, K]; `weights` [N] is the load of each point;
+    `distances` is [N, K]; `weights` [N] is the load of each point;
     `targets` [K] are the proportions of the loads (default: equal); `biases` is where to start.
     The result sums to zero. Raises ValueError if a target is not positive.
 

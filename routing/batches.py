@@ -21,8 +21,7 @@ def batch_indices(
     `step` counts the steps of the path, `replica` the peers on it (0 is the lead). The batch
     begins at position `step * batch_sequences` of the stream; it may cross epochs, or hold several.
 
-    Raises CorpusError if the shard is empty, ValueError for a negative argument. Called by
-    `BatchStream`.
+    Raises CorpusError if the shard is empty, ValueError for a negative argument.
     """
     if min(seed, path, replica, step) < 0 or batch_sequences < 1:
         raise ValueError(
@@ -61,7 +60,7 @@ class BatchStream:
     """The batches of one path's shard.
 
     `tokens` is [N, T] of any unsigned type, usually the memory map of `open_tokens`; only the rows
-    of a batch are read. Called by the peer, the simulator and base pretraining.
+    of a batch are read.
     """
 
     def __init__(self, tokens: np.ndarray, *, seed: int, path: int, batch_sequences: int) -> None:

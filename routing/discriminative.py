@@ -121,8 +121,7 @@ def fit_discriminative(
     paths with equal scores, as untrained ones have, a document counts for (`preferred_paths`).
 
     Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
-    scores do not fit each other or are not finite. Called by
-    `DiscriminativeRouter.from_sample`.
+    scores do not fit each other or are not finite.
     """
     if nll.ndim != 2 or len(nll) != len(features) or not np.isfinite(nll).all():
         raise ValueError(f"scores of shape {nll.shape} do not fit features {features.shape}")

@@ -29,7 +29,7 @@ def prefix_features(
     else is in its batch. Computed in fp32 without autocast, on the device of the model, because
     everybody who routes must come to the same path.
 
-    Raises ValueError for a document without tokens. Called by `DocumentRouter`.
+    Raises ValueError for a document without tokens.
     """
     device = next(model.parameters()).device
     features = np.empty((len(documents), model.config.hidden_size), dtype=np.float32)
@@ -67,8 +67,7 @@ def _padded(
 class DocumentRouter:
     """Routes documents by their first `prefix_tokens` tokens (DiPaCo section 2.4).
 
-    The base model stays on its device, and runs only if the router needs features. Called by
-    preparation, evaluation and generation.
+    The base model stays on its device, and runs only if the router needs features.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class DocumentRouter:
         """Return the `count` best paths of each document, int64 [N, count], the best first.
 
         More than one is for overlapping training shards (section 2.4.4). Raises as `route_tokens`
-        does. Called by `ShardBuilder`.
+        does.
         """
         return self.router.nearest(self.prefixes(documents, labels), count)
 

@@ -98,7 +98,7 @@ def routing_report(
 def report_routing(
     plan: RunPlan, index: ShardIndex, summaries: Sequence[PathSummary]
 ) -> RoutingReport:
-    """Return the report of the shards of a run. Called by `Preparation`."""
+    """Return the report of the shards of a run."""
     return routing_report(
         kind=plan.routing.kind,
         train_paths=plan.routing.train_paths,

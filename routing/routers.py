@@ -78,7 +78,6 @@ def fit_router(
     """Fit a router of the kind in `config` for a grid; the same arguments give the same router.
 
     Raises ConfigurationError if the sample cannot give such a router, and tells what would help.
-    Called by `fit_corpus_router` and by benchmarks.
     """
     return ROUTER_KINDS[config.kind].from_sample(sample, config, tuple(modules_per_level), seed)
 

@@ -182,10 +182,7 @@ class RandomRouter(Router):
 def random_costs(
     prefixes: Sequence[Sequence[int] | np.ndarray], path_count: int, seed: int
 ) -> np.ndarray:
-    """Return numbers in [0, 1) by seed, tokens and path, float64 [N, path_count].
-
-    Called by the routers that leave the choice of a path to chance.
-    """
+    """Return numbers in [0, 1) by seed, tokens and path, float64 [N, path_count]."""
     key = seed.to_bytes(8, "little")
     digests = b"".join(
         hashlib.blake2b(np.asarray(tokens, dtype="<u4").tobytes(), digest_size=8, key=key).digest()

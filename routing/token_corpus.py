@@ -39,7 +39,7 @@ class Mapped(Protocol):
 
 
 class TokenCorpus:
-    """Reads a finished token corpus through memory maps. Called by `bootstrap.prepare`."""
+    """Reads a finished token corpus through memory maps."""
 
     def __init__(self, folder: Path, vocabulary_size: int) -> None:
         self.folder = folder

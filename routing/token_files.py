@@ -18,8 +18,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 def open_tokens(path: Path, sequence_length: int, vocabulary_size: int) -> np.memmap | np.ndarray:
     """Open a token file read-only as [N, sequence_length]; an empty file is [0, sequence_length].
 
-    Raises IntegrityError if the size of the file is not a whole number of rows. Called by
-    `RunFolder`.
+    Raises IntegrityError if the size of the file is not a whole number of rows.
     """
     dtype = token_dtype(vocabulary_size)
     size = path.stat().st_size
@@ -51,10 +50,7 @@ def check_tokens(tokens: np.ndarray, vocabulary_size: int, source: str) -> None:
 
 
 def even_sample(rows: np.ndarray, count: int | None) -> np.ndarray:
-    """Return at most `count` of `rows`, evenly spread; all of them for None.
-
-    Called by peers and by the simulator, so that they score a path on the same held-out rows.
-    """
+    """Return at most `count` of `rows`, evenly spread; all of them for None."""
     if count is None or count >= len(rows):
         return rows
     chosen = np.linspace(0, max(len(rows) - 1, 0), num=count).round().astype(np.int64)
@@ -74,8 +70,7 @@ def scoring_windows(
     with at least that much context (the paper leaves out the routed prefix, section 2.4). The
     last row is padded. A document of at most `prefix_tokens` tokens has no rows.
 
-    Raises ConfigurationError if the prefix leaves nothing to score. Called by `ShardBuilder` and
-    evaluation.
+    Raises ConfigurationError if the prefix leaves nothing to score.
     """
     stride = window_stride(sequence_length, prefix_tokens)
     document = np.asarray(tokens, dtype=np.int64)

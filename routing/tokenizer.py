@@ -178,7 +178,7 @@ def train_tokenizer(
     as bytes, and `say` gets a line about it.
 
     Raises CorpusError if there is no text, ConfigurationError if the vocabulary is too small for
-    the special pieces or too large for the texts. Called by `bootstrap.prepare`.
+    the special pieces or too large for the texts.
     """
     sample = _sample(texts, character_limit, seed)
     if not sample:

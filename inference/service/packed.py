@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
 def pack(model: PathModel) -> PathModel:
     """Replace the linear maps of a model that only computes from here on; return the model.
 
-    Called by the loader. A model on another device, or of another type, is left alone.
+    A model on another device, or of another type, is left alone.
     """
     embedding = model.model.embed_tokens.weight
     if embedding.device.type != "cpu" or embedding.dtype != torch.float32 or not can_pack():
