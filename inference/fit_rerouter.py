@@ -12,11 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from dipaco.modules.config import Config, InnerConfig
 from dipaco.modules.device import autocast_for
 from dipaco.modules.errors import ConfigurationError, CorpusError
@@ -48,11 +47,6 @@ class RerouterConfig(Config):
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
     weight_decay: float = Field(0.1, ge=0)
     batch_sequences: int = Field(16, ge=1, description="Windows of documents in a batch.")
-    labels: Literal["hard", "soft", "cost"] = Field(
-        "cost",
-        description="hard: cross-entropy with the best path. soft: with the posterior of the paths "
-        "by their likelihood of the window. cost: the expected cost of drawing a path.",
-    )
     held_out_fraction: float = Field(0.1, gt=0, lt=1, description="Documents that choose.")
     seed: int = Field(0, ge=0, lt=2**32)
 
@@ -231,7 +225,7 @@ class _Fit:
         routed = torch.from_numpy(self.documents.paths[self.row_documents[rows]])
         routed = routed.to(self.device)[:, None].expand(used.shape)
         logits = self.rerouter.logits(hidden[used], routed[used])
-        return _label_loss(self.config.labels, logits, costs, lengths)
+        return _expected_cost(logits, costs, lengths)
 
     def _costs(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the costs of all decisions in some rows, [M, windows, paths], the tokens that
@@ -349,15 +343,11 @@ class _HeldOut:
         return np.add.reduceat(self.costs[np.arange(len(choices)), choices], firsts)
 
 
-def _label_loss(
-    labels: str, logits: torch.Tensor, costs: torch.Tensor, lengths: torch.Tensor
+def _expected_cost(
+    logits: torch.Tensor, costs: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean loss of logits [M, windows, paths] against costs of the same shape."""
+    """Return the mean cost of drawing paths by logits [M, windows, paths], above the least one."""
     regrets = costs - costs.amin(dim=-1, keepdim=True)
-    if labels == "hard":
-        return F.cross_entropy(logits.flatten(0, 1), regrets.argmin(dim=-1).flatten())
-    if labels == "soft":
-        return F.cross_entropy(logits.flatten(0, 1), (-regrets).softmax(dim=-1).flatten(0, 1))
     expected = (logits.softmax(dim=-1) * regrets).sum(dim=-1)
     # By the root of the window, regrets of all windows are of one size.
     return (expected / lengths.sqrt()).mean()

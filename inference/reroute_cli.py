@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from dipaco.modules.command_line import Command, Option, Program
 from dipaco.modules.errors import ConfigurationError
@@ -54,13 +54,6 @@ class FitSettings(CorpusSettings, InferenceSettings):
     blocks: Annotated[
         int | None, Option("use the first K blocks of the base (default: all)", "K", least=1)
     ] = None
-    labels: Annotated[
-        Literal["cost", "hard", "soft"],
-        Option(
-            "what is learnt: the expected cost of a choice, the best path, or the posterior of "
-            "the paths"
-        ),
-    ] = "cost"
     learning_rate: Annotated[float, Option("peak", "R", least=0)] = 1e-3
     batch_sequences: Annotated[int, Option("batch", "N", least=1)] = 16
     seed: Annotated[int, Option("documents and batches", "N", least=0, most=2**32 - 1)] = 0
@@ -125,7 +118,7 @@ def _config(settings: FitSettings) -> RerouterConfig:
 
     from .fit_rerouter import RerouterConfig
 
-    names = ("blocks", "steps", "learning_rate", "batch_sequences", "labels", "seed")
+    names = ("blocks", "steps", "learning_rate", "batch_sequences", "seed")
     values = {name: getattr(settings, name) for name in names}
     values["windows"] = parse_windows(settings.windows, "--windows")
     return parse_config(RerouterConfig, values, "dipaco-reroute")
