@@ -63,11 +63,12 @@ def run_plan(settings: PlanSettings) -> int:
     from rich.console import Console
 
     from .display import show_figures
-    from .plan_figures import plan_figures
+    from .plan_figures import Expected, plan_figures
     from .run_config import load_run_config
 
     tokens = None if settings.corpus_tokens is None else int(settings.corpus_tokens)
-    figures = plan_figures(load_run_config(settings.run_toml), tokens)
+    expected = Expected(settings.peers, settings.line_mbps)
+    figures = plan_figures(load_run_config(settings.run_toml), tokens, expected)
     if settings.json:
         print(json.dumps(figures.as_json()))
     else:

@@ -122,7 +122,8 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     )
     console.print(
         _sizes(
-            "In a peer's main memory, at most, besides its programs",
+            f"In a peer's main memory, at most ({figures.main_memory_a_parameter:.1f} bytes a "
+            f"parameter), besides its programs",
             figures.main_memory_bytes,
             figures.main_memory_total_bytes,
         )
@@ -147,12 +148,15 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _levels(figures: PlanFigures) -> Table:
-    table = _table("Modules", "level", "modules", "paths each", "parameters", "state", "of a path")
+    table = _table(
+        "Modules", "level", "modules", "paths each", "trainers", "parameters", "state", "of a path"
+    )
     for level in figures.levels:
         table.add_row(
             level.level,
             f"{level.modules:,}",
             f"{level.paths_per_module:,}",
+            f"{level.trainers:,}",
             f"{level.parameters:,}",
             shown_bytes(level.state_bytes),
             level.holds,
@@ -161,25 +165,27 @@ def _levels(figures: PlanFigures) -> Table:
 
 
 def _traffic(figures: PlanFigures) -> Table:
-    codecs = tuple(figures.outer_gradient_bytes)
-    table = _table("A peer sends in a round, and receives as much", "", *codecs)
-    for level in figures.levels:
-        if level.paths_per_module > 1:
-            cells = (shown_bytes(level.sent_bytes[codec]) for codec in codecs)
-            table.add_row(f"outer gradient of {level.level}", *cells)
-    copies = (
-        ("copies of private states", figures.private_copy_bytes),
-        ("copies of best states, at most", figures.best_copy_bytes),
+    line = f"{figures.line_mbit_per_s:g} Mbit/s"
+    table = _table(
+        "A peer sends in a round, and receives as much",
+        "codec", "bytes a parameter", "a round", "Mbit/s", f"of {line}", "one file in", "",
+    )  # fmt: skip
+    used = {level.codec for level in figures.levels}
+    for name, codec in figures.codecs.items():
+        note = "of this run" if name in used else ""
+        table.add_row(
+            name,
+            f"{codec.bytes_a_parameter:.2f}",
+            shown_bytes(codec.moved_bytes),
+            f"{codec.mbit_per_s:,.2f}",
+            f"{codec.line_share:.0%}",
+            f"{codec.publish_s:,.1f} s",
+            note if codec.in_time else f"{note} too slow".strip(),
+        )
+    table.caption = (
+        f"{figures.peers:,} peers; a step is made {figures.gather_s:g} s after a boundary at the "
+        f"latest; about {figures.requests:,} requests a round"
     )
-    for name, count in copies:
-        if count:
-            table.add_row(name, *(shown_bytes(count) for _ in codecs))
-    table.add_section()
-    both = figures.private_copy_bytes + figures.best_copy_bytes
-    table.add_row(
-        "all, at most", *(shown_bytes(figures.outer_gradient_bytes[c] + both) for c in codecs)
-    )
-    table.caption = f"with {figures.codec}: {figures.round_mbit_per_s:,.1f} Mbit/s over a round"
     return table
 
 

@@ -1,7 +1,6 @@
 """What a RUN.toml means in parameters, bytes and memory, computed before anything is made.
 
 What a peer needs is computed where peers compute it (`dipaco.peer.check.needs`). No data is read.
-Called by `dipaco-bootstrap plan`.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
+from dipaco.modules.contributions import CODECS
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.grid import Grid
+from dipaco.modules.grid import PRIVATE_LEVEL, Grid
 from dipaco.modules.plan import RunBlobs
 from dipaco.peer.check.needs import (
     FP32_BYTES,
-    copy_bytes,
     device_bytes,
     disk_bytes,
-    gradient_bytes,
     grid_of,
     main_memory_bytes,
     paths_per_module,
-    round_mbit_per_s,
     state_bytes,
 )
 from dipaco.routing.token_files import token_dtype
@@ -34,46 +31,81 @@ _ANY_SHA256 = "0" * 64
 
 
 @dataclass(frozen=True)
+class Expected:
+    """Who is expected to take part."""
+
+    peers: int | None = None
+    """None: one for each path."""
+    line_mbit_per_s: float = 20.0
+    """The slowest line among them, up and down."""
+
+
+@dataclass(frozen=True)
 class LevelFigures:
-    """The modules of a level and what its outer step moves. Private modules are the level "P"."""
+    """The modules of a level and what a round of one moves. Private modules are the level "P"."""
 
     level: str
     modules: int
     paths_per_module: int
+    trainers: int
+    """Of one module, as many as are expected."""
     parameters: int
     """Of one module."""
     state_bytes: int
     """Parameters and momentum, with the header, at most."""
     holds: str
     """Which parameters of a path: blocks, embedding, head."""
-    sent_bytes: dict[str, int]
-    """By codec: outer gradients that a peer sends in a round, and as many it receives."""
+    codec: str
+    """Of the run, for this level."""
+    file_bytes: dict[str, int]
+    """By codec: one contribution."""
+    moved_bytes: dict[str, int]
+    """By codec: what a trainer sends in a round on average, and receives: the contributions of
+    those who train the module or keep it."""
+
+
+@dataclass(frozen=True)
+class CodecFigures:
+    """What a codec would mean for a peer that trains one path, over all levels."""
+
+    bytes_a_parameter: float
+    moved_bytes: int
+    """Sent in a round, and as much received."""
+    mbit_per_s: float
+    """That, spread over a round."""
+    line_share: float
+    """The part of the slowest line that it takes."""
+    publish_s: float
+    """Until the largest contribution has gone out once on that line."""
+    in_time: bool
+    """The slowest line carries a round in a round, and a contribution before the step is made."""
 
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """The figures of a run. Bytes of a round are those that one peer sends; it receives as many."""
+    """The figures of a run, for a peer that trains one path."""
 
     name: str
     paths: int
+    peers: int
     path_parameters: int
     total_parameters: int
     shared_parameters: int
     private_parameters: int
     """Of one path."""
     levels: tuple[LevelFigures, ...]
-    codec: str
     tokens_per_step: int
     tokens_per_round: int | None
     """Of one path; None when a round has as many steps as fit."""
-    outer_gradient_bytes: dict[str, int]
-    """In a round, all levels, by codec."""
-    private_copy_bytes: int
-    """In a round: copies of private modules for the peers that keep them."""
-    best_copy_bytes: int
-    """In a round in which the held-out loss improved: copies of the path's best states."""
+    line_mbit_per_s: float
+    gather_s: float
+    """After a boundary a step is made with what is there by then."""
+    codecs: dict[str, CodecFigures]
+    moved_bytes: int
+    """In a round with the run's codecs: sent, and as much received."""
     round_mbit_per_s: float
-    """All of these, with the run's codec, spread over a round."""
+    requests: int
+    """That a peer makes in a round to others: rows told, files and steps fetched."""
     join_bytes: int
     """What a newcomer fetches: base model and states, without its shard."""
     shard_bytes: int | None
@@ -100,6 +132,11 @@ class PlanFigures:
         """What a peer has in main memory at most, besides its programs."""
         return sum(self.main_memory_bytes.values())
 
+    @property
+    def main_memory_a_parameter(self) -> float:
+        """The same in bytes for each parameter of a path."""
+        return self.main_memory_total_bytes / self.path_parameters
+
     def as_json(self) -> dict[str, Any]:
         """Return the figures as plain values."""
         return {
@@ -107,21 +144,22 @@ class PlanFigures:
             "disk_total_bytes": self.disk_total_bytes,
             "device_total_bytes": self.device_total_bytes,
             "main_memory_total_bytes": self.main_memory_total_bytes,
+            "main_memory_a_parameter": round(self.main_memory_a_parameter, 2),
         }
 
 
-def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFigures:
+def plan_figures(
+    config: RunConfig, corpus_tokens: int | None = None, expected: Expected | None = None
+) -> PlanFigures:
     """Compute the figures of a run; `corpus_tokens` are those of its training documents.
 
     Raises ConfigurationError when the grid is impossible or the manifest would be too large.
     """
+    expected = expected or Expected()
     grid = grid_of(config)
     counts = grid.parameter_counts()
-    levels = tuple(_level(config, grid, level) for level in grid.level_names)
-    gradients = {
-        name: sum(level.sent_bytes[name] for level in levels) for name in levels[0].sent_bytes
-    }
-    private_copies, best_copies = copy_bytes(config, grid)
+    peers = expected.peers or grid.path_count
+    levels = tuple(_level(config, grid, level, peers) for level in grid.level_names)
     states = sum(level.state_bytes for level in levels)
     shard = _shard_bytes(config, grid, corpus_tokens)
     steps = config.rounds.inner_steps
@@ -132,21 +170,24 @@ def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFig
             f"the manifest would have {manifest_bytes} bytes, at most {MAX_MANIFEST_BYTES} are "
             f"allowed; give fewer mirrors"
         )
+    moved = sum(level.moved_bytes[level.codec] for level in levels)
     return PlanFigures(
         name=config.name,
         paths=grid.path_count,
+        peers=peers,
         path_parameters=counts["path"],
         total_parameters=counts["total"],
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
-        codec=config.averaging.codec,
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
-        outer_gradient_bytes=gradients,
-        private_copy_bytes=private_copies,
-        best_copy_bytes=best_copies,
-        round_mbit_per_s=round(round_mbit_per_s(config, grid), 3),
+        line_mbit_per_s=expected.line_mbit_per_s,
+        gather_s=config.rounds.gather_limit_s,
+        codecs={name: _codec(config, levels, name, expected) for name in CODECS},
+        moved_bytes=moved,
+        round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
+        requests=sum(_requests(level, config.rounds.copies) for level in levels),
         join_bytes=FP32_BYTES * counts["path"] + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
@@ -157,18 +198,53 @@ def plan_figures(config: RunConfig, corpus_tokens: int | None = None) -> PlanFig
     )
 
 
-def _level(config: RunConfig, grid: Grid, level: str) -> LevelFigures:
+def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
-    layout = grid.layout(level)
+    layout, paths = grid.layout(level), paths_per_module(grid, level)
+    trainers = max(1, round(peers * paths / grid.path_count))
+    # Who keeps a copy follows the steps: it fetches the contributions too.
+    others = max(trainers, min(config.rounds.copies, peers)) - 1
+    files = {name: codec.file_bytes(layout.size) for name, codec in CODECS.items()}
+    own = config.contributions.codec
+    if level == PRIVATE_LEVEL:
+        own = config.contributions.private_codec or own
     return LevelFigures(
         level=level,
         modules=len(modules),
-        paths_per_module=paths_per_module(grid, level),
+        paths_per_module=paths,
+        trainers=trainers,
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
         holds=_holds(layout.names),
-        sent_bytes=gradient_bytes(config, grid, level),
+        codec=own,
+        file_bytes=files,
+        moved_bytes={name: others * count for name, count in files.items()},
     )
+
+
+def _codec(
+    config: RunConfig, levels: tuple[LevelFigures, ...], name: str, expected: Expected
+) -> CodecFigures:
+    moved = sum(level.moved_bytes[name] for level in levels)
+    parameters = sum(level.parameters for level in levels)
+    rate = 8e-6 * moved / config.rounds.duration_s
+    publish_s = 8e-6 * max(level.file_bytes[name] for level in levels) / expected.line_mbit_per_s
+    share = rate / expected.line_mbit_per_s
+    return CodecFigures(
+        bytes_a_parameter=round(sum(level.file_bytes[name] for level in levels) / parameters, 3),
+        moved_bytes=moved,
+        mbit_per_s=round(rate, 3),
+        line_share=round(share, 4),
+        publish_s=round(publish_s, 1),
+        in_time=share <= 1 and publish_s <= config.rounds.gather_limit_s,
+    )
+
+
+def _requests(level: LevelFigures, copies: int) -> int:
+    """Return what a trainer asks of others in a round of a module: it tells its row to each, and
+    fetches their files; the one that proposes tells the step to all."""
+    others = max(level.trainers, copies) - 1
+    return 2 * others + -(-others // max(1, level.trainers))
 
 
 def _holds(names: tuple[str, ...]) -> str:

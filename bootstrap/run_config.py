@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dipaco.modules.config import (
-    AveragingConfig,
     Config,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
@@ -87,7 +87,7 @@ class RunConfig(Config):
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     rounds: RoundsConfig = RoundsConfig()
-    averaging: AveragingConfig = AveragingConfig.model_validate({})
+    contributions: ContributionsConfig = ContributionsConfig()
     mirrors: tuple[Mirror, ...] = Field(
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
@@ -104,7 +104,7 @@ class RunConfig(Config):
             inner=self.inner,
             outer=self.outer,
             rounds=self.rounds,
-            averaging=self.averaging,
+            contributions=self.contributions,
             routing=RoutingPlan(
                 kind=self.router.kind,
                 prefix_tokens=self.router.prefix_tokens,

@@ -99,6 +99,13 @@ class PlanSettings(Settings):
             most=1e18,
         ),
     ] = None
+    peers: Annotated[
+        int | None,
+        Option("peers that you expect (default: one for each path)", "N", least=1, most=10**6),
+    ] = None
+    line_mbps: Annotated[
+        float, Option("slowest line among them, up and down, in Mbit/s", "MBPS", least=0.01)
+    ] = 20.0
     json: Annotated[bool, Option("print one JSON object and no tables")] = False
 
 
