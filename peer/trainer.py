@@ -1,32 +1,31 @@
-"""One path being trained: model, inner loop, anchors, and what of the work is not yet merged.
+"""One path being trained: model, inner loop, anchors, and snapshots at boundaries.
 
 No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
-one of `commit`, `adopt` when an outer round ended; when it did not, nothing is called and the
-work stays in `anchor - local` for the next round (design 4.4).
+`adopt` when there is a new state: the step of the round, or what others made. Nothing is kept by
+name (design 4.5): what was trained before the snapshot is in the new state or lost, and local
+becomes `new anchor + (local - snapshot)`. Without steps in between the difference is exactly zero
+and local becomes exactly the anchor, as in the reference. Where a round brought no state, nothing
+is called, and the next snapshot holds everything since the anchor.
 
-A module's local parameters go on changing while its outer round runs in the background, so a
-commit sets `local = new anchor + (local - snapshot)`. Without steps in between the difference is
-exactly zero and local becomes exactly the anchor, as in the simulator.
+In main memory, for a parameter: the anchor has 8 bytes, a snapshot 4 until its round has ended,
+error feedback 2, where the codec has it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
 from dipaco.modules.device import release_memory, return_freed_memory
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
-from dipaco.modules.outer import coasted, outer_gradient
+from dipaco.modules.outer import outer_gradient
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -34,82 +33,36 @@ from dipaco.routing.batches import BatchStream
 
 logger = logging.getLogger("dipaco.peer.trainer")
 
-# The longest of so many outer steps is the usual length of one.
-RECENT_STEPS = 4
 
-
-@dataclass(frozen=True)
+@dataclass
 class Snapshot:
-    """A module at a boundary: what its outer round starts from. Immutable."""
+    """A module at a boundary: what its contribution is made of."""
 
     module: str
     path: int
-    round_index: int
     anchor: ModuleState
     local: torch.Tensor
     tokens: int
-    parts: tuple[int, ...] = ()
-    """The parts of own work that are in `local` and not in the anchor."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether every local parameter is a finite number."""
-        return bool(torch.isfinite(self.local).all())
+    """Trained since the last snapshot that a state was adopted for, or since the anchor."""
+    error: torch.Tensor | None = None
+    """What the contribution before this one has lost in its encoding; bf16."""
+    next_error: torch.Tensor | None = None
+    """What this one loses; it counts once a state was adopted."""
 
     def outer_gradient(self) -> torch.Tensor:
-        """Return anchor minus local, flat fp32."""
+        """Return anchor minus local, flat fp32. What is not finite there is not finite here."""
         return outer_gradient(self.anchor.parameters, self.local)
 
 
 @dataclass
-class _Part:
-    """Own work between two cuts."""
-
-    shift: torch.Tensor
-    tokens: int
-
-
-@dataclass
-class _ModuleProgress:
-    """What the trainer knows of one module of its path.
-
-    local = anchor + the shifts of the unmerged parts + what came after the last cut.
-    """
+class _Module:
+    """What the trainer knows of one module of its path."""
 
     anchor: ModuleState
-    tail_tokens: int = 0
-    """Trained since the last cut."""
-    parts: dict[int, _Part] = field(default_factory=dict)
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """Lengths of the last outer steps that this peer committed."""
-    unmerged: tuple[int, ...] = ()
-
-    @property
-    def unmerged_tokens(self) -> int:
-        return self.tail_tokens + sum(self.parts[part].tokens for part in self.unmerged)
-
-    def cut_parameters(self) -> torch.Tensor:
-        """Return the local parameters as they were at the last cut, in terms of the anchor."""
-        base = self.anchor.parameters
-        for part in self.unmerged:
-            base = base + self.parts[part].shift
-        return base
-
-
-class Comparison(NamedTuple):
-    """Held-out losses with the anchor of a module and with another state in its place.
-
-    None where there is nothing to score with. `coasting` is one outer step further on, without a
-    gradient; `steps_apart` is of the method of that name.
-    """
-
-    before: float | None = None
-    after: float | None = None
-    steps_apart: float | None = None
-    coasting_before: float | None = None
-    coasting_after: float | None = None
-    is_undecided: bool = False
-    """Nothing was scored yet; see the member's `Checked`."""
+    tokens: int = 0
+    """Trained since the base of the next contribution."""
+    snapshot: Snapshot | None = None
+    error: torch.Tensor | None = None
 
 
 class PathTrainer:
@@ -135,7 +88,7 @@ class PathTrainer:
         self.path_step = 0
         self.replica = 0
         self._stream: BatchStream | None = None
-        self._modules: dict[str, _ModuleProgress] = {}
+        self._modules: dict[str, _Module] = {}
 
     def _make_model(self) -> None:
         self.model = PathModel(self.plan.model).to(self.device)
@@ -170,16 +123,12 @@ class PathTrainer:
         return tuple(self._modules)
 
     def anchor(self, module: str) -> ModuleState:
-        """Return the last committed state of one of the path's modules."""
+        """Return the anchor of one of the path's modules."""
         return self._modules[module].anchor
 
     def anchors(self) -> dict[str, ModuleState]:
-        """Return the last committed state of every module of the path."""
+        """Return the anchor of every module of the path."""
         return {module: progress.anchor for module, progress in self._modules.items()}
-
-    def unmerged_tokens(self, module: str) -> int:
-        """Return the tokens trained since this module's last merged boundary."""
-        return self._modules[module].unmerged_tokens
 
     def start_path(
         self,
@@ -199,7 +148,7 @@ class PathTrainer:
             self.inner.reset()
         self.path, self.replica, self._stream = path, 0, stream
         self._modules = {
-            module: _ModuleProgress(states[module]) for module in self.grid.modules_of_path(path)
+            module: _Module(states[module]) for module in self.grid.modules_of_path(path)
         }
         self.path_step = max(self._counted_steps(state) for state in states.values())
 
@@ -216,182 +165,64 @@ class PathTrainer:
         loss = self.inner.step(tokens, self.path_step)
         self.path_step += 1
         for progress in self._modules.values():
-            progress.tail_tokens += self.tokens_per_step
+            progress.tokens += self.tokens_per_step
         return loss
 
-    def snapshot(self, module: str, round_index: int) -> Snapshot:
-        """Copy a module at a boundary, and cut its work there."""
+    def snapshot(self, module: str) -> Snapshot:
+        """Copy a module at a boundary, in place of an earlier copy."""
         assert self.path is not None
         progress = self._modules[module]
-        local = gather_module(self.model, self.grid, module)
-        shift, tokens = local - progress.cut_parameters(), progress.tail_tokens
-        part = progress.parts.get(round_index)
-        if part is None:
-            progress.parts[round_index] = _Part(shift, tokens)
-            progress.unmerged = (*progress.unmerged, round_index)
-        else:
-            part.shift.add_(shift)
-            part.tokens += tokens
-        progress.tail_tokens = 0
-        return Snapshot(
-            module=module,
-            path=self.path,
-            round_index=round_index,
-            anchor=progress.anchor,
-            local=local,
-            tokens=progress.unmerged_tokens,
-            parts=progress.unmerged,
+        progress.snapshot = None  # Its memory first.
+        progress.snapshot = Snapshot(
+            module,
+            self.path,
+            progress.anchor,
+            gather_module(self.model, self.grid, module),
+            progress.tokens,
+            progress.error,
         )
+        return progress.snapshot
 
-    def undo_cut(self, module: str, round_index: int) -> None:
-        """Let the work before a cut and after it be one part: nobody averaged the snapshot."""
-        progress = self._modules[module]
-        part = progress.parts.pop(round_index, None)
-        if part is not None:
-            progress.unmerged = tuple(p for p in progress.unmerged if p != round_index)
-            progress.tail_tokens += part.tokens
+    def adopt(self, module: str, state: ModuleState) -> None:
+        """Make a state the anchor, under what was trained since the snapshot.
 
-    def join_parts(self, module: str, older: int, newer: int) -> None:
-        """Keep two parts as one, under the name of the newer."""
-        progress = self._modules[module]
-        part = progress.parts.pop(older)
-        progress.parts[newer].shift.add_(part.shift)
-        progress.parts[newer].tokens += part.tokens
-        progress.unmerged = tuple(p for p in progress.unmerged if p != older)
-
-    def drop_part(self, module: str, part: int) -> None:
-        """Remember a part no more: it is in the anchor."""
-        progress = self._modules[module]
-        del progress.parts[part]
-        progress.unmerged = tuple(p for p in progress.unmerged if p != part)
-
-    def commit(self, snapshot: Snapshot, state: ModuleState) -> None:
-        """Make `state` the anchor; it contains the work up to `snapshot`."""
-        progress = self._modules[snapshot.module]
-        progress.steps.append(_distance(state, snapshot.anchor))
-        self._rebase(snapshot.module, state, snapshot.local)
-        progress.unmerged = tuple(p for p in progress.unmerged if p not in snapshot.parts)
-        self._advance_path_step(state, progress)
-
-    def adopt(
-        self, module: str, state: ModuleState, *, on_top: Sequence[int], weight: float = 1.0
-    ) -> None:
-        """Put a state that others made under this peer's own work (design 4.4).
-
-        The parts `on_top` are not in it; they and what came after the last cut are put on top of
-        it, the other parts are in it. `weight` shortens all that goes on top: work of long ago.
+        Without a snapshot since the last one was adopted, under all that was trained since then.
         """
-        progress = self._modules[module]
-        self._rebase(module, state, progress.cut_parameters())
-        local = gather_module(self.model, self.grid, module)
-        if weight != 1.0:
-            local = state.parameters + (local - state.parameters) * weight
-        for part in on_top:
-            progress.parts[part].shift.mul_(weight)
-            local = local + progress.parts[part].shift
-        if on_top or weight != 1.0:
-            scatter_module(self.model, self.grid, module, local)
-        progress.unmerged = tuple(on_top)
-        self._advance_path_step(state, progress)
-
-    def steps_apart(self, module: str, state: ModuleState) -> float | None:
-        """Return how far a foreign state is from the anchor, in outer steps of the usual length.
-
-        That is of the longest of the last commits; None before the first. What the state's
-        momentum would do without a gradient counts if it is further: parameters alone can look
-        harmless.
-        """
-        progress, outer = self._modules[module], self.plan.outer
-        usual = max(progress.steps, default=0.0)
-        if usual <= 0.0:
-            return None
-        return (
-            max(_distance(state, progress.anchor), _distance(coasted(state, outer), state)) / usual
-        )
+        progress, taken = self._modules[module], self._modules[module].snapshot
+        base = progress.anchor.parameters if taken is None else taken.local
+        add_to_module(self.model, self.grid, module, state.parameters, base)
+        if taken is not None:
+            progress.tokens -= taken.tokens
+            progress.error = taken.next_error
+        progress.anchor, progress.snapshot = state, None
+        # The schedule follows what all replicas of the path trained together.
+        own_steps = progress.tokens // self.tokens_per_step
+        self.path_step = max(self.path_step, self._counted_steps(state) + own_steps)
 
     def discard(self, module: str) -> None:
         """Go back to the anchor: the local parameters are no longer numbers."""
         progress = self._modules[module]
         scatter_module(self.model, self.grid, module, progress.anchor.parameters)
-        for part in progress.unmerged:
-            del progress.parts[part]
-        progress.unmerged, progress.tail_tokens = (), 0
+        progress.snapshot = progress.error = None
+        progress.tokens = 0
         self.inner.reset()
 
-    def _rebase(self, module: str, state: ModuleState, base: torch.Tensor) -> None:
-        """Set local = state + (local - base), and make `state` the anchor."""
-        add_to_module(self.model, self.grid, module, state.parameters, base)
-        self._modules[module].anchor = state
+    def loss_of(self, path: int, states: Mapping[str, ModuleState], rows: torch.Tensor) -> LossSum:
+        """Return the loss of `rows` [sequences, length] of a path under these states of its modules.
 
-    def _advance_path_step(self, state: ModuleState, progress: _ModuleProgress) -> None:
-        """Let the schedule follow what all replicas of the path trained together."""
-        own_steps = progress.unmerged_tokens // self.tokens_per_step
-        self.path_step = max(self.path_step, self._counted_steps(state) + own_steps)
-
-    def loss_of_anchors(
-        self,
-        tokens: torch.Tensor,
-        skip_tokens: int,
-        replaced: Mapping[str, ModuleState] | None = None,
-    ) -> LossSum:
-        """Return the loss of `tokens` [sequences, length] under the path's committed states.
-
-        `replaced` tries other states in place of some anchors. Local parameters are restored bit
-        for bit.
+        The routing prefix is not scored. Local parameters wait on the device meanwhile, and are
+        restored bit for bit.
         """
-        assert self.path is not None
-        states = {**self.anchors(), **(replaced or {})}
-        with self.model_of(self.path, states) as model:
-            return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
-
-    def compare(
-        self,
-        module: str,
-        state: ModuleState,
-        tokens: torch.Tensor,
-        path: int | None = None,
-        others: Mapping[str, ModuleState] | None = None,
-    ) -> Comparison:
-        """Score another state of a module in place of the anchor, both also one step further on.
-
-        `tokens` are rows [sequences, length], whose routing prefix is not scored: of the path in
-        training, or of another `path` through the module, with these states of its `others`.
-        """
-        own, outer = self.anchor(module), self.plan.outer
-        skip_tokens = self.plan.routing.prefix_tokens
-        scored = self.path if path is None else path
-        assert scored is not None
-
-        def loss(one: ModuleState) -> float | None:
-            states = {**self.anchors(), **(others or {}), module: one}
-            with self.model_of(scored, states) as model:
-                return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device)).loss
-
-        return Comparison(
-            before=loss(own),
-            after=loss(state),
-            steps_apart=self.steps_apart(module, state),
-            coasting_before=loss(coasted(own, outer)),
-            coasting_after=loss(coasted(state, outer)),
-        )
-
-    def loss_of_best(self, best: BestParameters, tokens: torch.Tensor, skip_tokens: int) -> LossSum:
-        """Return the loss of `tokens` under the best states of the path, as `loss_of_anchors`."""
-        assert self.path is not None
-        with self.model_of(self.path, self.anchors()) as model:
-            best.load_into(model)
-            return LossSum(*sum_losses(model, tokens, skip_tokens, device=self.device))
-
-    @contextlib.contextmanager
-    def model_of(self, path: int, states: Mapping[str, ModuleState]) -> Iterator[PathModel]:
-        """Lend the model with committed states of any path in it; no step may be taken meanwhile.
-
-        Local parameters are restored bit for bit, and no second model takes memory.
-        """
-        local = {module: gather_module(self.model, self.grid, module) for module in self.modules}
+        if self._is_released:
+            self._make_model()
+        local = {
+            module: gather_module(self.model, self.grid, module, self.device)
+            for module in self.modules
+        }
         try:
             load_path(self.model, self.grid, path, states)
-            yield self.model
+            skip_tokens = self.plan.routing.prefix_tokens
+            return LossSum(*sum_losses(self.model, rows, skip_tokens, device=self.device))
         finally:
             for module, flat in local.items():
                 scatter_module(self.model, self.grid, module, flat)
@@ -399,10 +230,6 @@ class PathTrainer:
     def optimizer_state(self) -> dict[str, object]:
         """Return the AdamW state, to be kept on disk for a return to this path."""
         return self.inner.state_dict()
-
-
-def _distance(one: ModuleState, other: ModuleState) -> float:
-    return float(torch.linalg.vector_norm(one.parameters - other.parameters))
 
 
 RATE_WINDOW_S = 30.0

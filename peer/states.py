@@ -1,0 +1,216 @@
+"""The module states of this process: what it serves, and what waits for the member's word.
+
+A state that was computed or fetched waits here until the member adopts it, keeps it, or wants it no
+more. What is served lies in memory until it was saved; the one before it is on the disk too. Which
+step a state on the disk is of is in the log of its chain.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dipaco.dht.chain import Head
+from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import DipacoError, StorageError
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import ModuleState, read_state, state_chunks
+from dipaco.modules.store import StateStore
+
+from .exchange.chain_store import ChainStore
+
+logger = logging.getLogger("dipaco.peer.states")
+
+# Who read an announcement asks for that state, and rounds can be shorter than the reading: a state
+# is served for so long after it came, in so much memory, whatever has taken its place.
+RECENT_S = 30.0
+RECENT_BYTES = 256 * 2**20
+# Of one module, that wait for the member's word.
+MOST_WAITING = 2
+
+
+def head_of(state: ModuleState, step: str, weight: int, round_index: int) -> Head:
+    """Return what names a state that stands on a step. Hashes it, the first time."""
+    return Head(
+        state.module, step, state.version, weight, round_index, state.digest, state.byte_size
+    )
+
+
+class States:
+    """States of all modules. Thread-safe; also the exchange's source of states and blobs."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        store: StateStore,
+        blobs: BlobStore,
+        chains: ChainStore,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._grid, self._store, self._blobs, self._chains = grid, store, blobs, chains
+        self._monotonic = monotonic
+        self._lock = threading.RLock()
+        self._held: dict[str, Head] = {}
+        self._in_memory: dict[str, ModuleState] = {}
+        """What is held and not saved yet, by digest."""
+        self._waiting: dict[str, dict[str, ModuleState]] = {}
+        """By module and step, the latest last."""
+        self._recent: dict[str, tuple[float, ModuleState]] = {}
+        self._earlier: States | None = None
+
+    def use_earlier(self, earlier: States | None) -> None:
+        """Serve by hash also what is held of the run that this one succeeds."""
+        self._earlier = earlier
+
+    def load_from_disk(self) -> tuple[Head, ...]:
+        """Take up what an earlier life left; what no chain here leads to is left alone."""
+        for module in self._grid.modules():
+            for digest in self._store.digests(module):
+                head = self._chains.head_of(module, digest)
+                if head is not None and self._read(head) is not None:
+                    with self._lock:
+                        self._held[module] = head
+                    self._chains.serve(module, head.step, head)
+                    break
+        return self.all()
+
+    # -- what waits
+
+    def put(self, step: str, state: ModuleState) -> None:
+        """Keep a state that was computed or fetched until the member says what becomes of it."""
+        with self._lock:
+            waiting = self._waiting.setdefault(state.module, {})
+            waiting.pop(step, None)
+            waiting[step] = state
+            for old in list(waiting)[:-MOST_WAITING]:
+                del waiting[old]
+
+    def forget(self, module: str, step: str) -> None:
+        """Let go of a state that waits."""
+        with self._lock:
+            self._waiting.get(module, {}).pop(step, None)
+
+    def forget_all(self) -> None:
+        """Let go of all that wait: the path has changed."""
+        with self._lock:
+            self._waiting.clear()
+
+    def waiting(self, module: str, step: str) -> ModuleState | None:
+        """Return a state that waits."""
+        with self._lock:
+            return self._waiting.get(module, {}).get(step)
+
+    # -- what is held
+
+    def hold(self, head: Head) -> ModuleState:
+        """Serve a state that waits from now on, from memory. Raises KeyError and `StorageError`."""
+        with self._lock:
+            state = self._waiting.get(head.module, {}).pop(head.step)
+            before = self._held.get(head.module)
+            if before is not None and before.digest != head.digest:
+                self._in_memory.pop(before.digest, None)
+            self._held[head.module] = head
+            self._in_memory[head.digest] = state
+            self._remember(state)
+        self._chains.serve(head.module, head.step, head)
+        return state
+
+    def save(self, state: ModuleState) -> None:
+        """Write a held state to disk, to be served from there.
+
+        A full disk is reported and the state is kept in memory, so that training goes on.
+        """
+        try:
+            self._store.save(state)
+        except StorageError as error:
+            logger.warning("state of %s kept in memory only: %s", state.module, error)
+            return
+        with self._lock:
+            self._in_memory.pop(state.digest, None)
+
+    def save_all(self) -> None:
+        """Write what is only in memory; called on leaving."""
+        with self._lock:
+            unsaved = list(self._in_memory.values())
+        for state in unsaved:
+            self.save(state)
+
+    def drop(self, module: str) -> None:
+        """Serve a module no more, and remove its states from the disk."""
+        with self._lock:
+            held = self._held.pop(module, None)
+            if held is not None:
+                self._in_memory.pop(held.digest, None)
+        self._store.remove(module)
+        self._chains.serve(module, self._chains.served(module)[0], None)
+
+    def serve(self, module: str, step: str) -> None:
+        """Tell of the chain to a step, whose state is not here. Raises KeyError."""
+        self._chains.serve(module, step, self.get(module))
+
+    def get(self, module: str) -> Head | None:
+        """Return what is held of a module."""
+        with self._lock:
+            return self._held.get(module)
+
+    def all(self) -> tuple[Head, ...]:
+        """Return everything held, by module."""
+        with self._lock:
+            return tuple(self._held[module] for module in sorted(self._held))
+
+    def find(self, module: str, step: str) -> ModuleState | None:
+        """Return the state after a step if it is anywhere here: it waits, is held, or was saved."""
+        with self._lock:
+            state, held = self.waiting(module, step), self._held.get(module)
+            if state is not None:
+                return state
+            if held is not None and held.step == step and held.digest in self._in_memory:
+                return self._in_memory[held.digest]
+        for digest in self._store.digests(module):
+            head = self._chains.head_of(module, digest)
+            if head is not None and head.step == step:
+                return self._read(head)
+        return None
+
+    def _read(self, head: Head) -> ModuleState | None:
+        file = self._store.find(head.digest)
+        if file is None:
+            return None
+        try:
+            return read_state(
+                file, self._grid.layout(head.module), head.digest, module=head.module
+            )
+        except DipacoError as error:
+            logger.warning("state of %s on disk is not used: %s", head.module, error)
+            return None
+
+    # -- the exchange's source
+
+    def _remember(self, state: ModuleState) -> None:
+        self._recent.setdefault(state.digest, (self._monotonic(), state))
+        used_bytes = sum(state.byte_size for _, state in self._recent.values())
+        for digest, (came_s, old) in list(self._recent.items()):
+            if used_bytes <= RECENT_BYTES and self._monotonic() - came_s <= RECENT_S:
+                break
+            used_bytes -= old.byte_size
+            del self._recent[digest]
+
+    def lookup(self, sha256: str) -> Path | bytes | None:
+        """Find a state or a blob by its hash. The exchange calls this."""
+        with self._lock:
+            state = self._in_memory.get(sha256)
+        if state is None:
+            path = self._store.find(sha256)
+            if path is not None:
+                return path
+            if self._blobs.has(sha256):
+                return self._blobs.path(sha256)
+            with self._lock:
+                recent = self._recent.get(sha256)
+            state = recent[1] if recent is not None else None
+        if state is not None:
+            return b"".join(bytes(chunk) for chunk in state_chunks(state))
+        return self._earlier.lookup(sha256) if self._earlier is not None else None
