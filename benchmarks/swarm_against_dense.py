@@ -167,9 +167,7 @@ def train_swarm(options: argparse.Namespace, run_folder: Path) -> dict[str, Any]
             "--data", str(options.data / "validation.jsonl.gz"), "--label-field", "domain",
             "--json",
         )  # fmt: skip
-        # Newest parameters, as the dense model's are; the best ones are reported apart.
-        evaluation = run(*evaluate, "--current")
-        best = run(*evaluate, "--no-base")
+        evaluation = run(*evaluate)
     finally:
         for process in reversed(processes):
             if process.poll() is None:
@@ -179,7 +177,6 @@ def train_swarm(options: argparse.Namespace, run_folder: Path) -> dict[str, Any]
     events = read_events(logs)
     return {
         "evaluation": json.loads(evaluation),
-        "swarm_best_perplexity": json.loads(best)["perplexity"],
         "status": json.loads(status.stdout),
         "steps": steps,
         "seconds": time.time() - started,
@@ -261,7 +258,6 @@ def _table(summary: dict[str, Any]) -> str:
         f"base   {summary['base_perplexity']:8.2f}\n"
         f"dense  {summary['dense_perplexity']:8.2f}  ({summary['dense_steps']} more steps)\n"
         f"swarm  {summary['swarm_perplexity']:8.2f}  (steps a path: {summary['steps']})\n"
-        f"best   {summary['swarm_best_perplexity']:8.2f}  (early stopping)\n"
         f"swarm against dense: {summary['swarm_against_dense']:+.1%}"
     )
 

@@ -232,7 +232,6 @@ class Chain:
         steps = self._steps(phase)
         source = ("--initial-peers", self.peers[0].address(), "--run", phase.run_id)
         found = self._eval(*source)
-        best = self._eval(*source, "--no-base", best=True)
         count = {
             kind: sum(1 for peer in self.everybody for _ in self._events(peer, phase, kind))
             for kind in ("commit", "carry_on", "move")
@@ -242,7 +241,6 @@ class Chain:
             "commits": count["commit"],
             "carried_on": count["carry_on"],
             "moves_between_paths": count["move"],
-            "best_perplexity": best["perplexity"],
             **{key: found[key] for key in ("perplexity", "base_perplexity", "documents", "tokens")},
             **{key: found[key] for key in ("missing_paths", "short_documents", "states", "paths")},
         }
@@ -259,13 +257,11 @@ class Chain:
                 steps[event["path"]] = max(steps.get(event["path"], 0), event["path_step"])
         return dict(sorted(steps.items()))
 
-    def _eval(self, *source: str, best: bool = False) -> dict[str, Any]:
-        """Score newest parameters, which is what phases and the dense model are compared by, or
-        the best ones of each path."""
+    def _eval(self, *source: str) -> dict[str, Any]:
+        """Score the newest states."""
         printed = self._command(
             "dipaco-eval", *source, "--data", str(self.chosen.data / "validation.jsonl.gz"),
             "--limit-documents", str(self.chosen.documents), "--threads", "1", "--json",
-            *([] if best else ["--current"]),
         )  # fmt: skip
         found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
         return found

@@ -358,18 +358,13 @@ def report(demo: Demo, survivor: Process) -> None:
     steps = max(steps_by_path(demo).values())
     # All at once, while the peers are there to serve what they need.
     status = demo.ask("dipaco-status", "--initial-peers", address, "--json")
-    # The dense model is a newest one, so the swarm is compared with its newest parameters.
-    evaluation, best_evaluation = (
-        demo.ask(
-            "dipaco-eval", "--initial-peers", address, "--data", data, "--label-field", "domain",
-            "--limit-documents", limit, "--cache-dir", str(demo.folder / name), "--json", *which,
-        )
-        for name, which in (("reader", ["--current"]), ("best-reader", ["--no-base"]))
+    evaluation = demo.ask(
+        "dipaco-eval", "--initial-peers", address, "--data", data, "--label-field", "domain",
+        "--limit-documents", limit, "--cache-dir", str(demo.folder / "reader"), "--json",
     )  # fmt: skip
     asked = [demo.ask_sample(address, prompt) for prompt in PROMPTS]
     demo.json_of(status)
     swarm = demo.json_of(evaluation)
-    best = demo.json_of(best_evaluation)
     samples = [sample.communicate()[0].decode() for sample in asked]
     demo.end_all()
     dense_folder = demo.folder / "dense"
@@ -395,7 +390,6 @@ def report(demo: Demo, survivor: Process) -> None:
     table.add_row("genesis (dense, before the swarm)", f"{scores['genesis']:.2f}")
     table.add_row(f"dense, one path's size, {steps} more steps", f"{scores['dense']:.2f}")
     table.add_row(f"swarm, at most {steps} steps a path", f"{scores['swarm']:.2f}")
-    table.add_row("swarm, best parameters (early stopping)", f"{best['perplexity']:.2f}")
     demo.console.print(table)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         demo.console.print("[dim]--- sample ---[/dim]")
@@ -404,9 +398,7 @@ def report(demo: Demo, survivor: Process) -> None:
     file = demo.folder / "demo.png"
     plot(demo, scores, file)
     demo.console.print(f"plot: {file}; everything else: {demo.folder}")
-    (demo.folder / "result.json").write_text(
-        json.dumps({**scores, "swarm_best": best["perplexity"]}) + "\n"
-    )
+    (demo.folder / "result.json").write_text(json.dumps(scores) + "\n")
 
 
 def main() -> int:

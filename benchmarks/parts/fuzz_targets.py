@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import torch
 from dipaco.dht import admission, manifest, record_validator, score_request
 from dipaco.dht.certificate_check import decode_certificate, verify_certificate
@@ -20,7 +19,6 @@ from dipaco.dht.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_publ
 from dipaco.dht.node import check_peer_address
 from dipaco.dht.record_keys import parse_record, parse_subkey
 from dipaco.dht.records import RecordError
-from dipaco.modules.best_parameters import read_best_parameters
 from dipaco.modules.codecs import CODECS
 from dipaco.modules.config import parse_config
 from dipaco.modules.errors import DipacoError
@@ -34,7 +32,6 @@ from dipaco.peer.averaging.codec import PartCodec
 from dipaco.peer.averaging.group import GatherRow
 from dipaco.peer.exchange import messages
 from dipaco.peer.member.recording import read_recording
-from dipaco.routing.document_scores import DocumentScores, RouterDocuments
 from dipaco.routing.routers import load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import check_tokens, open_tokens
@@ -222,10 +219,6 @@ def _of_content(run: RunFolder, folder: Path) -> list[Target]:
     first = b"".join(state_chunks(genesis_state(module, layout, run.base_parameters(plan))))
     states = [first, *recorded(folder, "states")]
     scratch = Path(tempfile.mkdtemp(prefix="dipaco-benchmark-"))
-    documents = RouterDocuments(np.arange(8 * 24, dtype=np.int32).reshape(8, 24) % 300, 8)
-    scores = DocumentScores(
-        "0f" * 8, 1, {"L0.E1": "0f" * 32}, np.linspace(1, 9, 8), documents.targets
-    )
     shard = run.shard_index(plan).paths[0]
 
     def tokens(data: bytes) -> object:
@@ -249,14 +242,8 @@ def _of_content(run: RunFolder, folder: Path) -> list[Target]:
                lambda data: read_state(data, layout, module=module,
                                        paths=grid.paths_of_module(module)),
                (DipacoError,), "safetensors"),
-        Target("best parameters", recorded(folder, "best"),
-               lambda data: read_best_parameters(data, grid), (DipacoError,), "safetensors"),
         Target("router", [blobs.read(plan.blobs.router)], load_router, (DipacoError,),
                "safetensors"),
-        Target("router documents", [documents.to_bytes()],
-               lambda data: RouterDocuments.from_bytes(data, 320), (DipacoError,), "safetensors"),
-        Target("document scores", [scores.to_bytes()],
-               lambda data: DocumentScores.from_bytes(data, 8), (DipacoError,), "safetensors"),
         Target("tokenizer", [blobs.read(plan.blobs.tokenizer)], tokenizer, (DipacoError,)),
         Target("token file", [blobs.read(shard.train_sha256)], tokens, (DipacoError,)),
         Target("recording", [b"\n".join(some) + b"\n" for some in lines], recording,

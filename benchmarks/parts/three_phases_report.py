@@ -9,7 +9,7 @@ from typing import Any
 
 from parts.common import Report
 
-COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end", "best")
+COLUMNS = ("phase", "paths", "rounds", "steps", "killed", "began", "after", "end")
 
 
 @dataclass
@@ -83,7 +83,6 @@ def report_of(chain: Outcome) -> Report:
             f"{figures['began_with_perplexity']:.2f}",
             f"{figures['perplexity']:.2f}",
             f"{given:.2f}" if (given := figures.get("handed_over_perplexity")) else "-",
-            f"{figures['best_perplexity']:.2f}",
         )
         if "moved_peers" in figures:
             report.notes.append(
@@ -97,7 +96,7 @@ def report_of(chain: Outcome) -> Report:
         "rounds, steps (of the least and the most trained path, all replicas) and after: when "
         "dipaco-eval asked the live swarm; end: the modules that the next phase took, because "
         "training goes on while the operator scores and prepares; began: the same modules under "
-        "the new routing; all of them are newest parameters; best: early stopping's, when asked",
+        "the new routing",
         f"base model, before the swarm: {base:.2f}; {first['tokens']:,} tokens of "
         f"{first['documents']} documents, the first 32 of each excluded",
         f"dense model of one path's size, trained beside from the same base for "
