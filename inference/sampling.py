@@ -1,4 +1,4 @@
-"""How a text is continued: what the command, the service and the harness say alike."""
+"""How a text is continued: what the command and the service say alike."""
 
 from __future__ import annotations
 

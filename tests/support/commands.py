@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dipaco.inference import harness
 from dipaco.modules.command_line import Command, Program
 from dipaco.modules.setting_sources import Place
 from dipaco.peer.owner import control_cli
@@ -32,7 +31,7 @@ def program_of(module: str) -> Command[Any] | Program:
 def commands() -> Iterator[tuple[str, Command[Any], Place]]:
     """Yield every command: what is typed, the command, and where its settings are."""
     programs = [program_of(module) for module in SCRIPTS.values()]
-    for program in [*programs, harness.COMMAND, *control_cli.COMMANDS.values()]:
+    for program in [*programs, *control_cli.COMMANDS.values()]:
         if isinstance(program, Command):
             yield program.name, program, program.place()
             continue
