@@ -422,12 +422,14 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_mirror_resumes_and_is_checked(blobs: BlobStore, mirror: Path) -> None:
     source = MirrorSource("https://example.org/blobs/")
-    (mirror / SHA).write_bytes(CONTENT)
+    for name in (SHA[:2], "22"):
+        (mirror / name).mkdir(exist_ok=True)
+    (mirror / SHA[:2] / SHA).write_bytes(CONTENT)
     blobs.partial_path(SHA).write_bytes(CONTENT[:99])
     assert fetch(blobs, source).read_bytes() == CONTENT
     with pytest.raises(NetworkError, match="does not hold it"):
         fetch(blobs, source, sha="1" * 64)
-    (mirror / ("2" * 64)).write_bytes(b"other")
+    (mirror / "22" / ("2" * 64)).write_bytes(b"other")
     with pytest.raises(IntegrityError, match="mirror https"):
         fetch(blobs, source, sha="2" * 64)
 

@@ -415,7 +415,9 @@ class MirrorSource:
         return await run_blocking(self._open, sha256, offset)
 
     def _open(self, sha256: str, offset: int) -> ContentStream:
-        system, path = fsspec.core.url_to_fs(f"{check_mirror(self._address)}/{sha256}")
+        # Laid out as the folder of blobs of a run is.
+        address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
+        system, path = fsspec.core.url_to_fs(address)
         try:
             total_bytes = system.size(path)
             if total_bytes is None:
