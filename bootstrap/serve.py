@@ -1,4 +1,4 @@
-"""The bootstrap node: first address of a swarm, server of its blobs, keeper of states.
+"""The bootstrap node: first address of a swarm, server of its blobs, mailbox, keeper of states.
 
 It is a peer that does not train. Nothing depends on it once others are there: peers hold the
 blobs and states as well, and store the manifest again themselves. A successor is served into the
@@ -99,7 +99,7 @@ def _serve(
         "a volunteer pastes this:"
     )
     pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
-    by_invitation = node.gate is not None
+    by_invitation = node.plan.admission is None
     display.say(f"dipaco-peer --initial-peers {pinned}" + by_invitation * " --invitation TEXT")
     if by_invitation:
         display.say(

@@ -25,17 +25,14 @@ from dipaco.modules.device import (
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
-from dipaco.modules.outer import AveragingRule
 from hivemind.utils.limits import increase_file_limit
 
-from .averaging.pool import AveragingPool
-from .averaging.verdicts import Signing
 from .background import Background
 from .check.needs import too_slow
 from .exchange.known_peers import KnownPeers
 from .exchange.reachability import ReachabilityWatch
 from .guests import RevocationList, given_invitation
-from .keeper import BestParametersCopies, Keeper
+from .keeper import Keeper
 from .node import SOFTWARE, Node, join_run, visible_addresses
 from .owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
 from .owner.uplink import Uplink
@@ -132,15 +129,11 @@ def _train(
     uplink: Uplink,
     metrics: PeerMetrics,
 ) -> tuple[PeerSettings, Node | None]:
-    """Start the background work in the order that forking needs, then run the session.
+    """Start the background work, then run the session.
 
     Returns the node of the successor that the peer moves to, if it does, and the settings there.
     """
-    rule = AveragingRule.of(node.plan, node.load_shard_index())
-    signing = Signing(node.identity.key.sign)
-    pool = AveragingPool(
-        node.dht, node.plan, node.grid, rule, uplink, signing, node.gate, node.certifier.admission
-    )
+    node.load_shard_index()
     hours = Hours.parse(settings.hours) if settings.hours is not None else None
     budget = UploadBudget(
         settings.cache_folder,
@@ -153,49 +146,38 @@ def _train(
     )
     for line in too_slow(node.plan, settings.max_upload_mbps):
         logger.warning("%s", line)
+    device, reason = choose_device(settings.device)
+    limit_memory(device, settings.vram_gb)
+    display.say(f"device: {device} ({reason})")
+    status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
+    background = Background()
+    publisher, keeper = start_background(node, status, background, events)
+    metrics.follow(node, publisher, status)
+    metrics.serve(settings, display.say)
+    display.start(node, publisher, status)
+    trainer = PathTrainer(
+        node.plan,
+        node.grid,
+        device,
+        optimizer=settings.optimizer,
+        micro_batch_size=settings.micro_batch_size,
+        compile_model=settings.compile_model and device.type == "cuda",
+    )
+    session = Session(
+        settings, node, trainer, status, publisher, background, events, stopping, pauses
+    )
+    # Later than the other processes and what answers others: these have to be quick.
+    be_nice(settings.nice, device)
+    write_address_file(settings, visible_addresses(node.dht))
     try:
-        device, reason = choose_device(settings.device)
-        limit_memory(device, settings.vram_gb)
-        display.say(f"device: {device} ({reason})")
-        status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
-        background = Background()
-        publisher, keeper = start_background(node, status, background, events)
-        metrics.follow(node, publisher, status)
-        metrics.serve(settings, display.say)
-        display.start(node, publisher, status)
-        session = Session(
-            settings,
-            node,
-            pool,
-            lambda: PathTrainer(
-                node.plan,
-                node.grid,
-                device,
-                optimizer=settings.optimizer,
-                micro_batch_size=settings.micro_batch_size,
-                compile_model=settings.compile_model and device.type == "cuda",
-            ),
-            status,
-            publisher,
-            background,
-            events,
-            stopping,
-            pauses,
-        )
-        # Later than the other processes and what answers others: these have to be quick.
-        be_nice(settings.nice, device)
-        write_address_file(settings, visible_addresses(node.dht))
-        try:
-            successor = session.run()
-        finally:
-            keeper.stop()
-            pauses.close()
+        successor = session.run()
     finally:
-        pool.shutdown()
+        keeper.stop()
+        pauses.close()
     if successor is None:
         return settings, None
     settings = _settings_in_successor(settings, successor, session.rounds_done, display)
-    del session
+    del session, trainer
     release_memory(device)
     return settings, successor
 
@@ -221,9 +203,6 @@ def start_background(
     )
     node.held.load_from_disk()
     node.serve_run()
-    node.certifier.start(background.thread)
-    best_copies = BestParametersCopies(node, status, lambda: publisher.announce(), events)
-    best_copies.load_from_disk()
     status.addresses = visible_addresses(node.dht)
     publisher = Publisher(
         node.directory,
@@ -248,11 +227,8 @@ def start_background(
         node.fetcher,
         me=node.me,
         background=background,
-        best_copies=best_copies,
     )
-    publisher.add_annex(best_copies)
-    if node.gate is not None:
-        publisher.add_annex(RevocationList(node.gate, node.folder))
+    publisher.add_annex(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, publisher, background, events)
     known = KnownPeers(node.cache_folder)
     publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))

@@ -8,13 +8,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from dipaco.dht.chain import Head
 from dipaco.dht.coverage import whole_scope
 from dipaco.dht.view import SwarmView
-from dipaco.modules.best_parameters import BestParameters
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState, StateReference, read_state
+from dipaco.modules.state import ModuleState, read_state
 
 from .node import Node, join_run
 
@@ -98,7 +98,7 @@ class ReadOnlyClient:
         """Forget what the swarm looked like: the next question reads it anew."""
         self._view = None
 
-    def _stored(self, wanted: StateReference) -> ModuleState | None:
+    def _stored(self, wanted: Head) -> ModuleState | None:
         """Return a state that was fetched before, if it is whole."""
         file = self._node.states.find(wanted.digest) if self._keeps_states else None
         if file is None:
@@ -114,15 +114,8 @@ class ReadOnlyClient:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
         return self._node.fetcher.needed_blob(sha256, what)
 
-    def fetch_best_path(self, path: int, sha256: str) -> BestParameters:
-        """Fetch announced best states of a path; their score is a claim that nobody checked here.
-
-        Raises `NetworkError` when nobody has them, `IntegrityError` when they are malformed.
-        """
-        return self._node.fetcher.best_path(path, sha256)
-
     def winning_state(self, module: str) -> ModuleState | None:
-        """Fetch the state of a module whose certified chain wins; None when there is none yet.
+        """Fetch the state of a module whose chain is the heaviest; None when there is none yet.
 
         Raises `NetworkError` when states are announced and none can be had.
         """
@@ -130,10 +123,10 @@ class ReadOnlyClient:
         state = self._node.fetcher.winning_state(module, view, stored=self._stored)
         if state is not None and self._keeps_states:
             self._node.states.save(state)
-        holders = sum(holding.version > 0 for holding in view.holdings.get(module, ()))
+        holders = sum(holding.head.version > 0 for holding in view.holdings.get(module, ()))
         if state is None and holders:
             raise NetworkError(
-                f"{module} has {holders} announced holders and none serves a certified state of "
-                "it; try again in a minute"
+                f"{module} has {holders} announced holders and none serves a state of it that is "
+                "right; try again in a minute"
             )
         return state

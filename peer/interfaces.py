@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dipaco.dht.chain import Row, Step
 from dipaco.dht.coverage import Scope
 from dipaco.dht.view import SwarmView
-from dipaco.modules.state import ModuleState, StateReference
+
+from .exchange.exchange import Answer
+from .member.events import Event
+
+Report = Callable[[Event], None]
+"""Lets an event happen to the member soon. From any thread."""
 
 
 class Swarm(Protocol):
@@ -44,21 +50,51 @@ class Swarm(Protocol):
         ...
 
 
-class StateFetcher(Protocol):
-    """Gets states from other peers: the fetcher."""
+class OtherPeers(Protocol):
+    """Short messages to other peers: the exchange."""
 
-    def state(
-        self, wanted: StateReference, holders: Sequence[str], *, is_copy: bool = False
-    ) -> ModuleState:
-        """Fetch and check a state, for own use or as a copy for others.
+    def tell(
+        self,
+        peers: Sequence[str],
+        module: str,
+        rows: Sequence[Row] = (),
+        steps: Sequence[Step] = (),
+        keep: bool = False,
+    ) -> None:
+        """Tell peers of rows and steps; returns at once."""
+        ...
 
-        Raises a `DipacoError` when no holder gives it.
-        """
+    def ask(self, peer: str, module: str, locator: Sequence[str]) -> Answer | None:
+        """Ask which steps come after some; blocks. None: the peer is silent."""
+        ...
+
+    def put(self, peer: str, row: Row, data: bytes | Path) -> bool:
+        """Push the file of the own row to a mailbox; blocks. True when it has it."""
         ...
 
 
-class Fetcher(StateFetcher, Protocol):
-    """Gets the blobs of the run too."""
+class Chains(Protocol):
+    """What is told to those who ask: the chain store."""
+
+    def add_verified(self, steps: Sequence[Step]) -> None:
+        """Take in steps whose rows were checked."""
+        ...
+
+    def note_rows(self, rows: Sequence[Row]) -> None:
+        """Take in checked rows."""
+        ...
+
+
+class Files(Protocol):
+    """Where contributions lie: the contribution files."""
+
+    def find(self, sha256: str) -> Path | None:
+        """A file by its hash."""
+        ...
+
+
+class Fetcher(Protocol):
+    """Gets the blobs of the run."""
 
     def all_blobs(self) -> tuple[str, ...]:
         """The hashes that the run consists of."""
@@ -70,36 +106,4 @@ class Fetcher(StateFetcher, Protocol):
 
     def blob(self, sha256: str) -> Path:
         """Fetch a blob. Raises a `DipacoError` when nobody gives it."""
-        ...
-
-
-class StateHolder(Protocol):
-    """Serves states to others: the held states."""
-
-    def get(self, module: str) -> StateReference | None:
-        """What is held of a module."""
-        ...
-
-    def load(self, module: str) -> ModuleState | None:
-        """The held state itself, from memory or disk."""
-        ...
-
-    def hold(self, state: ModuleState) -> None:
-        """Serve a state from now on, from memory."""
-        ...
-
-    def save(self, state: ModuleState) -> None:
-        """Write a state to disk, and serve it from there."""
-        ...
-
-    def save_all(self) -> None:
-        """Write what is only in memory."""
-        ...
-
-    def drop(self, module: str) -> None:
-        """Serve a module no more, and remove its states from the disk."""
-        ...
-
-    def read(self, sha256: str, offset: int, count: int) -> bytes | None:
-        """Some bytes of a state that is served."""
         ...

@@ -9,6 +9,7 @@ line. Peers (`session.py`), bootstrap nodes (`dipaco.bootstrap.serve`) and read-
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -18,12 +19,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dipaco.dht.admission import Gate
+from dipaco.dht.chain import genesis_name
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run, split_operator
-from dipaco.modules.best_parameters import BestParametersStore
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
     DipacoError,
@@ -34,22 +35,25 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
+from dipaco.modules.outer import OuterRule, greatest_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.store import StateStore
 from dipaco.routing.run_folder import RunFolder
 
-from .exchange.certifier import Certifier
+from .exchange.chain_store import ChainStore
 from .exchange.clock import Clock, measure_clock
+from .exchange.contribution_files import ContributionFiles
 from .exchange.diagnosis import diagnose
-from .exchange.exchange import Exchange
+from .exchange.exchange import Exchange, ServedRun
 from .exchange.fetching import ContentFetcher, core_blobs
-from .exchange.held_states import HeldStates
 from .exchange.known_peers import KnownPeers, peer_of
-from .exchange.steps import StepReplay
+from .exchange.transport import HivemindTransport
+from .exchange.verify import RowCheck
 from .guests import admit, open_gate
 from .member.rounds import RoundSchedule
 from .owner.uplink import Uplink
+from .states import States
 
 logger = logging.getLogger("dipaco.peer.node")
 
@@ -91,31 +95,39 @@ class Node:
     run_folder: RunFolder
     blobs: BlobStore
     states: StateStore
-    bests: BestParametersStore
-    held: HeldStates
-    certifier: Certifier
+    held: States
+    chains: ChainStore
+    contributions: ContributionFiles
+    check: RowCheck
     fetcher: ContentFetcher
     cache_folder: Path
     earlier: Node | None = None
     """The run that this process worked on before, whose content it still serves."""
     _lock_file: int | None = None
     shard_index: ShardIndex | None = None
+    _rule: OuterRule | None = None
 
     @property
-    def gate(self) -> Gate | None:
-        """Who is in, of a run by invitation."""
+    def gate(self) -> Gate:
+        """Who is in."""
         return self.directory.gate
 
     def admit(self, invitation: str | None = None) -> None:
-        """Be in, in a run by invitation; see `guests.admit`."""
-        if self.gate is not None:
-            now_s = self.clock.now()
-            admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
-            self.directory.admission = self.certifier.admission = admission
+        """Be in: with an invitation, or in an open run with its own; see `guests.admit`."""
+        now_s = self.clock.now()
+        self.directory.admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+        self.serve_run()
 
-    def is_in(self, peer: str) -> bool:
-        """Tell whether a peer is known to be in; in an open run all are."""
-        return self.gate is None or self.gate.admission_of(peer) is not None
+    @property
+    def rule(self) -> OuterRule:
+        """How a step is computed. Raises a `DipacoError` when nobody gives the shard index."""
+        if self._rule is None:
+            self._rule = OuterRule.of(self.plan, self.load_shard_index())
+        return self._rule
+
+    def genesis_step(self, module: str) -> str:
+        """Return the name that a module's first step stands on."""
+        return genesis_name(self.run_id, module)
 
     @property
     def identity(self) -> Identity:
@@ -198,16 +210,23 @@ class Node:
     def _hand_revocations_on(self, successor: Node) -> None:
         """Who is out stays out of a successor with the same invitations."""
         mine, next_one = self.gate, successor.gate
-        if mine is None or next_one is None or mine.envelope is None:
-            return
-        if mine.run_id == next_one.run_id:
+        if mine.envelope is not None and mine.run_id == next_one.run_id:
             successor.directory.revoke(mine.envelope)
 
     def serve_run(self) -> None:
         """Let the exchange serve this run, and by hash what was served before it."""
         earlier = self.earlier.held if self.earlier is not None else None
         self.held.use_earlier(earlier)
-        self.exchange.set_source(self.held, self.run_id, self.certifier)
+        self.exchange.serve_run(
+            ServedRun(
+                self.run_id,
+                self.held,
+                self.chains,
+                self.check,
+                self.contributions if self.directory.admission is not None else None,
+                self.directory.admission,
+            )
+        )
 
     def earlier_manifests(self) -> tuple[SignedManifest, ...]:
         """Return the manifests of the runs that this process came here through."""
@@ -216,7 +235,6 @@ class Node:
 
     def release(self) -> None:
         """Let another process use the run's folder."""
-        self.certifier.stop()
         if self._lock_file is not None:
             let_go(self._lock_file)
             self._lock_file = None
@@ -287,7 +305,12 @@ def join_run(
     except BaseException:
         identity.release()
         raise
-    exchange = Exchange(dht, software=SOFTWARE, protocol_version=PROTOCOL_VERSION, uplink=uplink)
+    exchange = Exchange(
+        HivemindTransport(dht, uplink),
+        software=SOFTWARE,
+        protocol_version=PROTOCOL_VERSION,
+        uplink=uplink,
+    )
     membership = Membership(identity, dht, exchange, Clock(), initial_peers)
     try:
         exchange.start()
@@ -304,6 +327,7 @@ def join_run(
             cache_folder,
             shared=None if content_folder is None else SharedContent(content_folder),
             write_manifest=run_folder is None,
+            only_reads=client_mode,
         )
         node.fetcher.use_display(say)
         node.serve_run()
@@ -322,6 +346,7 @@ def _open_run(
     shared: SharedContent | None = None,
     write_manifest: bool = True,
     earlier: Node | None = None,
+    only_reads: bool = False,
 ) -> Node:
     """Open a run's folder and what stands on it. Raises a `DipacoError`; nothing stays open."""
     plan = manifest.plan
@@ -337,24 +362,21 @@ def _open_run(
             atomic_write(path / "manifest.json", [manifest.envelope])
         grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
         files = RunFolder(path, shared)
-        blobs, states, bests = files.blobs, files.states, files.best_parameters(grid)
+        blobs, states = files.blobs, files.states
         gate = open_gate(manifest, path)
         directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
         directory.serve(manifest, grid)
         incoming = BlobStore(path / "incoming")
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
         fetcher.use_plan(plan, grid, membership.clock.now)
-        certifier = Certifier(
-            plan.run_id,
+        chains = ChainStore(plan.run_id, grid.modules(), None if only_reads else path / "chains")
+        check = RowCheck(
+            plan,
             grid,
-            membership.identity,
-            membership.exchange,
-            path / "certificates",
-            gate=gate,
+            gate,
+            greatest_bytes=functools.cache(functools.partial(greatest_row_bytes, plan, grid)),
+            now=membership.clock.now,
         )
-        fetcher.use_certifier(certifier)
-        held = HeldStates(grid, states, blobs, bests)
-        fetcher.use_replay(StepReplay(plan, grid, held, membership.exchange, certifier))
         return Node(
             membership=membership,
             directory=directory,
@@ -365,9 +387,10 @@ def _open_run(
             run_folder=files,
             blobs=blobs,
             states=states,
-            bests=bests,
-            held=held,
-            certifier=certifier,
+            held=States(grid, states, blobs, chains),
+            chains=chains,
+            contributions=ContributionFiles(path / "contributions"),
+            check=check,
             fetcher=fetcher,
             cache_folder=cache_folder,
             earlier=earlier,
@@ -376,6 +399,12 @@ def _open_run(
     except BaseException:
         let_go(lock_file)
         raise
+
+
+def greatest_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
+    """Return the most bytes that a contribution to a module may have."""
+    codec = OuterRule.of(plan, None).codec_of(module)
+    return greatest_contribution_bytes(codec, grid.layout(module))
 
 
 def _find_manifest(

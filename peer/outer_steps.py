@@ -1,250 +1,381 @@
-"""Averaging and stepping for a member, on worker threads while the inner loop goes on."""
+"""An outer round, from the boundary to the new anchor: publish, gather, step (design 4.2 to 4.4).
+
+    publish   a snapshot, at once between two inner steps; encoded, signed and stored meanwhile
+    gather    the files of others' rows, each checked before the member hears of it
+    compute   the state after a step, from the one before it and the files; or
+    fetch     the state itself, where that is fewer bytes
+    check     what held-out documents say of it, where it comes from elsewhere
+    adopt     it becomes the anchor, under what was trained since the snapshot
+
+The member says which of these is due, and when. A node that trains nothing does the same for the
+copies that it keeps, but for the first and the last. Everything but snapshots, checks and adoption
+is done by workers, while the inner loop goes on; each reports its outcome as an event.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import torch
-from dipaco.dht.certificates import Certificate
-from dipaco.dht.view import claimed_tokens, greatest_contribution
-from dipaco.modules.errors import DipacoError, IntegrityError
-from dipaco.modules.grid import Grid
-from dipaco.modules.outer import (
-    AveragingRule,
-    Contribution,
-    Usual,
-    bounded_table,
-    outer_step,
+from dipaco.dht.chain import Head, Row, Step, sign_row
+from dipaco.dht.view import claimed_tokens
+from dipaco.modules.contributions import publish
+from dipaco.modules.errors import (
+    ConfigurationError,
+    CorpusError,
+    DipacoError,
+    IntegrityError,
+    StorageError,
 )
-from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState, StateReference
+from dipaco.modules.files import sha256_of_bytes
+from dipaco.modules.state import ModuleState
 
-from .averaging.averager import AveragingFailed, AveragingOutcome, ExactAverager
-from .exchange.steps import pack
+from .interfaces import Report
 from .member import actions as a
 from .member import events as e
-from .trainer import Snapshot
+from .node import Node
+from .path_files import PathFiles
+from .reporting.events import EventLog
+from .states import head_of
+from .trainer import PathTrainer, Snapshot
 
 logger = logging.getLogger("dipaco.peer.outer_steps")
 
-# A meeting that is waited for is told of its members this much later than the member at most.
-GRACE_S = 1.0
+# Rows that a state is scored with before it is believed.
+CHECKED_ROWS = 8
+# States that are fetched at the same time, copies for others included.
+FETCHED_AT_ONCE = 4
+# A contribution is fetched for so long at most; the member does not wait for it.
+GATHER_LIMIT_S = 600.0
+# What does not get better by trying again: a peer that cannot begin for it ends.
+PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
-class Pool(Protocol):
-    """The averagers of a peer: the averaging pool."""
+@dataclass
+class _Round:
+    """What the log tells of the round of a module that is under way."""
 
-    rule: AveragingRule
-
-    def for_level(self, level: str) -> ExactAverager:
-        """Return a living averager. On the main thread."""
-        ...
-
-    def members_together(self, level: str) -> int:
-        """How many members a group has as it forms, as far as this peer knows; 0: none yet."""
-        ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """An outer step that was computed: the member may commit it."""
-
-    state: ModuleState
-    table: tuple[Contribution, ...]
-    snapshot: Snapshot
-    begin_s: float
-    seconds: float
+    boundary_s: float = math.nan
+    step: Step | None = None
 
 
 class OuterSteps:
-    """Called by the session, on its thread; reports from others."""
+    """Called by a shell, on its thread; reports from others.
+
+    `files` has the run's genesis and held-out rows. `fail` hears of what keeps a path from being
+    begun for good, such as a full disk. Without a `trainer` nothing is published or adopted.
+    """
 
     def __init__(
         self,
-        plan: RunPlan,
-        grid: Grid,
-        me: str,
-        pool: Pool,
-        sign: Callable[[StateReference, str, tuple[Contribution, ...]], Certificate],
-        local_time: Callable[[float], float],
-        report: Callable[[e.Event], None],
-        serve: Callable[[ModuleState, bytes | None], None],
+        node: Node,
+        files: PathFiles,
+        events: EventLog,
+        report: Report,
+        *,
+        announce: Callable[[], None],
+        trainer: PathTrainer | None = None,
+        fail: Callable[[DipacoError], None] = lambda error: None,
     ) -> None:
-        self._plan = plan
-        self._grid = grid
-        self._me = me
-        self._pool = pool
-        self._sign = sign
-        self._local_time = local_time
-        self._report = report
-        self._serve = serve
-        self._executor = ThreadPoolExecutor(len(grid.level_names) + 1, thread_name_prefix="outer")
+        self._node, self._files, self._trainer = node, files, trainer
+        self._events, self._report, self._announce, self._fail = events, report, announce, fail
+        # One after the other, so that one state at a time is made, and in the order of the steps.
+        self._computing = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self._fetching = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="states")
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._rounds: dict[str, _Round] = {}
         self._stopping = threading.Event()
-        self._awaited: dict[str, frozenset[str] | None] = {}
-        self._outcomes: dict[tuple[str, int], AveragingOutcome] = {}
-        self._steps: dict[str, Step] = {}
-        self._began: dict[str, tuple[float, float]] = {}
 
     def stop(self) -> None:
-        """Begin nothing more; the averagers are stopped by whoever made them."""
+        """Begin nothing more; what is under way is reported to nobody."""
         self._stopping.set()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._computing, self._fetching, self._saving):
+            workers.shutdown(wait=False, cancel_futures=True)
 
-    def forget(self) -> None:
-        """The path in training has changed: nothing that was computed is needed."""
-        self._outcomes.clear()
-        self._steps.clear()
+    def carry_out(self, action: a.Action) -> tuple[bool, e.Event | None]:
+        """Do an action, or begin to; returns whether it is one of these, and what is known at
+        once."""
+        match action:
+            case a.Publish():
+                return True, self._take_snapshot(action)
+            case a.Gather():
+                self._gather(action)
+            case a.Compute():
+                self._submit(self._computing, lambda: self._compute(action), _failed(action))
+            case a.FetchState():
+                self._submit(self._fetching, lambda: self._fetch(action), _failed(action))
+            case a.Check():
+                return True, self._check(action)
+            case a.Adopt():
+                self._adopt(action)
+            case a.Keep():
+                self._keep(action)
+            case a.Drop():
+                self._submit(self._saving, lambda: self._drop(action))
+            case a.Serve():
+                self._node.held.serve(action.module, action.step)
+            case a.Forget():
+                self._node.held.forget(action.module, action.step)
+            case _:
+                return False, None
+        return True, None
 
-    def take(self, digest: str) -> Step:
-        """Hand out the step that came to a state, for committing it."""
-        return self._steps.pop(digest)
+    # -- publish
 
-    def begin(self, action: a.TakeSnapshot) -> None:
-        """Note that the outer round of a module begins, whether others come to it or not."""
-        self._began[action.module] = (action.boundary_s, time.monotonic())
-
-    def average(self, action: a.Average, snapshot: Snapshot) -> e.Event | None:
-        """Begin to meet and average; returns the failure if there is no averager."""
-        try:
-            averager = self._pool.for_level(self._grid.level_of(action.module))
-        except DipacoError as error:
-            # What the others make of it without this peer is not known.
-            return e.AverageFailed(
-                action.module,
-                action.round_index,
-                action.attempt,
-                str(error),
-                members=action.candidates,
-            )
-        self._awaited[action.module] = action.awaited
-        self._executor.submit(self._average, action, snapshot, averager)
+    def _take_snapshot(self, action: a.Publish) -> e.Event | None:
+        assert self._trainer is not None
+        snapshot = self._trainer.snapshot(action.module)
+        self._rounds[action.module] = _Round(action.boundary_s)
+        if not snapshot.tokens:
+            return e.PublishFailed(action.module, action.round_index, "nothing was trained")
+        self._events.emit(
+            "outer_round",
+            module=action.module,
+            round=action.round_index,
+            tokens=snapshot.tokens,
+            late_s=round(self._node.clock.now() - action.boundary_s, 3),
+        )
+        self._submit(self._computing, lambda: self._publish(action, snapshot), _failed(action))
         return None
 
-    def awaits(self, action: a.Await) -> None:
-        """Tell the meeting under way for whom it waits."""
-        self._awaited[action.module] = action.peers
+    def _publish(self, action: a.Publish, snapshot: Snapshot) -> None:
+        node, module = self._node, action.module
+        gradient = snapshot.outer_gradient()
+        if not bool(torch.isfinite(gradient).all()):
+            reason = "the local parameters are no longer numbers"
+            self._report(e.PublishFailed(module, action.round_index, reason, is_finite=False))
+            return
+        data, snapshot.next_error = publish(gradient, node.rule.codec_of(module), snapshot.error)
+        row = sign_row(
+            Row(
+                module,
+                action.round_index,
+                action.parent,
+                snapshot.path,
+                node.me,
+                claimed_tokens(node.plan, snapshot.tokens, action.round_index),
+                sha256_of_bytes(data),
+                len(data),
+            ),
+            node.identity.key,
+        )
+        node.contributions.add(row, data)
+        node.chains.note_rows((row,))
+        self._report(e.Published(row))
 
-    def _average(self, action: a.Average, snapshot: Snapshot, averager: ExactAverager) -> None:
-        module, round_index, attempt = action.module, action.round_index, action.attempt
-        try:
-            outcome = self._meet(action, snapshot, averager)
-        except AveragingFailed as failure:
-            logger.debug("%s attempt %d: %s", module, attempt, failure)
-            self._report(
-                e.AverageFailed(
-                    module,
-                    round_index,
-                    attempt,
-                    str(failure),
-                    tuple(failure.culprits),
-                    tuple(failure.peers_seen),
-                    failure.is_proven,
-                )
-            )
-        except Exception as error:
-            # An unforeseen failure costs the commit, never the peer.
-            logger.debug("averaging of %s failed", module, exc_info=True)
-            # What the others made of it is not known.
-            self._report(
-                e.AverageFailed(
-                    module,
-                    round_index,
-                    attempt,
-                    f"{type(error).__name__}: {error}",
-                    members=action.candidates,
-                )
-            )
-        else:
-            self._outcomes[module, round_index] = outcome
-            self._report(e.Averaged(module, round_index, attempt, outcome.table, outcome.culprits))
+    # -- gather
 
-    def _meet(
-        self, action: a.Average, snapshot: Snapshot, averager: ExactAverager
-    ) -> AveragingOutcome:
-        self._stopping.wait(max(0.0, self._local_time(action.begin_s) - time.time()))
-        close_s, end_s = self._local_time(action.close_s), self._local_time(action.end_s)
-        latest_s = self._local_time(action.latest_s)
-        is_counted = self._plan.rounds.inner_steps > 0
-        return averager.average(
-            snapshot.outer_gradient(),
-            candidates=action.candidates,
-            close_s=close_s,
-            end_s=max(end_s, close_s + GRACE_S),
-            latest_s=latest_s,
-            contribution=self._contribution(snapshot),
-            module=action.module,
-            round_index=action.round_index,
-            attempt=action.attempt,
-            anchor_digest=action.anchor,
-            greatest_tokens=greatest_contribution(self._plan, action.begin_s, action.round_index),
-            usual=self._pool.rule.usual(snapshot.anchor),
-            awaited=(lambda: self._awaited[action.module]) if is_counted else None,
-            exclude=action.excluded,
-            undialable=action.undialable,
+    def _gather(self, action: a.Gather) -> None:
+        def done(row: Row, reason: str, is_refused: bool) -> None:
+            if not reason:
+                self._report(e.Gathered(row.module, row.file))
+                return
+            logger.debug("file %s of %s: %s", row.file[:12], row.module, reason)
+            self._report(e.GatherFailed(row.module, row.file, reason, is_refused))
+
+        self._node.exchange.gather(
+            action.rows,
+            action.others,
+            check=self._check_file,
+            on_done=done,
+            timeout_s=min(GATHER_LIMIT_S, self._node.plan.rounds.duration_s),
         )
 
-    def take_step(self, action: a.TakeOuterStep, snapshot: Snapshot) -> None:
-        """Begin to compute the state after an outer step."""
-        outcome = None
-        if not action.alone:
-            outcome = self._outcomes.pop((action.module, action.round_index))
-        # What rounds that were given up came to is needed by nobody.
-        for place in [place for place in self._outcomes if place[0] == action.module]:
-            del self._outcomes[place]
-        self._executor.submit(self._step, action, snapshot, outcome)
+    def _check_file(self, row: Row, file: Path) -> None:
+        """Raise `IntegrityError` when a file is no contribution to its module."""
+        node = self._node
+        node.rule.codec_of(row.module).check(file.read_bytes(), node.grid.layout(row.module).size)
 
-    def _step(
-        self, action: a.TakeOuterStep, snapshot: Snapshot, outcome: AveragingOutcome | None
+    # -- compute
+
+    def _compute(self, action: a.Compute) -> None:
+        node, module = self._node, action.module
+        node.chains.add_verified(action.steps)
+        state = node.held.find(module, action.base)
+        if state is None and action.base == node.genesis_step(module):
+            state = self._files.genesis_state(module)
+        if state is None:
+            raise StorageError(f"the state after {action.base[:12]} is not here any more")
+        paths = node.grid.paths_of_module(module)
+        for step in action.steps:
+            files = [self._contribution(row) for row in step.rows]
+            state = node.rule.step(state, files, step.table, step.round_index, paths)
+        self._offer(action.steps[-1], state)
+        step = action.steps[-1]
+        _, weight, _ = node.chains.weight(step.name)
+        self._report(e.Computed(head_of(state, step.name, weight, step.round_index)))
+
+    def _contribution(self, row: Row) -> mmap.mmap:
+        """Return the bytes of a file, which stay there when it is removed meanwhile."""
+        path = self._node.contributions.find(row.file)
+        if path is None:
+            raise StorageError(f"the file of {row.peer} is not here any more")
+        try:
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path}: {error}") from None
+
+    def _offer(self, step: Step, state: ModuleState) -> None:
+        self._rounds.setdefault(state.module, _Round()).step = step
+        self._node.held.put(step.name, state)
+
+    # -- fetch
+
+    def _fetch(self, action: a.FetchState) -> None:
+        wanted, node = action.head, self._node
+        module = wanted.module
+        try:
+            if wanted.version == 0:
+                state = self._files.genesis_state(module)
+            else:
+                here = node.held.find(module, wanted.step)
+                if here is None or here.digest != wanted.digest:
+                    here = node.fetcher.state(wanted, action.holders)
+                state = here
+        except DipacoError as error:
+            if self._trainer is not None and isinstance(error, PERMANENT):
+                self._fail(error)
+            raise
+        if state.version != wanted.version:
+            raise IntegrityError(f"it has version {state.version}, not {wanted.version}")
+        node.held.put(wanted.step, state)
+        head = head_of(state, wanted.step, wanted.weight, wanted.round_index)
+        self._report(e.StateFetched(head))
+
+    # -- check
+
+    def _check(self, action: a.Check) -> e.Checked:
+        """Score a state that waits; beside the anchors, or beside what else was fetched of the
+        path that is about to begin."""
+        nothing = e.Checked(action.module, action.step, None, None)
+        trainer, held, grid = self._trainer, self._node.held, self._node.grid
+        state = held.waiting(action.module, action.step)
+        rows = self._files.validation[:CHECKED_ROWS]
+        path = self._files.path if trainer is None or trainer.path is None else trainer.path
+        if trainer is None or state is None or path is None or not len(rows):
+            return nothing
+        if action.module not in grid.modules_of_path(path):
+            return nothing
+        before, after = trainer.anchors(), trainer.anchors()
+        if trainer.path is None:
+            modules = grid.modules_of_path(path)
+            before = {module: self._files.genesis_state(module) for module in modules}
+            after = {module: held.newest_waiting(module) or before[module] for module in modules}
+        after[action.module] = state
+        return e.Checked(
+            action.module,
+            action.step,
+            trainer.loss_of(path, before, rows).loss,
+            trainer.loss_of(path, after, rows).loss,
+        )
+
+    # -- adopt, or keep
+
+    def _adopt(self, action: a.Adopt) -> None:
+        assert self._trainer is not None
+        head, node = action.head, self._node
+        state = node.held.hold(head)
+        self._trainer.adopt(head.module, state)
+        node.contributions.prune(head.module, head.round_index)
+        self._announce()
+        if action.save:
+            self._submit(self._saving, lambda: node.held.save(state))
+        self._tell(action, state)
+
+    def _tell(self, action: a.Adopt, state: ModuleState) -> None:
+        """Write to the log what was adopted: the step that ends a round, or what others made."""
+        head, known = action.head, self._rounds.setdefault(action.head.module, _Round())
+        told = {
+            "module": head.module,
+            "version": head.version,
+            "step": head.step,
+            "weight": head.weight,
+            "digest": head.digest,
+            "tokens": state.tokens,
+        }
+        if action.round_index < 0:
+            self._events.emit("adopt", **told, own_work_merged=action.is_own_in)
+            return
+        step = known.step if known.step is not None and known.step.name == head.step else None
+        rows = () if step is None else step.rows
+        late_s = self._node.clock.now() - known.boundary_s
+        self._events.emit(
+            "commit",
+            **told,
+            round=action.round_index,
+            group=[row.peer for row in rows],
+            paths=sorted({row.path for row in rows}),
+            rows=action.rows,
+            expected=action.expected,
+            is_own_in=action.is_own_in,
+            own_tokens=sum(row.tokens for row in rows if row.peer == self._node.me),
+            seconds_after_boundary=0.0 if math.isnan(late_s) else round(max(0.0, late_s), 3),
+        )
+
+    def _keep(self, action: a.Keep) -> None:
+        head, node = action.head, self._node
+        try:
+            state = node.held.hold(head)
+        except KeyError:
+            logger.info("%s: a copy is not kept, a newer one came at once", head.module)
+            return
+        node.contributions.prune(head.module, head.round_index)
+        self._submit(self._saving, lambda: node.held.save(state))
+        self._announce()
+        self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
+
+    def _drop(self, action: a.Drop) -> None:
+        logger.info("others keep copies of %s: dropped here", action.module)
+        self._node.held.drop(action.module)
+        self._announce()
+
+    def hold(self, heads: tuple[Head, ...]) -> dict[str, ModuleState]:
+        """Serve what a path begins with, and return it by module. Raises KeyError."""
+        return {head.module: self._node.held.hold(head) for head in heads}
+
+    # -- workers
+
+    def _submit(
+        self,
+        workers: ThreadPoolExecutor,
+        work: Callable[[], None],
+        failed: Callable[[str], e.Event] | None = None,
     ) -> None:
-        module = action.module
-        try:
-            if outcome is None:
-                outcome = self._alone(snapshot)
-            state = outer_step(
-                snapshot.anchor,
-                outcome.average,
-                outcome.table,
-                self._plan.outer,
-                snapshot.round_index,
-            )
-            certificate = self._sign(state.reference, snapshot.anchor.digest, outcome.table)
-        except IntegrityError as error:
-            self._report(e.OuterStepFailed(module, action.round_index, str(error)))
-            return
-        except Exception as error:
-            logger.debug("outer step of %s failed", module, exc_info=True)
-            reason = f"{type(error).__name__}: {error}"
-            self._report(e.OuterStepFailed(module, action.round_index, reason))
-            return
-        begin_s, started = self._began[module]
-        self._steps[state.digest] = Step(
-            state, outcome.table, snapshot, begin_s, time.monotonic() - started
-        )
-        self._report(e.OuterStepped(module, state.reference, certificate))
-        self._serve_step(state, outcome.average)
+        def run() -> None:
+            try:
+                work()
+                return
+            except DipacoError as error:
+                reason = str(error)
+            except Exception as error:
+                # Nothing that another peer sends ends this one, and the member must not wait.
+                logger.debug("an outer step failed", exc_info=True)
+                reason = f"{type(error).__name__}: {error}"
+            if failed is None or self._stopping.is_set():
+                logger.info("states: %s", reason)
+                return
+            event = failed(reason)
+            logger.info("%s: %s", getattr(event, "module", ""), reason)
+            self._report(event)
 
-    def _serve_step(self, state: ModuleState, average: torch.Tensor) -> None:
-        """Let those who miss the step take it; with 8 bits packing takes longer than stepping."""
-        try:
-            self._serve(state, pack(average, self._pool.rule.codec))
-        except Exception:
-            # The state itself is served in any case.
-            logger.debug("the step of %s is not served", state.module, exc_info=True)
+        if not self._stopping.is_set():
+            workers.submit(run)
 
-    def _contribution(self, snapshot: Snapshot) -> Contribution:
-        tokens = claimed_tokens(self._plan, snapshot.tokens, snapshot.round_index)
-        return Contribution(path=snapshot.path, peer=self._me, tokens=tokens)
 
-    def _alone(self, snapshot: Snapshot) -> AveragingOutcome:
-        """Be a group of one; the gradient passes through the codec like everybody's."""
-        mine = self._contribution(snapshot)
-        usual = Usual.of(snapshot.anchor.progress, snapshot.anchor.version)
-        table = bounded_table((mine,), usual)
-        average = self._pool.rule.average([snapshot.outer_gradient()], table, usual)
-        return AveragingOutcome(average=average, table=table)
+def _failed(action: a.Publish | a.Compute | a.FetchState) -> Callable[[str], e.Event]:
+    """Return what is reported when an action comes to nothing, with its reason."""
+    match action:
+        case a.Publish(module=module, round_index=round_index):
+            return lambda reason: e.PublishFailed(module, round_index, reason)
+        case a.Compute(module=module, steps=steps):
+            return lambda reason: e.ComputeFailed(module, steps[-1].name, reason)
+        case a.FetchState(head=head):
+            return lambda reason: e.FetchFailed(head.module, head.step, reason)

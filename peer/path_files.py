@@ -14,7 +14,7 @@ from dipaco.modules.errors import CorpusError, DipacoError
 from dipaco.modules.state import ModuleState, greatest_state_bytes
 from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.token_files import are_shared, check_tokens, early_stopping_rows, reported_rows
+from dipaco.routing.token_files import check_tokens, even_sample
 
 from .background import Background
 from .node import Node
@@ -27,11 +27,13 @@ logger = logging.getLogger("dipaco.peer.path_files")
 class PathData:
     """A path's batches and its held-out rows."""
 
+    path: int
     stream: BatchStream
     validation: torch.Tensor
     """Rows of the published loss, [sequences, length]."""
-    early_stopping: torch.Tensor
-    """Rows that choose the best states; the same tensor only where the run has no others."""
+
+
+_NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
 
 
 class PathFiles:
@@ -47,6 +49,21 @@ class PathFiles:
         """The path that is about to begin."""
         self._fetched: PathData | None = None
         """What it needs, once it is here."""
+        self._taken: PathData | None = None
+        """Of the path in training."""
+
+    @property
+    def path(self) -> int | None:
+        """The path that is about to begin, if its files are here."""
+        with self._fetched_lock:
+            return None if self._fetched is None else self._fetched.path
+
+    @property
+    def validation(self) -> torch.Tensor:
+        """Held-out rows of the path in training, or of the one that is about to begin."""
+        with self._fetched_lock:
+            data = self._taken or self._fetched
+        return _NO_ROWS if data is None else data.validation
 
     def replica_number(self, lead_rank: int) -> int:
         """Return which stream of batches a replica draws: 0 for the lead, its own otherwise.
@@ -77,10 +94,13 @@ class PathFiles:
                 self._fetched = data
 
     def take(self, path: int) -> PathData:
-        """Hand out what was fetched for `path`."""
+        """Hand out what was fetched for `path`, which begins."""
         with self._fetched_lock:
             data, self._fetched = self._fetched, None
-        return data or self._open(path)
+        taken = data if data is not None and data.path == path else self._open(path)
+        with self._fetched_lock:
+            self._taken = taken
+        return taken
 
     def _open(self, path: int) -> PathData:
         node, plan = self._node, self._node.plan
@@ -98,25 +118,10 @@ class PathFiles:
         stream = BatchStream(
             tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
         )
-        return PathData(stream, *self._held_out_rows(path))
-
-    def held_out_rows(self, path: int, timeout_s: float) -> torch.Tensor:
-        """Return the rows of the published loss of any path, fetched if needed; raises a
-        `DipacoError`."""
-        shard = self._node.load_shard_index().paths[path]
-        what = f"the held-out split of path {path}"
-        self._node.fetcher.blob(shard.validation_sha256, what, timeout_s=timeout_s)
-        return self._held_out_rows(path)[0]
-
-    def _held_out_rows(self, path: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of the published loss, and those that choose best parameters."""
-        plan, rounds = self._node.plan, self._node.plan.rounds
-        rows = self._node.run_folder.validation_tokens(plan, path)
+        rows = node.run_folder.validation_tokens(plan, path)
         check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
-        reported = _as_tensor(reported_rows(rows, rounds, rounds.validation_sequences))
-        if are_shared(rows, rounds):
-            return reported, reported
-        return reported, _as_tensor(early_stopping_rows(rows, rounds))
+        reported = even_sample(rows, plan.rounds.validation_sequences)
+        return PathData(path, stream, _as_tensor(reported))
 
     def genesis_state(self, module: str) -> ModuleState:
         """Return the state a module starts from: of the successor's index, or of the base.
@@ -147,6 +152,12 @@ class PathFiles:
         self._base = None
         with self._fetched_lock:
             self._wanted = self._fetched = None
+
+    def forget(self) -> None:
+        """Forget the path in training too: nothing is trained any more."""
+        self.release()
+        with self._fetched_lock:
+            self._taken = None
 
 
 class OptimizerFiles:

@@ -41,8 +41,8 @@ from dipaco.modules.plan import RunPlan
 from .background import Background
 from .exchange.clock import Clock
 from .exchange.exchange import Exchange
-from .exchange.held_states import HeldStates
 from .member.rounds import RoundSchedule
+from .states import States
 
 logger = logging.getLogger("dipaco.peer.publisher")
 
@@ -98,8 +98,6 @@ class PeerStatus:
     """With fixed steps: the round that this peer is in."""
     waiting_for: str = ""
     validation_loss: float = float("nan")
-    last_commit: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Module to (round, peers in the group) of its last commit here."""
 
 
 class Annex(Protocol):
@@ -128,7 +126,7 @@ class Publisher:
         grid: Grid,
         schedule: RoundSchedule,
         clock: Clock,
-        held: HeldStates,
+        held: States,
         blobs: BlobStore,
         status: PeerStatus,
         *,

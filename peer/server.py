@@ -1,22 +1,20 @@
-"""The shell of a node that trains nothing: it keeps copies for others, as its member decides."""
+"""The shell of a node that trains nothing: mailbox and keeper, as its member decides."""
 
 from __future__ import annotations
 
 import threading
 
-from dipaco.modules.state import StateReference
-
 from .background import Background
 from .errands import Errands
-from .guests import tell_member
 from .member import actions as a
 from .member import events as e
 from .member.knowledge import MemberSettings
-from .member.recording import start_member
 from .node import Node
+from .outer_steps import OuterSteps
+from .path_files import PathFiles
 from .publisher import PeerStatus, Publisher
 from .reporting.events import EventLog
-from .shell import Shell
+from .shell import Shell, start_member
 
 LONGEST_WAIT_S = 0.5
 
@@ -33,40 +31,30 @@ class Server:
         events: EventLog,
         stopping: threading.Event,
     ) -> None:
-        member = start_member(
-            MemberSettings(node.me, trains=False),
-            node.plan,
-            node.held.all(),
-            node.certifier.all(),
-        )
+        member = start_member(node, MemberSettings(node.me, trains=False))
         self._shell = shell = Shell(member, node.clock.now, self._carry_out)
-        self._is_in = node.is_in
         self._background = background
         self._stopping = stopping
+        self._node = node
         self._errands = Errands(
-            publisher,
-            node.fetcher,
-            node.exchange,
-            node.certifier,
-            node.held,
-            status,
-            events,
-            shell.report,
+            publisher, node.exchange, node.chains, node.contributions, status, shell.report
         )
-        tell_member(node.gate, shell.report)
+        self._outer_steps = OuterSteps(
+            node, PathFiles(node), events, shell.report, announce=publisher.announce
+        )
         background.on_failure(shell.wake)
         publisher.on_view(self._errands.see)
-        node.exchange.set_offer_handler(self._note_offer)
+        node.exchange.listen(self._errands.hear)
 
-    def _note_offer(self, peer: str, offered: StateReference) -> bool:
-        if not self._is_in(peer):
-            return False
-        self._shell.report(e.Offered(peer, offered))
-        return True
-
-    def _carry_out(self, action: a.Action) -> None:
-        if not self._errands.carry_out(action):
-            raise AssertionError(f"nobody carries out {action}")
+    def _carry_out(self, action: a.Action) -> e.Event | None:
+        if self._errands.carry_out(action):
+            return None
+        if isinstance(action, a.SaveAll):
+            self._node.held.save_all()
+            return None
+        is_done, event = self._outer_steps.carry_out(action)
+        assert is_done, f"nobody carries out {action}"
+        return event
 
     def run(self) -> None:
         """Serve until `stopping` is set, then leave. Raises what ended a background thread."""
@@ -82,3 +70,4 @@ class Server:
                 self._shell.wait(LONGEST_WAIT_S)
         finally:
             self._errands.stop()
+            self._outer_steps.stop()

@@ -1,7 +1,7 @@
 """A training peer's shell: it does what its member decides (`dipaco.peer.member`), and reports.
 
 The main thread owns the model. It takes inner steps, and applies between two of them what errands
-(`errands`), averagers (`outer_steps`) and the publisher have brought. Nothing is decided here.
+(`errands`), the outer round (`outer_steps`) and the publisher have brought. It decides nothing.
 """
 
 from __future__ import annotations
@@ -9,34 +9,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from dipaco.modules.errors import IntegrityError, NetworkError
-from dipaco.modules.state import ModuleState, StateReference
 
 from .background import Background
 from .errands import Errands
-from .guests import tell_member
 from .member import actions as a
 from .member import events as e
 from .member.knowledge import MemberSettings
-from .member.member import MERGE_BUDGET_S
-from .member.recording import RecordFile, start_member
 from .node import Node
-from .outer_steps import OuterSteps, Pool
+from .outer_steps import OuterSteps
 from .owner.pauses import Pauses
-from .path_files import OptimizerFiles, PathData, PathFiles
+from .path_files import OptimizerFiles, PathFiles
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
 from .reporting.events import EventLog
-from .scoring.answering import Scoring
 from .settings import PeerSettings
-from .shell import Shell
-from .state_checks import PathStates, StateChecks
+from .shell import Shell, start_member
 from .successor import SuccessorWatch
-from .trainer import Comparison, PathTrainer, RateMeter, Snapshot
+from .trainer import PathTrainer, RateMeter
 
 logger = logging.getLogger("dipaco.peer.session")
 
@@ -51,8 +43,7 @@ class Session:
         self,
         settings: PeerSettings,
         node: Node,
-        pool: Pool,
-        trainer_factory: Callable[[], PathTrainer],
+        trainer: PathTrainer,
         status: PeerStatus,
         publisher: Publisher,
         background: Background,
@@ -60,88 +51,51 @@ class Session:
         stopping: threading.Event,
         pauses: Pauses | None = None,
     ) -> None:
-        self.settings = settings
         self.node = node
         self.status = status
         self.events = events
         self.stopping = stopping
         self._pauses = pauses
-        self._pool = pool
         self._publisher = publisher
-        self._certifier = certifier = node.certifier
         self._background = background
-        self._trainer = trainer_factory()
+        self._trainer = trainer
         self._meter = RateMeter()
         self._files = PathFiles(node)
-        path_states = PathStates(node.me, publisher, node.exchange, node.fetcher, node.held)
-        self._state_checks = StateChecks(self._files, path_states, self._trainer)
-        self._path_data: PathData | None = None
-        self._snapshots: dict[tuple[str, int], Snapshot] = {}
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
-        self._optimizer = OptimizerFiles(node.states, self._trainer, self._saver, background)
+        self._optimizer = OptimizerFiles(node.states, trainer, self._saver, background)
         self._waiting_for = ""
         self._last_loss = float("nan")
         self._resumed = False
-        member_settings = MemberSettings(
-            node.me,
-            pinned=settings.path,
-            max_rounds=settings.max_rounds,
-            follows=not settings.stay,
+        member = start_member(
+            node,
+            MemberSettings(
+                node.me,
+                pinned=settings.path,
+                max_rounds=settings.max_rounds,
+                follows=not settings.stay,
+            ),
         )
-        known = (member_settings, node.plan, node.held.all(), certifier.all())
-        self._record = None
-        if settings.record is not None:
-            self._record = RecordFile(_record_path(settings.record, node), *known)
-        self._shell = shell = Shell(
-            start_member(*known), node.clock.now, self._carry_out, self._record
-        )
+        self._shell = shell = Shell(member, node.clock.now, self._carry_out)
         self._errands = Errands(
-            publisher,
-            node.fetcher,
-            node.exchange,
-            certifier,
-            node.held,
-            status,
-            events,
-            shell.report,
-            genesis=self._files.genesis_state,
-            fail=background.fail,
-            before_adopting=self._state_checks.prepare,
+            publisher, node.exchange, node.chains, node.contributions, status, shell.report
         )
         self._outer_steps = OuterSteps(
-            node.plan,
-            node.grid,
-            node.me,
-            pool,
-            certifier.sign,
-            node.clock.to_local,
+            node,
+            self._files,
+            events,
             shell.report,
-            node.held.steps.hold,
+            announce=publisher.announce,
+            trainer=trainer,
+            fail=background.fail,
         )
-        self._progress = ProgressReports(node, publisher, self._trainer, status, events)
-        self._scoring = Scoring(node, publisher, self._trainer, events, shell.wake)
+        self._progress = ProgressReports(node, publisher, trainer, self._files, status, events)
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._left: a.Left | None = None
         self._successor: Node | None = None
-        self._listen()
-
-    def _listen(self) -> None:
-        shell = self._shell
-        tell_member(self.node.gate, shell.report)
-        self._background.on_failure(shell.wake)
-        self._publisher.add_annex(self._scoring)
-        self._publisher.add_annex(self._watch)
-        self._publisher.on_view(self._errands.see)
-        self._certifier.listen(
-            lambda certificate: shell.report(e.ChainFetched(certificate.reference, (certificate,)))
-        )
-        self.node.exchange.set_offer_handler(self._note_offer)
-
-    def _note_offer(self, peer: str, offered: StateReference) -> bool:
-        if self.status.claim.state == "leaving" or not self.node.is_in(peer):
-            return False
-        self._shell.report(e.Offered(peer, offered))
-        return True
+        background.on_failure(shell.wake)
+        publisher.add_annex(self._watch)
+        publisher.on_view(self._errands.see)
+        node.exchange.listen(self._errands.hear)
 
     # -- life cycle
 
@@ -180,15 +134,10 @@ class Session:
 
     def _turn(self) -> None:
         self._look_for_pauses()
-        self._progress.poll()
-        together = {}
-        if self.node.schedule.fixed_steps:
-            together = {n: self._pool.members_together(n) for n in self.node.grid.level_names}
-        instruction = self._shell.turn(e.Turn(self._meter.step_s, together))
+        instruction = self._shell.turn(e.Turn(self._meter.step_s))
         if isinstance(instruction, a.Left):
             self._leave(instruction)
         elif isinstance(instruction, a.TakeStep):
-            self._scoring.turn(instruction.slack_s, self._meter.step_s)
             self._take_step(instruction)
         else:
             self._wait(instruction)
@@ -222,10 +171,6 @@ class Session:
         self._shell.happen(e.Stepped(self._trainer.tokens_per_step))
 
     def _wait(self, instruction: a.Wait) -> None:
-        if self._trainer.path is not None and self._scoring.turn(
-            instruction.slack_s, self._meter.step_s
-        ):
-            return
         if instruction.what:
             self._set_waiting(instruction.what, instruction.limit_s)
             if self.node.schedule.fixed_steps:
@@ -246,6 +191,9 @@ class Session:
         """Do an action, or have it done; returns what came of it if that is known at once."""
         if self._errands.carry_out(action):
             return None
+        is_done, event = self._outer_steps.carry_out(action)
+        if is_done:
+            return event
         match action:
             case a.FetchPath():
                 self._fetch_path(action)
@@ -253,33 +201,10 @@ class Session:
                 self._start_path(action)
             case a.Begun():
                 self._begun(action)
-            case a.TakeSnapshot():
-                return self._take_snapshot(action)
-            case a.ForgetSnapshot():
-                self._snapshots.pop((action.module, action.round_index), None)
-                if not action.keeps_part:
-                    self._trainer.undo_cut(action.module, action.round_index)
-            case a.JoinParts():
-                self._trainer.join_parts(action.module, action.older, action.newer)
-            case a.DropPart():
-                self._trainer.drop_part(action.module, action.part)
-            case a.Average():
-                return self._average(action)
-            case a.Await():
-                self._outer_steps.awaits(action)
-            case a.TakeOuterStep():
-                snapshot = self._snapshots[action.module, action.round_index]
-                self._outer_steps.take_step(action, snapshot)
-            case a.Commit():
-                self._commit(action)
             case a.CarryOn():
                 self._carry_on(action)
             case a.Discard():
                 self._trainer.discard(action.module)
-            case a.CheckState():
-                return self._check(action)
-            case a.Adopt():
-                self._adopt(action)
             case a.EndRound():
                 self._end_round(action)
             case a.Move():
@@ -287,9 +212,10 @@ class Session:
             case a.Pause():
                 self._pause(action)
             case a.Stay():
-                self._errands.forget("begin")
                 self._files.release()
                 logger.warning("stays on path %d: %s", action.path, action.reason)
+            case a.SaveAll():
+                self.node.held.save_all()
             case _:
                 raise AssertionError(f"nobody carries out {action}")
         return None
@@ -298,10 +224,8 @@ class Session:
 
     def _fetch_path(self, action: a.FetchPath) -> None:
         claim = self.status.claim
-        if self._files.want(action.path):
-            self._errands.forget("begin")
-            if claim.path == action.path:
-                self.events.emit("claimed", path=claim.path, reason=claim.reason)
+        if self._files.want(action.path) and claim.path == action.path:
+            self.events.emit("claimed", path=claim.path, reason=claim.reason)
 
         def fetch() -> None:
             try:
@@ -315,18 +239,14 @@ class Session:
         self._background.watch("files", self._errands.run(fetch))
 
     def _start_path(self, action: a.StartPath) -> None:
-        self._path_data = data = self._files.take(action.path)
-        states = {state.module: self._errands.take(state, "begin") for state in action.states}
-        self._errands.forget("begin", "adopt")
+        data = self._files.take(action.path)
+        states = self._outer_steps.hold(action.heads)
+        self.node.held.forget_all()
         optimizer_state = self.node.states.load_optimizer(action.path)
-        self._snapshots.clear()
-        self._outer_steps.forget()
         self._trainer.start_path(action.path, states, data.stream, optimizer_state=optimizer_state)
         self._resumed = optimizer_state is not None
-        self._progress.begin_path(data)
+        self.status.validation_loss = float("nan")
         self._files.release()
-        for state in states.values():
-            self.node.held.hold(state)
 
     def _begun(self, action: a.Begun) -> None:
         self._set_waiting("")
@@ -345,69 +265,21 @@ class Session:
             "move", from_path=action.from_path, to_path=action.to_path, reason=action.reason
         )
         self._optimizer.keep()
-        self._progress.finish(MERGE_BUDGET_S)
+        self._background.watch("saving", self._saver.submit(self.node.held.save_all))
 
     def _pause(self, action: a.Pause) -> None:
         """Keep what a return needs, and give device and memory back."""
         if action.path is not None:
             self._optimizer.keep()
-            self._progress.finish(1.0)
-            self._scoring.pause()
-        self._errands.forget("begin", "adopt")
-        self._outer_steps.forget()
-        self._snapshots.clear()
-        self._path_data = None
-        self._files.release()
+        self.node.held.save_all()
+        self.node.held.forget_all()
+        self._files.forget()
         self._trainer.release()
         self._meter = RateMeter()
         self.status.tokens_per_s = 0.0
         self.events.emit("paused", path=action.path, reason=action.reason)
 
-    # -- outer rounds
-
-    def _take_snapshot(self, action: a.TakeSnapshot) -> e.SnapshotTaken:
-        snapshot = self._trainer.snapshot(action.module, action.round_index)
-        self._snapshots[action.module, action.round_index] = snapshot
-        self._outer_steps.begin(action)
-        if snapshot.tokens and snapshot.is_finite:
-            self.events.emit(
-                "outer_round",
-                module=action.module,
-                round=action.round_index,
-                tokens=snapshot.tokens,
-                late_s=round(self.node.clock.now() - action.boundary_s, 3),
-            )
-        return e.SnapshotTaken(
-            action.module, action.round_index, snapshot.tokens, snapshot.is_finite
-        )
-
-    def _average(self, action: a.Average) -> e.Event | None:
-        snapshot = self._snapshots[action.module, action.round_index]
-        return self._outer_steps.average(action, snapshot)
-
-    def _commit(self, action: a.Commit) -> None:
-        step = self._outer_steps.take(action.reference.digest)
-        state = step.state
-        self._trainer.commit(step.snapshot, state)
-        self._snapshots.pop((action.module, action.round_index), None)
-        self._hold_anchor(state, save=action.save)
-        self._certifier.committed(state.reference, step.snapshot.anchor.digest, step.table)
-        self.status.last_commit[state.module] = (action.round_index, len(step.table))
-        now = self.node.clock.now()
-        self.events.emit(
-            "commit",
-            module=state.module,
-            round=action.round_index,
-            version=state.version,
-            digest=state.digest,
-            tokens=state.tokens,
-            group=[row.peer for row in step.table],
-            paths=sorted({row.path for row in step.table}),
-            expected=action.expected,
-            attempt=action.attempt,
-            seconds_after_boundary=round(max(0.0, now - step.begin_s), 3),
-            seconds=round(step.seconds, 3),
-        )
+    # -- rounds
 
     def _carry_on(self, action: a.CarryOn) -> None:
         self.events.emit(
@@ -418,36 +290,6 @@ class Session:
             expected=action.expected,
             anchor=self._trainer.anchor(action.module).digest,
         )
-
-    def _check(self, action: a.CheckState) -> e.Checked:
-        """Score a state in place of an anchor, and the anchors."""
-        state, data = self._errands.look_up(action.digest), self._path_data
-        found = Comparison()
-        if state is not None and data is not None:
-            found = self._state_checks.compare(state, data.validation, is_rival=action.is_rival)
-        return e.Checked(action.module, action.digest, *found)
-
-    def _adopt(self, action: a.Adopt) -> None:
-        state = self._errands.take(action.reference, "adopt")
-        self._trainer.adopt(action.module, state, on_top=action.on_top, weight=action.weight)
-        self._hold_anchor(state, save=action.save)
-        self.events.emit(
-            "adopt",
-            module=action.module,
-            version=state.version,
-            digest=state.digest,
-            tokens=state.tokens,
-            own_work_merged=action.is_merged,
-        )
-
-    def _hold_anchor(self, state: ModuleState, *, save: bool) -> None:
-        """Serve a new anchor at once; write it to disk in the background when a save is due."""
-        self.node.held.hold(state)
-        self._publisher.announce()
-        if save:
-            self._background.watch("saving", self._saver.submit(self.node.held.save, state))
-
-    # -- the end of a round
 
     def _end_round(self, action: a.EndRound) -> None:
         ended = action.round_index
@@ -476,7 +318,6 @@ class Session:
             self._successor = self._watch.take()
         if self._trainer.path is not None:
             self._optimizer.keep()
-            self._progress.finish(1.0)
         if self._successor is None:
             self.events.emit(
                 "leaving", path=self._trainer.path, handed_over=sorted(left.handed_over)
@@ -491,18 +332,7 @@ class Session:
     def _close(self) -> None:
         """Stop what was started, whatever ended the session; bounded."""
         self._watch.stop()
-        self._scoring.close()
         self._errands.stop()
         self._outer_steps.stop()
         self._saver.shutdown(wait=False, cancel_futures=True)
-        self._progress.stop()
         self._publisher.stop(withdraw=True)
-        if self._record is not None:
-            self._record.close()
-
-
-def _record_path(path: Path, node: Node) -> Path:
-    """Return where a run is recorded: what a successor run decides is in a file of its own."""
-    if node.earlier is None:
-        return path
-    return path.with_name(f"{path.stem}-{node.run_id}{path.suffix}")

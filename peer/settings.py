@@ -66,7 +66,7 @@ class NodeSettings(Settings):
     max_upload_mbps: Annotated[
         float | None,
         Option(
-            "upload of reduces, states and blobs at most, in Mbit/s (default: all there is)",
+            "upload of contributions, states and blobs at most, in Mbit/s (default: all there is)",
             "MBPS",
             least=0.1,
         ),
@@ -120,10 +120,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         int | None, Option("train this path only (default: the least served)", "P", least=0)
     ] = None
     max_rounds: Annotated[int | None, Option("leave after that many rounds", "N", least=1)] = None
-    record: Annotated[
-        Path | None,
-        Option("write all that this peer decides, and from what, for dipaco-replay", "FILE"),
-    ] = None
     micro_batch_size: Annotated[
         int | None,
         Option(

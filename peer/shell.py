@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 from .member.actions import Action, Left, TakeStep, Wait
 from .member.events import Event, Turn
 from .member.member import Member
 
 Instruction = TakeStep | Wait | Left
-
-
-class Recorder(Protocol):
-    """Keeps what goes into a member and what comes out."""
-
-    def record(self, now_s: float, event: Event, actions: Iterable[Action]) -> None:
-        """Take note of one call of the member."""
-        ...
 
 
 class Shell:
@@ -38,12 +29,10 @@ class Shell:
         member: Member,
         now: Callable[[], float],
         carry_out: Callable[[Action], Event | None],
-        recorder: Recorder | None = None,
     ) -> None:
         self.member = member
         self._now = now
         self._carry_out = carry_out
-        self._recorder = recorder
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
 
     def report(self, event: Event) -> None:
@@ -77,11 +66,7 @@ class Shell:
         waiting = deque([event])
         while waiting:
             event = waiting.popleft()
-            now_s = self._now()
-            actions = self.member.handle(event, now_s)
-            if self._recorder is not None:
-                self._recorder.record(now_s, event, actions)
-            for action in actions:
+            for action in self.member.handle(event, self._now()):
                 if isinstance(action, Instruction):
                     instruction = action
                     continue

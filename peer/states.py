@@ -103,10 +103,15 @@ class States:
         with self._lock:
             return self._waiting.get(module, {}).get(step)
 
+    def newest_waiting(self, module: str) -> ModuleState | None:
+        """Return the state of a module that came last, of those that wait."""
+        with self._lock:
+            return next(reversed(self._waiting.get(module, {}).values()), None)
+
     # -- what is held
 
     def hold(self, head: Head) -> ModuleState:
-        """Serve a state that waits from now on, from memory. Raises KeyError and `StorageError`."""
+        """Serve a state that waits from now on, from memory. Raises KeyError."""
         with self._lock:
             state = self._waiting.get(head.module, {}).pop(head.step)
             before = self._held.get(head.module)
@@ -115,8 +120,16 @@ class States:
             self._held[head.module] = head
             self._in_memory[head.digest] = state
             self._remember(state)
-        self._chains.serve(head.module, head.step, head)
+        self._tell_of(head.module, head.step, head)
         return state
+
+    def _tell_of(self, module: str, step: str, head: Head | None) -> None:
+        try:
+            self._chains.serve(module, step, head)
+        except StorageError as error:
+            logger.warning("the chain of %s is not on disk: %s", module, error)
+        except KeyError:
+            logger.debug("the steps of %s to %s are not here", module, step)
 
     def save(self, state: ModuleState) -> None:
         """Write a held state to disk, to be served from there.
@@ -145,11 +158,11 @@ class States:
             if held is not None:
                 self._in_memory.pop(held.digest, None)
         self._store.remove(module)
-        self._chains.serve(module, self._chains.served(module)[0], None)
+        self._tell_of(module, self._chains.served(module)[0], None)
 
     def serve(self, module: str, step: str) -> None:
-        """Tell of the chain to a step, whose state is not here. Raises KeyError."""
-        self._chains.serve(module, step, self.get(module))
+        """Tell of the chain to a step, whose state is not here."""
+        self._tell_of(module, step, self.get(module))
 
     def get(self, module: str) -> Head | None:
         """Return what is held of a module."""
@@ -180,9 +193,7 @@ class States:
         if file is None:
             return None
         try:
-            return read_state(
-                file, self._grid.layout(head.module), head.digest, module=head.module
-            )
+            return read_state(file, self._grid.layout(head.module), head.digest, module=head.module)
         except DipacoError as error:
             logger.warning("state of %s on disk is not used: %s", head.module, error)
             return None

@@ -208,7 +208,7 @@ class PathTrainer:
         self.inner.reset()
 
     def loss_of(self, path: int, states: Mapping[str, ModuleState], rows: torch.Tensor) -> LossSum:
-        """Return the loss of `rows` [sequences, length] of a path under these states of its modules.
+        """Return the loss of `rows` [sequences, length] of a path under states of its modules.
 
         The routing prefix is not scored. Local parameters wait on the device meanwhile, and are
         restored bit for bit.

@@ -60,7 +60,6 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
             port=settings.port + number if settings.port else settings.port,
             metrics_port=settings.metrics_port + number if settings.metrics_port else None,
             log_json=_numbered(settings.log_json, number),
-            record=_numbered(settings.record, number),
             address_file=_numbered(settings.address_file, number),
             max_upload_mbps=_share(settings.max_upload_mbps, count),
             max_upload_gb_month=_share(settings.max_upload_gb_month, count),

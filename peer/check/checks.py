@@ -81,7 +81,7 @@ def check_system(system: System) -> Check:
         return ok(
             "system",
             f"{value}, in a container",
-            "give it --shm-size 2g, a published port and a volume for --cache-dir",
+            "give it a published port and a volume for --cache-dir",
         )
     return ok("system", value)
 
@@ -195,30 +195,9 @@ def check_reachability(
     return warning("reachable", f"{what}: {shown}", remedy)
 
 
-def check_bandwidth(
-    mbit_per_s: float | None, needed_mbit_per_s: float, *, is_least: bool = False
-) -> Check:
-    """Whether the line carries what an outer round moves in its window.
-
-    `is_least`: what could be fetched was too short to say more.
-    """
-    need = f"an outer round takes {_shown_mbit(needed_mbit_per_s)} each way"
-    if mbit_per_s is None:
-        return warning(
-            "bandwidth",
-            f"not measured: no peer sent anything; {need}",
-            "try again in a minute",
-        )
-    least = "at least " if is_least else ""
-    value = f"{least}{_shown_mbit(mbit_per_s)} down; {need}"
-    if mbit_per_s < needed_mbit_per_s and not is_least:
-        return warning(
-            "bandwidth",
-            value,
-            "rounds will end without this peer's work; stop other downloads, or take a run with "
-            "longer rounds or smaller paths",
-        )
-    return ok("bandwidth", value, "upload is measured once it runs")
+def check_line(needed_mbit_per_s: float) -> Check:
+    """What the line has to carry."""
+    return ok("line", f"a round takes {_shown_mbit(needed_mbit_per_s)} each way on average")
 
 
 def check_disk(disk: Disk, needed_bytes: int | None, here_bytes: int, system: System) -> Check:
@@ -247,24 +226,6 @@ def check_disk(disk: Disk, needed_bytes: int | None, here_bytes: int, system: Sy
     return ok("disk", value)
 
 
-def check_shared_memory(free_bytes: int | None, needed_bytes: int | None, system: System) -> Check:
-    """Whether the averager processes find room for what they share with the trainer."""
-    name = "shared memory"
-    if free_bytes is None:
-        return warning(name, "there is no /dev/shm", "mount one: mount -t tmpfs tmpfs /dev/shm")
-    value = f"{shown_bytes(free_bytes)} free in /dev/shm"
-    if needed_bytes is None:
-        return ok(name, value)
-    value += f", this run takes {shown_bytes(needed_bytes)}"
-    if free_bytes >= needed_bytes:
-        return ok(name, value)
-    gib = max(1, -(-needed_bytes * 2 // 2**30))
-    remedy = f"sudo mount -o remount,size={gib}G /dev/shm"
-    if system.is_container or system.notebook:
-        remedy = f"start the container with --shm-size {gib}g"
-    return problem(name, value, remedy, StorageError)
-
-
 def check_gpu(gpu: Gpu | None, device: str, torch_version: str, has_hardware: bool) -> Check:
     """Which device trains."""
     if gpu is not None:
@@ -291,10 +252,8 @@ class MemoryNeed:
     """On the device: parameters, gradients, AdamW."""
     pass_bytes: int
     """On the device, for each sequence at once."""
-    usual_bytes: int
+    main_bytes: int
     """In main memory beside the device's, programs included."""
-    greatest_bytes: int
-    """The same, when everything that can happen happens at once."""
     batch: int
 
     def fitting(self, free_bytes: float) -> int:
@@ -328,31 +287,27 @@ def check_main_memory(
     """Whether the rest fits into main memory, and without a GPU everything."""
     wanted = min(micro_batch or need.batch, need.batch)
     on_device = need.fixed_bytes + wanted * need.pass_bytes if gpu is None else 0
-    usual, greatest = on_device + need.usual_bytes, on_device + need.greatest_bytes
+    needed = on_device + need.main_bytes
     value = (
         f"{shown_bytes(memory.available)} of {shown_bytes(memory.total)} free, this run takes "
-        f"{shown_bytes(usual)}, at most {shown_bytes(greatest)}"
+        f"{shown_bytes(needed)}"
     )
     if gpu is None:
         value += f" with {wanted} sequences at once"
-    if greatest <= memory.available:
+    if needed <= memory.available:
         return ok("memory", value)
     remedy = "close other programs"
     if system.wsl:
-        gib = -(-greatest // 2**30) + 2
+        gib = -(-needed // 2**30) + 2
         remedy = f"memory={gib}GB below [wsl2] in .wslconfig, then wsl --shutdown (docs/windows.md)"
     elif system.is_container:
         remedy = "give the container more memory (--memory)"
-    fits = need.fitting(memory.available - need.usual_bytes) if gpu is None else 0
+    fits = need.fitting(memory.available - need.main_bytes) if gpu is None else 0
     if 0 < fits < wanted:
-        return (problem if usual > memory.available else warning)(
-            "memory", value, f"--micro-batch-size {fits} fits; or {remedy}"
-        )
-    if usual > memory.available:
-        if gpu is None:
-            remedy += "; --optimizer adamw8bit takes less"
-        return problem("memory", value, remedy)
-    return warning("memory", value, remedy)
+        return problem("memory", value, f"--micro-batch-size {fits} fits; or {remedy}")
+    if gpu is None:
+        remedy += "; --optimizer adamw8bit takes less"
+    return problem("memory", value, remedy)
 
 
 def check_cache_is_free(folder: Path, is_used: bool) -> tuple[Check, ...]:

@@ -112,20 +112,8 @@ def _swarm_checks(
     yield c.ok("run", f"'{plan.name}' ({plan.run_id}), {needs.grid_of(plan).path_count} paths")
     if port_is_free:
         yield c.check_reachability(report.addresses, report.reachable, settings.port or 0, system)
-    needed = busiest_mbit_per_s(plan)
-    if report.line is None:
-        yield c.check_bandwidth(None, needed)
-    else:
-        yield c.check_bandwidth(report.line.mbit_per_s, needed, is_least=report.line.is_least)
+    yield c.check_line(needs.round_mbit_per_s(plan, needs.grid_of(plan)))
     yield report
-
-
-def busiest_mbit_per_s(plan: RunPlan) -> float:
-    """Return what a line needs each way for the largest outer step to end in its window."""
-    grid = needs.grid_of(plan)
-    codec = plan.averaging.codec
-    most = max(needs.gradient_bytes(plan, grid, level)[codec] for level in grid.level_names)
-    return 8e-6 * most / plan.rounds.window_s
 
 
 def _machine_checks(
@@ -133,16 +121,14 @@ def _machine_checks(
 ) -> Iterator[c.Check]:
     """Yield what the machine has, beside what the run takes where that is known."""
     plan = report.plan
-    disk_needed = shared_needed = None
+    disk_needed = None
     here = 0
     if plan is not None:
         grid = needs.grid_of(plan)
         shard = greatest_shard_bytes(plan, report.shards, settings.path)
         disk_needed = sum(needs.disk_bytes(plan, grid, shard).values())
-        shared_needed = needs.shared_memory_bytes(grid)
         here = m.used_bytes(settings.cache_folder / plan.run_id)
     yield c.check_disk(m.look_at_disk(settings.cache_folder), disk_needed, here, system)
-    yield c.check_shared_memory(m.look_at_shared_memory(), shared_needed, system)
     import torch
 
     try:
@@ -171,13 +157,12 @@ def memory_need(plan: RunPlan, settings: PeerSettings, gpu: m.Gpu | None) -> c.M
     on_device = needs.device_bytes(plan, count, settings.optimizer, in_bf16=in_bf16)
     one_pass = on_device.pop(needs.ONE_PASS)
     main = needs.main_memory_bytes(plan, grid, count)
-    greatest = sum(main.values()) + c.PROGRAMS_BYTES
+    main_bytes = sum(main.values()) + c.PROGRAMS_BYTES
     return c.MemoryNeed(
         path_parameters=count,
         fixed_bytes=sum(on_device.values()),
         pass_bytes=one_pass,
-        usual_bytes=greatest - needs.seldom_bytes(main),
-        greatest_bytes=greatest,
+        main_bytes=main_bytes,
         batch=plan.inner.batch_sequences,
     )
 

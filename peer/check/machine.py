@@ -164,11 +164,6 @@ def used_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> int | None:
-    """Return the free bytes of shared memory; None where there is none."""
-    return shutil.disk_usage(folder).free if folder.is_dir() else None
-
-
 def look_at_open_files() -> int:
     """Return how many files a process may have open, if it asks for as many as it may."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

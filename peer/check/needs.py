@@ -11,32 +11,28 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import torch
-from dipaco.modules.codecs import CODECS, Codec
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.config import (
-    AveragingConfig,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
     RoundsConfig,
 )
+from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
-from dipaco.modules.outer import sections
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.peer.exchange.steps import SHARE_OF_A_STATE
-from dipaco.peer.member.ledger import GREATEST_PARTS
+from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 from torch._subclasses import FakeTensorMode
 
-FP32_BYTES = 4
+FP32_BYTES, BF16_BYTES = 4, 2
 # First and second moment of a parameter, in fp32 or in 8 bits.
 ADAMW_BYTES = {"adamw": 8, "adamw8bit": 2}
 ONE_PASS = "pass of one sequence, about"
-# Names of what main memory holds only now and then.
-REMEMBERED = "contributions remembered"
+# Seldom, and only while nothing else is in progress on the device.
 SCORING = "local parameters, while anchors are scored"
-BEST = "best parameters, while they are written"
 
 
 class Run(Protocol):
@@ -55,7 +51,7 @@ class Run(Protocol):
     def rounds(self) -> RoundsConfig: ...
 
     @property
-    def averaging(self) -> AveragingConfig: ...
+    def contributions(self) -> ContributionsConfig: ...
 
 
 def grid_of(run: Run) -> Grid:
@@ -86,6 +82,7 @@ def device_bytes(
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         "AdamW": ADAMW_BYTES[optimizer] * path_parameters,
+        SCORING: FP32_BYTES * path_parameters,
         ONE_PASS: pass_bytes(run.model, in_bf16=in_bf16),
     }
 
@@ -116,113 +113,89 @@ def pass_bytes(config: ModelConfig, *, in_bf16: bool = True) -> int:
     return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * logits.numel()
 
 
+def codec_of(run: Run, level: str) -> Codec:
+    """Return the codec of the contributions to a level's modules."""
+    named = run.contributions.codec
+    if level == PRIVATE_LEVEL:
+        named = run.contributions.private_codec or named
+    return CODECS[named]
+
+
 def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, int]:
     """Return what a peer holds beside its device, fp32, if all that can happen happens at once."""
     path = FP32_BYTES * path_parameters
-    sizes = {level: FP32_BYTES * grid.layout(level).size for level in grid.level_names}
+    sizes = {level: grid.layout(level).size for level in grid.level_names}
+    feedback = sum(
+        BF16_BYTES * size
+        for level, size in sizes.items()
+        if codec_of(run, level).feedback_decay is not None
+    )
     return {
         "anchors": path,
         "outer momentum": path,
-        REMEMBERED: GREATEST_PARTS * path,
-        # See `peer/exchange/steps.py`.
-        "latest outer steps": int(SHARE_OF_A_STATE * 2 * path),
-        "averagers' buffers": sum(sizes[level] for level in sizes if level != PRIVATE_LEVEL),
-        # The snapshot, its outer gradient, and the state that comes of it.
-        "outer step": 4 * max(sizes.values()),
-        # Anchors are scored in the model, whose parameters are put aside.
-        SCORING: path,
-        BEST: path if run.rounds.early_stopping else 0,
+        "snapshots": path,
+        "error feedback": feedback,
+        "the next state of a module": 2 * FP32_BYTES * max(sizes.values()),
     }
-
-
-def seldom_bytes(main_memory: dict[str, int]) -> int:
-    """Return how much of a peer's main memory is empty most of the time: one contribution is
-    remembered in each round, more only after rounds without a commit."""
-    more = main_memory[REMEMBERED] * (GREATEST_PARTS - 1) // GREATEST_PARTS
-    return more + main_memory[SCORING] + main_memory[BEST]
-
-
-def shared_memory_bytes(grid: Grid) -> int:
-    """Return what averager processes share with the training process, in /dev/shm."""
-    return sum(FP32_BYTES * grid.layout(level).size for level in grid.level_names)
 
 
 def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
     """Return what a peer has on disk, with a shard of `shard_bytes`."""
     path_parameters = grid.parameter_counts()["path"]
     keepers = min(run.rounds.copies, grid.path_count)
-    best = FP32_BYTES * path_parameters if run.rounds.early_stopping else 0
     states = {level: state_bytes(grid, level) for level in grid.level_names}
+    received = sum(received_bytes(run, grid, level) for level in grid.level_names)
     return {
         "own states": KEPT_STATES * sum(states.values()),
         "copies of private states": (keepers - 1) * KEPT_STATES * states.get(PRIVATE_LEVEL, 0),
-        "best states": keepers * best,
+        "contributions": KEPT_ROUNDS * (received + sent_bytes(run, grid)),
         "AdamW states": KEPT_OPTIMIZERS * ADAMW_BYTES["adamw"] * path_parameters,
         "base model": FP32_BYTES * path_parameters,
         "token files": (1 + keepers) * shard_bytes,
     }
 
 
-def copy_bytes(run: Run, grid: Grid) -> tuple[int, int]:
-    """Return what one peer sends in a round, spread over several: copies of private modules, and
-    of the path's best states if its held-out loss improved."""
-    copies = min(run.rounds.copies, grid.path_count) - 1
-    every = run.rounds.replication_every_rounds
-    private = state_bytes(grid, PRIVATE_LEVEL) if PRIVATE_LEVEL in grid.level_names else 0
-    best = FP32_BYTES * grid.parameter_counts()["path"] if run.rounds.early_stopping else 0
-    return copies * private // every, copies * best // every
+def file_bytes(run: Run, grid: Grid, level: str) -> int:
+    """Return the most bytes of one contribution to a level's module."""
+    return codec_of(run, level).file_bytes(grid.layout(level).size)
 
 
-def gradient_bytes(run: Run, grid: Grid, level: str) -> dict[str, int]:
-    """Return by codec what one peer sends in a round of a level's outer gradients."""
-    size, peers = grid.layout(level).size, paths_per_module(grid, level)
-    return {
-        name: all_reduce_bytes(size, peers, codec, run.averaging.part_bytes)
-        for name, codec in CODECS.items()
-    }
+def sent_bytes(run: Run, grid: Grid) -> int:
+    """Return the bytes of one peer's contributions of a round, each once."""
+    return sum(file_bytes(run, grid, level) for level in grid.level_names)
+
+
+def received_bytes(run: Run, grid: Grid, level: str) -> int:
+    """Return what one peer receives in a round of a level's contributions: those of all others.
+
+    A keeper of a private module receives what its trainer publishes.
+    """
+    copies = (min(run.rounds.copies, grid.path_count) - 1) if level == PRIVATE_LEVEL else 0
+    return (paths_per_module(grid, level) - 1 + copies) * file_bytes(run, grid, level)
 
 
 def round_mbit_per_s(run: Run, grid: Grid) -> float:
-    """Return what one peer sends, with the run's codec, spread over a round."""
-    codec = run.averaging.codec
-    sent = sum(gradient_bytes(run, grid, level)[codec] for level in grid.level_names)
-    return 8e-6 * (sent + sum(copy_bytes(run, grid))) / run.rounds.duration_s
+    """Return what one peer receives, and sends on average, spread over a round."""
+    moved = sum(received_bytes(run, grid, level) for level in grid.level_names)
+    return 8e-6 * moved / run.rounds.duration_s
 
 
 def too_slow(run: Run, upload_mbit_per_s: float | None) -> list[str]:
-    """Return a line for each level whose outer gradients cannot be sent in time with an upload
+    """Return a line for each level whose contributions cannot be sent in time with an upload
     limit, with the limit that would do; none without a limit.
 
-    Whoever states little upload reduces little, so what has to be sent is one's own contribution,
-    half of what everybody sends with equal shares, in the first half of the commit window.
+    In time is before a step is proposed, to the two mailboxes that propose.
     """
     if upload_mbit_per_s is None:
         return []
-    grid, rounds, lines = grid_of(run), run.rounds, []
-    time_s = rounds.window_s / 2 - rounds.matchmaking_s
+    grid, time_s, lines = grid_of(run), run.rounds.gather_limit_s, []
     for level in grid.level_names:
-        sent = gradient_bytes(run, grid, level)[run.averaging.codec] // 2
-        needed = 8e-6 * sent / max(time_s, 0.1)
+        sent = min(2, paths_per_module(grid, level)) * file_bytes(run, grid, level)
+        needed = 8e-6 * sent / time_s
         if needed > upload_mbit_per_s:
             lines.append(
                 f"{level}: an outer step sends {shown_bytes(sent)} in {time_s:.0f} s, which "
                 f"--max-upload-mbps {upload_mbit_per_s:g} does not carry: this peer's work on it "
-                f"will not be averaged with others'; give at least --max-upload-mbps {needed:.2g}"
+                f"will be missed; give at least --max-upload-mbps {needed:.2g}"
             )
     return lines
-
-
-def all_reduce_bytes(elements: int, peers: int, codec: Codec, part_bytes: int) -> int:
-    """Return what one of `peers` sends, and receives, on average over them, so that they all have
-    the mean of so many fp32 numbers.
-
-    In every section of the group each part has a reducer: the others of the section send it their
-    numbers, and get the average. Of all sections but one the reducer sends the sum in fp32 to the
-    part's root, and gets the average from there.
-    """
-    part = codec.part_values(part_bytes)
-    whole, rest = divmod(elements, part)
-    parts = whole * codec.encoded_bytes(part) + (codec.encoded_bytes(rest) if rest else 0)
-    levels = len(sections(peers))
-    averages = 2 * (peers - levels) + (levels - 1)
-    return (averages * parts + (levels - 1) * FP32_BYTES * elements) // peers

@@ -1,4 +1,4 @@
-"""What the swarm says of this machine: who answers, its clock, the run, the line. Only asks.
+"""What the swarm says of this machine: who answers, its clock, the run. Only asks.
 
 Joins as a client, with an identity and a folder that are thrown away: nothing is claimed or
 served, and a peer that runs here is not disturbed.
@@ -7,7 +7,6 @@ served, and a peer that runs here is not disturbed.
 from __future__ import annotations
 
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from dipaco.peer.exchange.diagnosis import Finding, examine
 from dipaco.peer.exchange.reachability import probe
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.settings import PeerSettings
-
-# A blob is fetched in pieces, each twice as long as the one before, while they come this fast.
-FIRST_PIECE_BYTES, LONGEST_PIECE_BYTES = 64 * 1024, 4 * 2**20
-LONG_ENOUGH_S = 1.0
-PIECE_LIMIT_S = 8.0
-MOST_HOLDERS = 3
 
 
 @dataclass(frozen=True)
@@ -36,16 +29,6 @@ class SwarmReport:
     failure: DipacoError | None = None
     addresses: tuple[str, ...] = ()
     reachable: str = "unknown"
-    line: Line | None = None
-
-
-@dataclass(frozen=True, order=True)
-class Line:
-    """How fast content came from the fastest holder that was asked."""
-
-    mbit_per_s: float
-    is_least: bool
-    """Whether there was too little to fetch to tell how fast the line is."""
 
 
 def ports_taken(addresses: tuple[str, ...]) -> list[DipacoError]:
@@ -101,7 +84,6 @@ def _look_around(node: Node, settings: PeerSettings) -> SwarmReport:
         failure=failure,
         addresses=addresses,
         reachable=how_reached(node, addresses),
-        line=_measure_line(node),
     )
 
 
@@ -113,29 +95,3 @@ def how_reached(node: Node, addresses: tuple[str, ...]) -> str:
     except NetworkError:
         return "unknown"
     return probe(node.exchange, tuple(dict.fromkeys(others)), addresses)[0]
-
-
-def _measure_line(node: Node) -> Line | None:
-    """Fetch a part of the base model from a few peers; None when none of them sends any."""
-    sha256 = node.plan.blobs.base
-    holders = node.directory.find_blob_holders(sha256)[:MOST_HOLDERS]
-    lines = [_measure(node, holder, sha256) for holder in holders]
-    return max((line for line in lines if line is not None), default=None)
-
-
-def _measure(node: Node, holder: str, sha256: str) -> Line | None:
-    line, count = None, FIRST_PIECE_BYTES
-    while count <= LONGEST_PIECE_BYTES:
-        began_s = time.monotonic()
-        try:
-            data = node.exchange.sample(holder, sha256, 0, count, PIECE_LIMIT_S)
-        except DipacoError:
-            break
-        took_s = time.monotonic() - began_s
-        if data is None:  # It is busy, or the blob is shorter than that.
-            break
-        line = Line(8e-6 * count / took_s, is_least=took_s < LONG_ENOUGH_S)
-        if not line.is_least:
-            break
-        count *= 2
-    return line

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from dipaco.dht.agreement import expected_group
-from dipaco.dht.ledger import ledger_of
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import DipacoError
 from dipaco.peer.node import Node
@@ -21,8 +20,6 @@ from rich.text import Text
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0
-# How often the panel counts the certificates.
-WORTH_PERIOD_S = 5.0
 _REACHED = {
     "direct": "others can call it",
     "relayed": "called through a relay",
@@ -61,8 +58,8 @@ class Display:
 
     def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
         """Turn an event into a line, if it is one that a person wants to read."""
-        if self._panel is not None and kind == "inner":
-            self._panel.last_loss = values["loss"]
+        if self._panel is not None:
+            self._panel.on_event(kind, values)
         line = self._line(kind, values)
         if line:
             self.say(f"{time.strftime('%H:%M:%S')} {line}")
@@ -83,15 +80,6 @@ class Display:
         return formatter(v) if formatter else None
 
 
-def _score_line(v: Mapping[str, Any]) -> str | None:
-    what = f"{v['documents']} router documents with path {v['path']}"
-    if v["state"] == "claimed":
-        return f"scores {what} for the operator"
-    if v["state"] == "done":
-        return f"scored {what} in {v['seconds']:.1f} s"
-    return f"does not score {what}: {v['reason']}"
-
-
 def _successor_line(v: Mapping[str, Any]) -> str | None:
     run = f"run '{v['name']}' ({v['run']})"
     return {
@@ -102,18 +90,18 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
 
 
 def _commit_line(v: Mapping[str, Any]) -> str:
-    peers = len(v["group"])
     return (
         f"round {v['round']}: {v['module']} is now version {v['version']} ({v['digest'][:12]}), "
-        f"{peers} of {v['expected']} peers, {v['seconds_after_boundary']:.1f} s after the boundary"
+        f"{v['rows']} of {v['expected']} peers, {v['seconds_after_boundary']:.1f} s after the "
+        "boundary"
     )
 
 
 def _reachable_line(v: Mapping[str, Any]) -> str:
-    closed = "other peers cannot call this one: it calls them, and reduces nothing for others"
+    closed = "other peers cannot call this one: it calls them"
     return {
         "direct": "other peers can call this one",
-        "relayed": f"{closed}; states go through a relay",
+        "relayed": f"{closed}, or they go through a relay",
         "outgoing": f"{closed}; to help more, forward its port (--port, --announce-maddrs)",
         "unknown": "whether other peers can call this one is not known at its new addresses",
     }[v["how"]]
@@ -139,7 +127,6 @@ _LINES = {
         f"({v['tokens']:,} tokens)"
     ),
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
-    "score": _score_line,
     "successor": _successor_line,
     "leaving": lambda v: "leaving: states handed over, claim withdrawn",
 }
@@ -155,8 +142,18 @@ class LivePanel:
         self._node = node
         self._publisher = publisher
         self._status = status
-        self.last_loss = float("nan")
-        self._worth, self._worth_at = "", -math.inf
+        self._last_loss = float("nan")
+        self._counted: Counter[str] = Counter()
+        self._last_steps: dict[str, tuple[int, int]] = {}
+        """By module: round and rows of the last step."""
+
+    def on_event(self, kind: str, v: Mapping[str, Any]) -> None:
+        """Take note of what the panel shows."""
+        if kind == "inner":
+            self._last_loss = v["loss"]
+        elif kind == "commit":
+            self._counted[v["module"]] += v["own_tokens"]
+            self._last_steps[v["module"]] = (v["round"], v["rows"])
 
     def __rich__(self) -> Panel:
         node, status = self._node, self._status
@@ -172,7 +169,7 @@ class LivePanel:
         if status.waiting_for:
             rows.add_row("waits", Text(f"for {status.waiting_for}"))
         rows.add_row("round", self._round_text(node.clock.now()))
-        rows.add_row("loss", f"{_loss(self.last_loss)}, held-out {_loss(status.validation_loss)}")
+        rows.add_row("loss", f"{_loss(self._last_loss)}, held-out {_loss(status.validation_loss)}")
         rows.add_row("worth", self._worth_text())
         rows.add_row(
             "line",
@@ -187,26 +184,13 @@ class LivePanel:
         return Panel(Group(*parts), title=title, title_align="left")
 
     def _worth_text(self) -> str:
-        """Return this peer's credit by the certificates here: of the last commits of its modules.
-
-        Signatures come some seconds after a commit, so it is looked at from time to time.
-        """
-        now = time.monotonic()
-        if now - self._worth_at > WORTH_PERIOD_S:
-            self._worth_at = now
-            credit = ledger_of(self._node.certifier.all()).get(self._node.me)
-            self._worth = "nothing is committed yet"
-            if credit is not None:
-                self._worth = (
-                    f"{credit.tokens:,} tokens that others signed too, {credit.alone:,} alone, "
-                    f"in rounds {credit.first_round} to {credit.last_round}"
-                )
-        last = max(self._status.last_commit.items(), key=lambda one: one[1][0], default=None)
+        """Return what of this peer's work is in the chains, since it was started."""
+        last = max(self._last_steps.items(), key=lambda one: one[1][0], default=None)
         if last is None:
-            return self._worth
-        module, (round_index, members) = last
-        others = f"{members - 1} other{'s' * (members != 2)}" if members > 1 else "nobody else"
-        return f"{self._worth}; last: {module} in round {round_index} with {others}"
+            return "no step was taken yet"
+        module, (round_index, rows) = last
+        tokens = max(self._counted.values(), default=0)
+        return f"{tokens:,} tokens in steps; last: {module} in round {round_index}, {rows} peers"
 
     def _round_text(self, now: float) -> str:
         schedule, status = self._node.schedule, self._status
@@ -230,17 +214,17 @@ class LivePanel:
         except DipacoError:
             return None
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("module", "peers", "version", "state", "last commit"):
+        for column in ("module", "peers", "version", "state", "last step"):
             table.add_column(column)
         for module in self._node.grid.modules_of_path(path):
             held = self._node.held.get(module)
-            commit = self._status.last_commit.get(module)
+            last = self._last_steps.get(module)
             table.add_row(
                 module,
-                str(len(expected_group(view, self._node.grid, module))),
+                str(len(view.group(self._node.grid, module, joining=False))),
                 str(held.version) if held else "-",
                 held.digest[:12] if held else "-",
-                f"round {commit[0]}, {commit[1]} peers" if commit else "-",
+                f"round {last[0]}, {last[1]} peers" if last else "-",
             )
         return table
 

@@ -45,14 +45,14 @@ PEER_METRICS = (
     _gauge("state", "1 for what it does", "state", get_args(ClaimState)),
     _gauge("reachable", "1 for how others call it", "how", get_args(Reachability)),
     _gauge("waiting", "1 while it waits for something"),
-    _counter("commits", "outer steps committed", "level"),
-    _counter("commit_failures", "outer rounds without a commit: it carries on", "level"),
-    _counter("commit_seconds", "seconds that committed outer rounds took", "level"),
-    _gauge("commit_peers", "members of the group of the last commit", "level"),
+    _counter("commits", "outer steps taken", "level"),
+    _counter("commit_failures", "outer rounds without a step: it carries on", "level"),
+    _counter("commit_seconds", "seconds from boundaries to steps", "level"),
+    _gauge("commit_peers", "peers in the last step", "level"),
     _counter("adoptions", "states of others taken over", "level"),
     _counter("moves", "moves to another path"),
-    _counter("sent_bytes", "bytes of reduces, states and blobs sent"),
-    _counter("received_bytes", "bytes of states and blobs received"),
+    _counter("sent_bytes", "bytes of contributions, states and blobs sent"),
+    _counter("received_bytes", "bytes of contributions, states and blobs received"),
     _gauge("states_held", "module states that it can serve"),
     _gauge("peers_seen", "peers in its newest view, which is a part of the swarm"),
 )
@@ -121,8 +121,8 @@ class PeerMetrics(Collector):
             elif kind == "commit":
                 level = level_of(values["module"])
                 self._add("commits", 1, level)
-                self._add("commit_seconds", values["seconds"], level)
-                self._values.setdefault("dipaco_commit_peers", {})[level] = len(values["group"])
+                self._add("commit_seconds", values["seconds_after_boundary"], level)
+                self._values.setdefault("dipaco_commit_peers", {})[level] = values["rows"]
             elif kind == "carry_on":
                 self._add("commit_failures", 1, level_of(values["module"]))
             elif kind == "adopt":
