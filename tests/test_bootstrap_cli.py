@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,29 @@ def test_what_is_missing_is_named(
     with pytest.raises(SystemExit):
         parse(words)
     assert f"the following arguments are required: {missing}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        # Help and mistakes do not wait for what takes seconds to import.
+        (
+            ["bootstrap.cli", *(f"inference.{name}_cli" for name in (
+                "evaluate", "export", "generate", "reroute", "serve",
+            ))],
+            ["torch", "hivemind", "datasets", "numpy", "pydantic"],
+        ),
+        # Preparing and planning are no business of the network, texts one of reading alone.
+        (["bootstrap.prepare", "bootstrap.plan_figures"], ["hivemind", "datasets", "distributed"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_needed_is_not_loaded(modules: list[str], unwanted: list[str]) -> None:
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module('dipaco.' + name)\n"
+        f"print([name for name in {unwanted!r} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout.split(), done.stderr) == (["[]"], "")
