@@ -95,12 +95,12 @@ def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], 
 
 def test_a_peer_as_metrics() -> None:
     step = {"tokens": 64, "seconds": 0.5, "loss": 3.25}
-    commit = {"module": "L0.E1", "seconds": 2.0, "group": ["A", "B"]}
+    commit = {"module": "L0.E1", "seconds_after_boundary": 2.0, "rows": 2}
     found = metrics_after(
         ("inner", step),
         ("inner", step),
         ("commit", commit),
-        ("commit", {**commit, "module": "P3", "group": ["A"]}),
+        ("commit", {**commit, "module": "P3", "rows": 1}),
         ("carry_on", {"module": "L0.E1"}),
         ("adopt", {"module": "L0.E0"}),
         ("move", {}),

@@ -13,7 +13,7 @@ from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
-from dipaco.peer.path_files import PathFiles
+from dipaco.peer.path_files import PathData, PathFiles
 from dipaco.routing.run_folder import RunFolder
 from support.tiny_run import make_tiny_run
 
@@ -77,18 +77,24 @@ def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(
 ) -> None:
     """Another path would be trained, or checked, with its documents."""
     opened: list[int] = []
-    monkeypatch.setattr(PathFiles, "_open", lambda _, path: (opened.append(path), path))
+    rows = torch.zeros(1, 1, dtype=torch.int64)
+
+    def open_files(_: PathFiles, path: int) -> PathData:
+        opened.append(path)
+        return PathData(path, None, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PathFiles, "_open", open_files)
     files = served.files()
     assert files.want(3)
     assert not files.want(3)
     assert files.want(5)
     files.fetch(5)
     files.fetch(3)
-    assert files.take(5) == (None, 5)
+    assert files.take(5).path == 5
     assert opened == [5, 3]
     files.fetch(5)
     files.release()
-    assert files.take(5) == (None, 5)
+    assert files.take(5).path == 5
     assert opened == [5, 3, 5, 5]
 
 

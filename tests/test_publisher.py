@@ -27,7 +27,7 @@ from support.fake_swarm import (
     FakeEvents,
     FakeExchange,
     FakeTime,
-    held_state,
+    head,
     peer_id,
     peer_record,
 )
@@ -52,7 +52,7 @@ class Peer:
         self.time = FakeTime()
         self.directory: Any = FakeDirectory()
         self.events: Any = FakeEvents()
-        self.held = {"L0.E0": held_state("L0.E0")}
+        self.held = {"L0.E0": head("L0.E0")}
         self.blobs = BlobStore(folder / "blobs")
         self.status = PeerStatus()
         self.background = Background()

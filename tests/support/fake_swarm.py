@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from dipaco.dht.certificates import Certificate, CertificateBook, CommitStatement
+from dipaco.dht.chain import Head
 from dipaco.dht.coverage import Scope
 from dipaco.dht.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import Contribution
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState, StateReference
 from dipaco.peer.exchange.clock import Clock
 
 ME = "Qm" + "a" * 44
@@ -148,49 +144,6 @@ class FakeExchange:
         return {}
 
 
-class FakeCertifier:
-    """Signs for everybody in a group, and knows what was signed here or given to it."""
-
-    def __init__(self, *known: Certificate) -> None:
-        self.book = CertificateBook()
-        self.book.add_all(known)
-        self.commits: list[StateReference] = []
-        self.asked: list[tuple[str, ...]] = []
-        self.failure: Exception | None = None
-        self.served: tuple[Certificate, ...] = ()
-        """What the holders of any chain give."""
-        self.listeners: list[Callable[[Certificate], None]] = []
-
-    def all(self) -> tuple[Certificate, ...]:
-        return self.book.all()
-
-    def chain(self, module: str, digest: str) -> tuple[Certificate, ...]:
-        return self.book.chain(module, digest)
-
-    def listen(self, listener: Callable[[Certificate], None]) -> None:
-        self.listeners.append(listener)
-
-    def sign(
-        self, state: StateReference, parent: str, table: Sequence[Contribution]
-    ) -> Certificate:
-        statement = CommitStatement(
-            "run", state.module, state.version, parent, state.digest, state.last_round, tuple(table)
-        )
-        return Certificate(statement, {row.peer: b"" for row in table})
-
-    def committed(self, state: StateReference, parent: str, table: Sequence[Contribution]) -> None:
-        self.commits.append(state)
-        self.book.add(self.sign(state, parent, table))
-
-    def fetch_chain(
-        self, reference: StateReference, holders: tuple[str, ...]
-    ) -> tuple[Certificate, ...]:
-        self.asked.append(holders)
-        if self.failure is not None:
-            raise self.failure
-        return self.served
-
-
 class FakeSwarm:
     """A view that a test sets, and a count of what was announced: the publisher for others."""
 
@@ -215,26 +168,14 @@ class FakeSwarm:
 
 
 class FakeFetcher:
-    """Serves the states and blobs that a test puts in; all else fails."""
+    """Serves the blobs that a test puts in; all else fails."""
 
     def __init__(self) -> None:
-        self.states: dict[str, ModuleState] = {}
         self.run_blobs: tuple[str, ...] = ()
         self.served_blobs: set[str] = set()
         self.blobs_here: set[str] = set()
         self.asked: list[str] = []
-        """Digests and hashes, in order."""
-        self.failure: Exception | None = None
-
-    def state(
-        self, wanted: StateReference, holders: Sequence[str], *, is_copy: bool = False
-    ) -> ModuleState:
-        self.asked.append(wanted.digest)
-        if self.failure is not None:
-            raise self.failure
-        if wanted.digest not in self.states:
-            raise NetworkError(f"none of {len(holders)} holders answers")
-        return self.states[wanted.digest]
+        """Hashes, in order."""
 
     def all_blobs(self) -> tuple[str, ...]:
         return self.run_blobs
@@ -248,11 +189,6 @@ class FakeFetcher:
             raise NetworkError("nobody has it")
         self.blobs_here.add(sha256)
         return Path(sha256)
-
-
-def holding(peer: str, state: StateReference) -> Holding:
-    """Return what a peer announces that holds `state`."""
-    return Holding.of(state, peer_id=peer)
 
 
 def peer_record(peer: str, state: str = "serving") -> PeerRecord:
@@ -273,39 +209,6 @@ def peer_record(peer: str, state: str = "serving") -> PeerRecord:
     )
 
 
-class AtOnce(Executor):
-    """Does what it is given before `submit` returns."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class Impatient(threading.Event):
-    """An event on which nobody waits in real time: `wait` says at once whether it is set."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self.is_set()
-
-
-def claim(peer: str, path: int, state: str = "training", **fields: Any) -> Claim:
-    """Return a claim of a peer, old unless `since_s` says otherwise."""
-    given = {"since_s": 1.0, "round": 0, **fields}
-    return Claim(peer_id=peer, path=path, state=state, **given)
-
-
-def held_state(
-    module: str, tokens: int = 64, version: int = 1, digest: str = "d"
-) -> StateReference:
-    return StateReference(
-        module=module,
-        version=version,
-        digest=digest * 64 if len(digest) == 1 else digest,
-        tokens=tokens,
-        last_round=version - 1,
-        bytes=1000,
-    )
+def head(module: str, version: int = 1, step: str = "5", digest: str = "d") -> Head:
+    """Return a state that a peer holds."""
+    return Head(module, step * 64, version, version, version - 1, digest * 64, 1000)

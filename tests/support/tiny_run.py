@@ -23,7 +23,7 @@ import safetensors.torch
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import (
-    AveragingConfig,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
@@ -51,7 +51,7 @@ def make_tiny_run(
     private_embedding: bool = False,
     private_head: bool = False,
     inner_steps: int = 4,
-    codec: str = "float16",
+    codec: str = "int4",
     duration_s: float = 600.0,
     start_s: float = 0.0,
     seed: int = 0,
@@ -61,14 +61,14 @@ def make_tiny_run(
     inner: dict[str, Any] | None = None,
     outer: dict[str, Any] | None = None,
     rounds: dict[str, Any] | None = None,
-    averaging: dict[str, Any] | None = None,
+    contributions: dict[str, Any] | None = None,
     imported: ImportedBase | None = None,
     **model: Any,
 ) -> RunFolder:
     """Write a run folder and return it opened.
 
-    `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `averaging` set further
-    fields of those sections of the plan, other keywords those of `ModelConfig`. With `imported`,
+    `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `contributions` set
+    further fields of those sections of the plan, other keywords those of `ModelConfig`. With `imported`,
     the run begins with that checkpoint. The operator's key is `operator.pem` beside the manifest.
     Raises ConfigurationError as these classes do.
     """
@@ -115,11 +115,10 @@ def make_tiny_run(
             **{
                 "duration_s": duration_s,
                 "inner_steps": inner_steps,
-                "matchmaking_s": min(2.0, duration_s * 0.2),
                 **(rounds or {}),
             }
         ),
-        averaging=AveragingConfig(codec=codec, **(averaging or {})),
+        contributions=ContributionsConfig(codec=codec, **(contributions or {})),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=TINY_PREFIX_TOKENS),
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tokenizer_bytes),

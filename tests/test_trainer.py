@@ -1,0 +1,143 @@
+"""Snapshots and adoption under a path in training: what goes on top, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dipaco.modules.compose import gather_module
+from dipaco.modules.contributions import CODECS, publish
+from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.peer.trainer import PathTrainer
+from dipaco.routing.batches import BatchStream
+from support.tiny_run import make_tiny_run
+
+PATH, MODULE, OTHER = 1, "L0.E0", "L1.E1"
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> PathTrainer:
+    run = make_tiny_run(tmp_path / "run")
+    plan, grid = run.plan(), run.grid(run.plan())
+    made = PathTrainer(plan, grid, torch.device("cpu"))
+    base = run.base_parameters(plan)
+    states = {module: run.genesis_state(plan, module, base) for module in (MODULE, OTHER)}
+    stream = BatchStream(
+        run.train_tokens(plan, PATH),
+        seed=plan.seed,
+        path=PATH,
+        batch_sequences=plan.inner.batch_sequences,
+    )
+    made.start_path(PATH, states, stream)
+    return made
+
+
+def local(trainer: PathTrainer, module: str = MODULE) -> torch.Tensor:
+    return gather_module(trainer.model, trainer.grid, module)
+
+
+def following(state: ModuleState, shift: float, tokens: int = 0) -> ModuleState:
+    """Return a next state, `shift` away, with so many more tokens of the path in it."""
+    before = state.progress.get(PATH, PathProgress(0, 0))
+    return replace(
+        state,
+        version=state.version + 1,
+        parameters=state.parameters + shift,
+        progress={PATH: PathProgress(before.tokens + tokens, 0)},
+    )
+
+
+def test_without_steps_in_between_local_becomes_the_new_anchor_exactly(
+    trainer: PathTrainer,
+) -> None:
+    trainer.inner_step()
+    snapshot = trainer.snapshot(MODULE)
+    state = following(snapshot.anchor, 0.123, snapshot.tokens)
+    trainer.adopt(MODULE, state)
+    assert torch.equal(local(trainer), state.parameters)
+    assert trainer.anchor(MODULE) is state
+    assert trainer.path_step == 1
+
+
+def test_what_was_trained_since_the_snapshot_goes_on_top(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    snapshot = trainer.snapshot(MODULE)
+    trainer.inner_step()
+    trained = local(trainer) - snapshot.local
+    state = following(snapshot.anchor, -0.5)
+    trainer.adopt(MODULE, state)
+    assert torch.allclose(local(trainer) - state.parameters, trained, atol=1e-6)
+    after = trainer.snapshot(MODULE)
+    assert after.tokens == trainer.tokens_per_step
+    assert torch.allclose(after.outer_gradient(), -trained, atol=1e-6)
+
+
+def test_a_round_without_a_step_leaves_all_work_to_the_next_contribution(
+    trainer: PathTrainer,
+) -> None:
+    anchor = trainer.anchor(MODULE)
+    trainer.inner_step()
+    trainer.snapshot(MODULE)
+    trainer.inner_step()
+    whole = trainer.snapshot(MODULE)
+    assert whole.tokens == 2 * trainer.tokens_per_step
+    assert torch.equal(whole.outer_gradient(), anchor.parameters - local(trainer))
+
+
+def test_a_second_state_without_a_snapshot_goes_under_the_same_work(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    first = following(trainer.snapshot(MODULE).anchor, 0.1)
+    trainer.inner_step()
+    trainer.adopt(MODULE, first)
+    on_top = local(trainer) - first.parameters
+    second = following(first, 0.2)
+    trainer.adopt(MODULE, second)
+    assert torch.allclose(local(trainer) - second.parameters, on_top, atol=1e-6)
+    assert trainer.snapshot(MODULE).tokens == trainer.tokens_per_step
+
+
+def test_the_path_step_follows_what_replicas_trained(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    snapshot = trainer.snapshot(MODULE)
+    trainer.adopt(MODULE, following(snapshot.anchor, 0.0, 7 * trainer.tokens_per_step))
+    assert trainer.path_step == 7
+
+
+def test_what_the_encoding_loses_is_added_once(trainer: PathTrainer) -> None:
+    """Also where a round brought no step: its contribution is in the next one as a whole."""
+    codec = CODECS["sign"]
+    trainer.inner_step()
+    first = trainer.snapshot(MODULE)
+    _, first.next_error = publish(first.outer_gradient(), codec, first.error)
+    assert first.next_error is not None
+    assert trainer.snapshot(MODULE).error is None  # No step came.
+    again = trainer.snapshot(MODULE)
+    _, again.next_error = publish(again.outer_gradient(), codec, again.error)
+    trainer.adopt(MODULE, following(again.anchor, 0.0))
+    kept = trainer.snapshot(MODULE).error
+    assert kept is again.next_error
+    assert kept is not None
+    assert kept.dtype == torch.bfloat16
+
+
+def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer: PathTrainer) -> None:
+    anchor = trainer.anchor(MODULE)
+    trainer.inner_step()
+    with torch.no_grad():
+        next(iter(trainer.model.parameters())).fill_(float("nan"))
+    trainer.snapshot(MODULE)
+    trainer.discard(MODULE)
+    assert torch.equal(local(trainer), anchor.parameters)
+    assert trainer.snapshot(MODULE).tokens == 0
+
+
+def test_scoring_restores_local_parameters_bit_for_bit(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    before = {module: local(trainer, module) for module in (MODULE, OTHER)}
+    rows = torch.ones(2, trainer.plan.model.sequence_length, dtype=torch.int64)
+    found = trainer.loss_of(PATH, trainer.anchors(), rows)
+    assert found.loss is not None
+    for module, flat in before.items():
+        assert torch.equal(local(trainer, module), flat)
