@@ -1,4 +1,4 @@
-"""Promises 1, 2, 4, 6, 7, 10 with real processes: one swarm goes through several accidents.
+"""Promises 1, 2, 4, 5, 6, 10 with real processes: one swarm goes through several accidents.
 
 Joining is what takes time, so the accidents follow each other in one swarm: peers are killed
 around a boundary, the bootstrap node is killed, a newcomer joins through another peer, a peer
@@ -55,7 +55,7 @@ class Accidents:
             inner_steps=3,
             duration_s=DURATION_S,
             start_s=time.time(),
-            rounds={"matchmaking_s": 0.8, "validation_sequences": 4},
+            rounds={"gather_s": 4.0, "grace_s": 1.0, "validation_sequences": 4},
         )
         self.swarm = Swarm(folder, self.run)
         self.random = random.Random(20)
@@ -112,13 +112,13 @@ class Accidents:
         assert_gone(victim)
         boundary = boundaries(victim, SHARED)[-1]
         self.lost += last_commits(victim, boundary["time_s"] - 0.1)
-        # What it committed alone since the last replication dies with it (promise 7).
+        # What it stepped alone and nobody fetched dies with it (promise 6).
         alone = last_commits(victim, boundary["time_s"] - 2 * DURATION_S)
         self.lost += [event for event in alone if len(event["group"]) == 1]
         return int(boundary["round"])
 
     def assert_committed_by(self, round_index: int, survivors: list[Member]) -> None:
-        """Check promise 2: survivors commit the shared module in the same or the next round."""
+        """Check promise 2: survivors step the shared module in the same or the next round."""
         found = self.swarm.wait(
             survivors,
             "commit",
@@ -160,7 +160,7 @@ def test_accidents(tmp_path: Path) -> None:
 
 
 def _only_trainer_killed(world: Accidents) -> None:
-    """The only trainer of a path dies in a reduce: a spare peer takes over what was kept."""
+    """The only trainer of a path dies at a boundary: a spare peer takes over what was kept."""
     paths = [world.path_of(member) for member in world.lives]
     victim = next(m for m in world.lives if paths.count(world.path_of(m)) == 1)
     path = world.path_of(victim)
@@ -186,7 +186,7 @@ def _only_trainer_killed(world: Accidents) -> None:
     missed_s = killed_s + LIFE_PERIODS * period_s + 2 + period_s
     ended = [e for e in taker.of("round") if missed_s < e["time_s"] < begins["time_s"]]
     assert len(ended) <= 2, (ended, world.swarm.outputs())
-    # Promise 7: back to the last replication, which is two durations behind at most.
+    # Promise 6: back to the last step that a copy has, two durations behind at most.
     commits = [e for e in victim.of("commit") if e["module"] == private]
     version = begins["modules"][private]
     copies = [e for m in world.swarm.members for e in m.of("kept") if e["module"] == private]
@@ -211,7 +211,7 @@ def _any_peer_killed_and_back(world: Accidents) -> None:
 
 
 def _bootstrap_killed(world: Accidents, bootstrap: Member) -> Member:
-    """Promises 1 and 6."""
+    """Promises 1 and 5."""
     bootstrap.kill()
     assert_gone(bootstrap)
     newcomer = world.start(world.training()[-1], "late", program=PATIENT_PEER)

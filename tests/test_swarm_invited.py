@@ -28,11 +28,11 @@ def make_run(folder: Path, operator: Path | None = None, **changes: object) -> R
         inner_steps=0,
         duration_s=6.0,
         name=folder.name,
-        rounds={"matchmaking_s": 0.8, "dwell_rounds": 50, "validation_sequences": 2},
+        rounds={"dwell_rounds": 50, "validation_sequences": 2},
     )
     if operator is not None:
         (run.path / "operator.pem").write_bytes(operator.read_bytes())
-    values = {**run.plan().model_dump(), "admission": "invitation", "start_s": time.time()}
+    values = {**run.plan().model_dump(), "admission": None, "start_s": time.time()}
     blobs = {**values["blobs"], **changes.pop("blobs", {})}  # type: ignore[dict-item]
     plan = RunPlan.model_validate({**values, **changes, "blobs": blobs})
     sign_tiny_run(run, plan)

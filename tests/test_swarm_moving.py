@@ -1,4 +1,4 @@
-"""Design 4.5 with real processes: fewer peers than paths, so peers move and all paths progress."""
+"""Design 4.6 with real processes: fewer peers than paths, so peers move and all paths progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_three_peers_train_eight_paths(tmp_path: Path) -> None:
         duration_s=LIMIT_S,
         # The first round of fewer peers than paths begins a duration after the start.
         start_s=time.time() - LIMIT_S,
-        rounds={"matchmaking_s": 0.8, "dwell_rounds": 1, "validation_sequences": 4},
+        rounds={"gather_s": 4.0, "grace_s": 1.0, "dwell_rounds": 1, "validation_sequences": 4},
     )
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()

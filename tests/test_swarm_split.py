@@ -1,4 +1,4 @@
-"""Promise 8: after a network split heals, all peers hold one state again within two rounds.
+"""Promise 7: after a network split heals, all peers hold one state again within two rounds.
 
 Two network namespaces are the two sides; the cable between them is cut for a few rounds.
 """
@@ -69,7 +69,7 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
         inner_steps=3,
         duration_s=DURATION_S,
         start_s=time.time(),
-        rounds={"matchmaking_s": 0.8, "validation_sequences": 4},
+        rounds={"gather_s": 3.0, "grace_s": 1.0, "validation_sequences": 4},
     )
     with split_network() as network, Swarm(tmp_path, run) as swarm:
         bootstrap = _start(

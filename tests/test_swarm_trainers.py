@@ -37,7 +37,7 @@ def test_three_devices_of_one_machine(tmp_path: Path) -> None:
         inner_steps=2,
         duration_s=LIMIT_S,
         start_s=time.time(),
-        rounds={"matchmaking_s": 0.8, "validation_sequences": 4},
+        rounds={"validation_sequences": 4},
     )
     with Swarm(tmp_path, run) as swarm:
         node = swarm.start_peer(
@@ -76,10 +76,10 @@ def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Pat
     """What a trainer has is exported as the family that the run began with, trained."""
     # A peer fetches what it keeps for others one after the other, and this one left early.
     shutil.copytree(folder / "run" / "blobs", cache / "blobs", dirs_exist_ok=True)
-    source = DiskSource(cache, SourceSettings(current=True))
+    source = DiskSource(cache, SourceSettings())
     path = next(path for path in range(TRAINERS) if not source.missing_modules(path))
     out = folder / "exported"
-    arguments = ["--state-dir", str(cache), "--current", "--path", str(path), "--out", str(out)]
+    arguments = ["--state-dir", str(cache), "--path", str(path), "--out", str(out)]
     assert export_cli.main(arguments) == 0
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert isinstance(model, Qwen3ForCausalLM)
