@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from dipaco.dht.node import be_client
@@ -305,27 +305,7 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    _demote_handing_over()
     return joined
-
-
-def _demote_handing_over() -> None:
-    """Keep from the terminal what goes wrong where a child is killed while memory is handed to it.
-
-    The thread of `multiprocessing` that does this shows its exceptions as the main thread does, and
-    goes on. Whoever waits for that child notices by itself.
-    """
-    shown = sys.excepthook
-
-    def show(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if threading.current_thread() is threading.main_thread():
-            shown(kind, error, traceback)
-        else:
-            logger.debug("a process ended that something was handed to", exc_info=error)
-
-    sys.excepthook = show
 
 
 def _exit_at_once() -> None:
