@@ -72,3 +72,57 @@ def split_network() -> Iterator[SplitNetwork]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+class ClosedHomes:
+    """A hub, and homes that can call it and that nobody can call: they listen on loopback only."""
+
+    def __init__(self, homes: int) -> None:
+        self._mark = f"dpc{os.getpid() % 10_000}"
+        self._homes = homes
+
+    @property
+    def hub_address(self) -> str:
+        """Where the hub is called from everywhere."""
+        return "10.214.0.1"
+
+    def prefix(self, home: int | None) -> list[str]:
+        """Return what runs a command in a home; None: at the hub."""
+        return ["ip", "netns", "exec", self._name(home)]
+
+    def _name(self, home: int | None) -> str:
+        return f"{self._mark}-hub" if home is None else f"{self._mark}-{home}"
+
+    def _lay(self) -> None:
+        for home in (None, *range(self._homes)):
+            _ip("netns", "add", self._name(home))
+            _ip("-n", self._name(home), "link", "set", "lo", "up")
+        hub = self._name(None)
+        _ip("-n", hub, "addr", "add", f"{self.hub_address}/32", "dev", "lo")
+        for home in range(self._homes):
+            up, down, net = f"up{home}", "wan", f"10.214.{home + 1}"
+            _ip(
+                "link", "add", up, "netns", hub,
+                "type", "veth", "peer", "name", down, "netns", self._name(home),
+            )  # fmt: skip
+            for name, device, host in ((hub, up, 1), (self._name(home), down, 2)):
+                _ip("-n", name, "addr", "add", f"{net}.{host}/24", "dev", device)
+                _ip("-n", name, "link", "set", device, "up")
+            _ip("-n", self._name(home), "route", "add", "default", "via", f"{net}.1")
+
+    def _remove(self) -> None:
+        for home in (None, *range(self._homes)):
+            subprocess.run(
+                ["ip", "netns", "del", self._name(home)], capture_output=True, check=False
+            )
+
+
+@contextlib.contextmanager
+def closed_homes(count: int) -> Iterator[ClosedHomes]:
+    """Lay the cables, and remove everything again."""
+    homes = ClosedHomes(count)
+    try:
+        homes._lay()
+        yield homes
+    finally:
+        homes._remove()
