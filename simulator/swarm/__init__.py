@@ -1,1 +1,1 @@
-"""The network in one process: members under faults, on a virtual clock (design 4.10)."""
+"""The swarm in one process: real decisions, virtual time, and everything that goes wrong."""

@@ -3,77 +3,64 @@
 Each action has a method; what takes time is answered later by an event. All bytes come over the
 simulated network, from machines that really hold them.
 
-What is simplified: a certificate is checked by comparing signatures with the one that the signer
-would make. Held-out losses are those of a sound state or of an invented one.
+What is simplified: nothing is signed, as nobody can sign for another; a file is whole or not there.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from dipaco.dht.certificates import Certificate
+from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.records import ProgressEntry
-from dipaco.modules.outer import Contribution, Usual, bounded_table
-from dipaco.modules.state import StateReference
+from dipaco.dht.view import is_plausible_row
 from dipaco.peer.member import actions, events
 
-from .averaging import Averaging
-from .fetching import Fetching
-from .network import CALL_BYTES, Reply
-from .signing import CERTIFICATE_BYTES, Signing
-from .work import Content, ModuleWork, SimulatedState, signature
-from .world import Body
+from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 
-SHARD_BYTES = 4_000_000
-ASK_LIMIT_S = 3.0
-HONEST_LOSS, INVENTED_LOSS = 3.0, 11.0
+if TYPE_CHECKING:
+    from .machine import Machine
+
+ASK_LIMIT_S, STALL_S = 3.0, 10.0
+# How long a row is on the wire, and a name in a locator.
+ROW_BYTES, NAME_BYTES = 220, 33
+HOLDERS_OF_SHARD = 4
 
 
 class Carrying:
     """Of one life of one machine."""
 
-    def __init__(self, machine: Body) -> None:
-        self._machine = machine
-        self._world = machine.world
-        self.averaging = Averaging(machine, self._averaged)
-        self.fetching = Fetching(machine)
-        self.signing = Signing(machine)
-        self._unheard: set[str] = set()
-        """Digests of offers that the member has not been told of yet."""
-        self._averages: dict[
-            tuple[str, int], tuple[tuple[Contribution, ...], dict[str, Content]]
-        ] = {}
-        self._computed: dict[str, SimulatedState] = {}
-        self._offers: dict[str, list[Reply]] = {}
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._world = machine, machine.world
+        self._coming: set[str] = set()
+        """Files and states on their way."""
+        self._missed: set[str] = set()
+        """Files that nobody gave."""
+        self._gathered: set[str] = set()
+        """Files that the member was told are here."""
         self._methods: dict[type, Callable[[Any], None]] = {
             actions.Say: self._say,
             actions.Watch: self._watch,
             actions.Look: self._look,
-            actions.FetchPath: self.fetching.path,
-            actions.FetchState: self.fetching.state,
-            actions.FetchChain: self.fetching.chain,
-            actions.StartPath: self._start_path,
-            actions.TakeSnapshot: self._take_snapshot,
-            actions.ForgetSnapshot: self._forget_snapshot,
-            actions.JoinParts: self._join_parts,
-            actions.DropPart: self._drop_part,
-            actions.Average: self.averaging.begin,
-            actions.Await: self.averaging.await_peers,
+            actions.Tell: self._tell,
             actions.Ask: self._ask,
-            actions.Call: self._call,
-            actions.TakeOuterStep: self._take_outer_step,
-            actions.Commit: self._commit,
-            actions.Discard: self._discard,
-            actions.CheckState: self._check_state,
+            actions.Put: self._put,
+            actions.Gather: self._gather,
+            actions.Serve: self._serve_chain,
+            actions.FetchPath: self._fetch_path,
+            actions.StartPath: self._start_path,
+            actions.Begun: self._begun,
+            actions.Pause: lambda action: machine.lose_all("pause"),
+            actions.Publish: self._publish,
+            actions.Compute: self._compute,
+            actions.FetchState: self._fetch_state,
+            actions.Check: self._check,
             actions.Adopt: self._adopt,
+            actions.Forget: lambda action: machine.store.at_hand.pop(action.step, None),
+            actions.Discard: self._discard,
             actions.Keep: self._keep,
             actions.Drop: self._drop,
-            actions.Offer: self._offer,
             actions.EndRound: self._end_round,
-            actions.Begun: self._begun,
-            actions.Pause: self._pause,
             actions.SaveAll: self._save_all,
         }
 
@@ -82,10 +69,6 @@ class Carrying:
         method = self._methods.get(type(action))
         if method is not None:
             method(action)
-
-    def end(self) -> None:
-        """The machine is down."""
-        self.averaging.end()
 
     def _answer(self, delay_s: float, event: events.Event) -> None:
         self._machine.later(delay_s, self._machine.deliver, event)
@@ -113,339 +96,347 @@ class Carrying:
         else:
             machine.later(self._between(*conditions.look_s), machine.read, True, action.further)
 
+    # -- the wire
+
+    def _tell(self, action: actions.Tell) -> None:
+        self._take(action.rows, action.steps)
+        size = ROW_BYTES * (len(action.rows) + sum(len(step.rows) for step in action.steps))
+        for peer in action.peers:
+            if peer != self._machine.peer:
+                self._world.network.tell(self._machine.peer, peer, action, size)
+
+    def _take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
+        self._machine.store.add_rows(rows)
+        self._machine.store.add_steps(steps)
+        for step in steps:
+            self._world.add(step)
+
+    def _plausible(
+        self, rows: Iterable[Row], steps: Iterable[Step]
+    ) -> tuple[tuple[Row, ...], tuple[Step, ...]]:
+        """Return what can be, and take it in: the shell checks what others say."""
+        plan, now_s = self._world.plan, self._machine.believed_s
+        kept = tuple(row for row in rows if is_plausible_row(row, plan, now_s))
+        found: list[Step] = []
+        for step in steps:
+            if not all(is_plausible_row(row, plan, now_s) for row in step.rows):
+                break
+            found.append(step)
+        self._take(kept, found)
+        return kept, tuple(found)
+
+    def hear(self, sender: str, said: actions.Tell) -> None:
+        """Another machine tells of rows and steps."""
+        rows, steps = self._plausible(said.rows, said.steps)
+        if rows or steps:
+            keep = said.keep and steps == said.steps
+            self._machine.deliver(events.Told(sender, said.module, rows, steps, keep))
+
     def _ask(self, action: actions.Ask) -> None:
-        found: dict[str, StateReference | None] = {}
-
-        def finish() -> None:
-            held = dict(sorted(found.items()))
-            self._machine.deliver(events.Answered(action.module, action.round_index, held))
-
-        def heard(peer: str, answer: Any) -> None:
-            if answer is not None:
-                found[peer] = answer[0]
-
-        self._call_all(action.peers, "holdings", action.module, heard, finish)
-
-    def _call(self, action: actions.Call) -> None:
-        found: list[str] = []
-
-        def finish() -> None:
-            self._machine.deliver(events.CallAnswered(action.peers, tuple(sorted(found))))
-
-        def heard(peer: str, answer: Any) -> None:
-            if answer is not None:
-                found.append(peer)
-
-        self._call_all(action.peers, "ping", None, heard, finish)
-
-    def _call_all(
-        self,
-        peers: tuple[str, ...],
-        what: str,
-        content: Any,
-        heard: Callable[[str, Any], None],
-        finish: Callable[[], None],
-    ) -> None:
-        """Call several peers at once; `finish` when each has answered or failed."""
-        left = len(peers)
-
-        def one(peer: str, answer: Any) -> None:
-            nonlocal left
-            heard(peer, answer)
-            left -= 1
-            if left == 0:
-                finish()
-
-        if not peers:
-            self._machine.later(0.0, finish)
-        for peer in peers:
-            self._world.network.call(
-                self._machine.peer,
-                peer,
-                what,
-                content,
-                functools.partial(one, peer),
-                limit_s=ASK_LIMIT_S,
+        def done(answer: Any) -> None:
+            if answer is None:
+                silent = events.Answered(action.peer, action.module, is_silent=True)
+                self._machine.deliver(silent)
+                return
+            steps, rows, has_more, held = answer
+            rows, found = self._plausible(rows, steps)
+            has_more = has_more and len(found) == len(steps)
+            self._machine.deliver(
+                events.Answered(action.peer, action.module, found, rows, has_more, held)
             )
 
-    # -- training
+        content, size = (action.module, action.locator), NAME_BYTES * len(action.locator)
+        self._call(action.peer, "ask", content, done, size, ASK_LIMIT_S)
+
+    def _call(
+        self,
+        peer: str,
+        verb: str,
+        content: Any,
+        done: Callable[[Any], None],
+        size: int = 0,
+        limit_s: float = STALL_S,
+    ) -> None:
+        self._world.network.call(
+            self._machine.peer, peer, verb, content, done, limit_s=limit_s, size=size
+        )
+
+    def _put(self, action: actions.Put) -> None:
+        for peer in action.peers:
+            self._call(peer, "put", action.row, lambda answer: None, FILE_BYTES)
+
+    def _gather(self, action: actions.Gather) -> None:
+        for row in action.rows:
+            if row.file in self._machine.store.files:
+                self._machine.later(0.02, self._came, action.module, row.file)
+            elif row.file not in self._coming:
+                self._coming.add(row.file)
+                self._get(action.module, row, action.others.get(row.file, ()))
+
+    def _get(self, module: str, row: Row, others: tuple[str, ...]) -> None:
+        def done(answer: Any) -> None:
+            self._coming.discard(row.file)
+            if answer is not None:
+                self._came(module, row.file)
+            elif row.file in self._machine.store.files:  # It was put here meanwhile.
+                self._came(module, row.file)
+            else:
+                self._missed.add(row.file)
+                reason = f"none of {1 + len(others)} peers gave it"
+                self._machine.deliver(
+                    events.GatherFailed(module, row.file, reason, is_refused=False)
+                )
+
+        self._try_each((row.peer, *others), "get", row.file, done)
+
+    def _came(self, module: str, file: str) -> None:
+        """A file is here: check it, and tell the member."""
+        machine = self._machine
+        self._missed.discard(file)
+        if self._world.files[file].content == "garbage":
+            failed = events.GatherFailed(module, file, "it does not decode", is_refused=True)
+            machine.deliver(failed)
+            return
+        machine.store.files.setdefault(file, self._world.now_s)
+        self._gathered.add(file)
+        machine.deliver(events.Gathered(module, file))
+
+    def _try_each(
+        self, peers: Iterable[str], verb: str, content: Any, done: Callable[[Any], None]
+    ) -> None:
+        """Ask one after the other until one gives; `done` with what it gave, or with None."""
+        left = [peer for peer in dict.fromkeys(peers) if peer != self._machine.peer]
+
+        def next_one(answer: Any) -> None:
+            if answer is not None or not left:
+                done(answer)
+            else:
+                self._call(left.pop(0), verb, content, next_one)
+
+        if left:
+            next_one(None)
+        else:
+            self._machine.later(0.1, done, None)
+
+    def _serve_chain(self, action: actions.Serve) -> None:
+        if action.step in self._machine.store.book:
+            self._machine.store.served[action.module] = action.step
+
+    # -- a path
+
+    def _fetch_path(self, action: actions.FetchPath) -> None:
+        path, shards = action.path, self._machine.store.shards
+
+        def done(answer: Any) -> None:
+            if answer is None:
+                reason = f"could not fetch the shard of path {path}"
+                self._machine.deliver(events.PathFailed(path, reason))
+                return
+            self._machine.have_shard(path)
+            self._machine.deliver(events.PathReady(path))
+
+        if path in shards:
+            self._answer(self._between(0.05, 0.5), events.PathReady(path))
+        elif self._world.engine.chance(self._world.conditions.path_fails):
+            self._machine.later(self._between(1.0, STALL_S), done, None)
+        else:
+            self._try_each(self._holders_of_shard(path), "shard", path, done)
+
+    def _holders_of_shard(self, path: int) -> list[str]:
+        had = self._world.shard_holders.get(path, {}).values()
+        holders = [
+            machine.peer
+            for machine in sorted(had, key=lambda machine: machine.number)
+            if machine is not self._machine and path in machine.store.shards
+        ]
+        self._world.engine.random.shuffle(holders)
+        # Those that can be called first: a real peer knows who can.
+        links = self._world.network.links
+        holders.sort(key=lambda peer: not links[peer].can_be_called)
+        return holders[:HOLDERS_OF_SHARD]
 
     def _start_path(self, action: actions.StartPath) -> None:
-        machine, world = self._machine, self._world
-        modules = world.grid.modules_of_path(action.path)
-        if tuple(state.module for state in action.states) != modules:
+        machine = self._machine
+        if tuple(h.module for h in action.heads) != self._world.grid.modules_of_path(action.path):
             self._wrong(f"path {action.path} starts with states of other modules")
             return
-        machine.count_steps()
-        for module in list(machine.works):
-            world.watch.lost(machine, module, f"it went to path {action.path}")
-        machine.works = {}
+        machine.lose_all("move")
         machine.path = action.path
-        self.averaging.end()
-        for reference in action.states:
-            state = self.fetching.find(reference.digest)
-            if state is None:
-                self._wrong(f"starts from a state of {reference.module} that it has not fetched")
-                return
-            machine.works[reference.module] = ModuleWork(state, machine.steps)
-            self._hold(state, save=False)
-        self.fetching.fetched.clear()
-        world.watch.started(machine)
-
-    def _pause(self, action: actions.Pause) -> None:
-        machine = self._machine
-        if machine.path != action.path:
-            self._wrong(f"pauses path {action.path} while it trains path {machine.path}")
-        machine.count_steps()
-        for module in list(machine.works):
-            self._world.watch.lost(machine, module, "it paused")
-        machine.works, machine.path = {}, None
-        self.averaging.end()
+        for head in action.heads:
+            if machine.store.find(head.module, head.step) is None:
+                self._wrong(f"starts from a state of {head.module} that is not here")
+            machine.start_work(head.module, head.step)
+            machine.store.hold(head, save=False)
+        self._world.watch.started(machine)
+        machine.publish()
 
     def _begun(self, action: actions.Begun) -> None:
         self._machine.round_index = action.round_index
 
-    def _work(self, module: str) -> ModuleWork | None:
-        self._machine.count_steps()
-        return self._machine.works.get(module)
-
-    def _take_snapshot(self, action: actions.TakeSnapshot) -> None:
-        work = self._work(action.module)
-        if work is None:
-            self._wrong(f"takes a snapshot of {action.module}, which it does not train")
+    def _publish(self, action: actions.Publish) -> None:
+        machine, module, path = self._machine, action.module, self._machine.path
+        work = machine.works.get(module)
+        if work is None or path is None or work.anchor != action.parent:
+            self._wrong(f"publishes {module}, which it does not train from {action.parent[:8]}")
             return
-        tokens = self._machine.claimed_tokens(work, action.round_index)
-        is_finite = not self._world.engine.chance(self._world.conditions.not_finite)
-        work.cut(action.round_index, tokens)
-        self._machine.answers.append(
-            events.SnapshotTaken(action.module, action.round_index, tokens, is_finite)
-        )
-
-    def _forget_snapshot(self, action: actions.ForgetSnapshot) -> None:
-        work = self._work(action.module)
-        if work is not None:
-            work.forget(action.round_index, keeps_part=action.keeps_part)
-
-    def _join_parts(self, action: actions.JoinParts) -> None:
-        work = self._work(action.module)
-        try:
-            if work is not None:
-                work.join(action.older, action.newer)
-        except KeyError as error:
-            self._wrong(f"joins parts of {action.module}, but {error} is not remembered")
-
-    def _drop_part(self, action: actions.DropPart) -> None:
-        work = self._work(action.module)
-        try:
-            if work is not None:
-                work.drop(action.part)
-        except KeyError as error:
-            self._wrong(f"drops a part of {action.module}, but {error} is not remembered")
-
-    def _averaged(
-        self,
-        action: actions.Average,
-        table: tuple[Contribution, ...],
-        shifts: dict[str, Content],
-    ) -> None:
-        """A reduce has ended here with an average."""
-        self._averages[action.module, action.round_index] = (table, shifts)
-
-    def _take_outer_step(self, action: actions.TakeOuterStep) -> None:
-        module, round_index = action.module, action.round_index
-        work = self._work(module)
-        snapshot = work.snapshots.get(round_index) if work is not None else None
-        if snapshot is None:
-            self._wrong(f"steps {module} of round {round_index} without a snapshot")
-            return
-        delay_s = self._between(0.05, 0.4)
-        if action.alone:
-            me, path = self._machine.peer, self._machine.path
-            assert path is not None
-            anchor = snapshot.anchor
-            usual = Usual.of(anchor.progress, anchor.reference.version)
-            table = bounded_table([Contribution(path, me, max(1, snapshot.tokens))], usual)
-            shifts = {me: snapshot.shift}
-        elif (module, round_index) in self._averages:
-            table, shifts = self._averages.pop((module, round_index))
-        else:
-            failed = events.OuterStepFailed(module, round_index, "there is no average")
+        work.snapshot = machine.tokens
+        delay_s = self._between(0.05, 0.5)
+        if work.snapshot == work.base:
+            failed = events.PublishFailed(module, action.round_index, "nothing was trained")
             self._answer(delay_s, failed)
             return
-        state = self._world.stock.step(snapshot.anchor, table, shifts, round_index)
-        self._computed[module] = state
-        self._machine.later(delay_s, self._outer_stepped, state)
+        row = machine.contribute(path, (module, action.round_index, action.parent), work)
+        machine.later(delay_s, self._published, row)
 
-    def _outer_stepped(self, state: SimulatedState) -> None:
-        me, statement = self._machine.peer, state.statement
-        assert statement is not None
-        certificate = Certificate(statement, {me: signature(me, statement)})
-        certificate = self.signing.with_early(certificate)
-        self._machine.deliver(events.OuterStepped(statement.module, state.reference, certificate))
+    def _published(self, row: Row) -> None:
+        self._machine.store.files[row.file] = self._world.now_s
+        self._gathered.add(row.file)
+        self._world.watch.published(self._machine, row)
+        self._machine.deliver(events.Published(row))
 
-    def _commit(self, action: actions.Commit) -> None:
-        work, machine = self._work(action.module), self._machine
-        state = self._computed.pop(action.module, None)
-        if work is None or state is None or state.reference != action.reference:
-            self._wrong(f"commits a state of {action.module} that was not computed")
+    # -- states
+
+    def _compute(self, action: actions.Compute) -> None:
+        machine, store, last = self._machine, self._machine.store, action.steps[-1]
+        chain = [action.base, *(step.name for step in action.steps)]
+        if chain[:-1] != [step.parent for step in action.steps]:
+            self._wrong(f"computes steps of {action.module} that do not follow each other")
             return
-        if action.round_index not in work.snapshots:
-            self._wrong(f"commits {action.module} without the snapshot of its round")
+        files = [row.file for step in action.steps for row in step.rows]
+        if not self._gathered.issuperset(files):
+            self._wrong(f"computes a step of {action.module} without its files")
+        is_here = store.find(action.module, action.base) is not None
+        if not is_here and action.base != store.book.genesis(action.module):
+            reason = "the base is not here"
+        elif not all(file in store.files for file in files):
+            reason = "a file has expired"
+        else:
+            self._take((), action.steps)
+            delay_s = self._between(0.05, 0.4) * len(action.steps)
+            machine.later(delay_s, self._computed, self._world.head(last.name))
             return
-        if state.parent != work.anchor.reference.digest:
-            self._wrong(f"commits a state of {action.module} that is not of its anchor")
-        self._world.watch.committed(machine, action, state)
-        work.commit(state, action.round_index)
-        self._hold(state, save=action.save)
-        self.signing.share(state)
+        failed = events.ComputeFailed(action.module, last.name, reason)
+        self._answer(0.1, failed)
 
-    def _discard(self, action: actions.Discard) -> None:
-        work = self._work(action.module)
-        if work is not None:
-            self._world.watch.lost(self._machine, action.module, "it went back to its anchor")
-            work.discard()
+    def _computed(self, head: Head) -> None:
+        made = self._machine.seen_digest(head)
+        self._machine.store.at_hand[head.step] = made
+        self._machine.deliver(events.Computed(made))
 
-    def _check_state(self, action: actions.CheckState) -> None:
-        work, state = self._work(action.module), self.fetching.find(action.digest)
+    def _fetch_state(self, action: actions.FetchState) -> None:
+        wanted, store = action.head, self._machine.store
+        found = store.find(wanted.module, wanted.step)
+        if wanted.version == 0:
+            found = self._world.head(store.book.genesis(wanted.module))
+        if found is not None and wanted.digest in ("", found.digest):
+            store.at_hand[found.step] = found
+            self._answer(self._between(0.02, 0.2), events.StateFetched(found))
+            return
+        place = f"{wanted.step}/{wanted.digest}"
+        if place in self._coming:
+            return
+        self._coming.add(place)
+
+        def done(answer: Any) -> None:
+            self._coming.discard(place)
+            if answer is None:
+                reason = f"none of {len(action.holders)} holders could serve it"
+                failed = events.FetchFailed(wanted.module, wanted.step, reason)
+                self._machine.deliver(failed)
+                return
+            store.at_hand[answer.step] = answer
+            self._machine.deliver(events.StateFetched(answer))
+
+        self._try_each(action.holders, "state", wanted, done)
+
+    def _check(self, action: actions.Check) -> None:
+        machine, world = self._machine, self._world
         losses: tuple[float | None, float | None] = (None, None)
-        if work is not None and state is not None:
-            before, after = (
-                HONEST_LOSS if scored.is_sound else INVENTED_LOSS for scored in (work.anchor, state)
-            )
-            losses = (before, after)
-        self._machine.answers.append(events.Checked(action.module, action.digest, *losses))
+        if machine.store.find(action.module, action.step) is None:
+            self._wrong(f"checks a state of {action.module} that is not here")
+        elif machine.trains:
+            work = machine.works.get(action.module)
+            before = SOUND_LOSS if work is None else world.loss(work.anchor)
+            losses = (before, world.loss(action.step))
+        machine.answers.append(events.Checked(action.module, action.step, *losses))
 
     def _adopt(self, action: actions.Adopt) -> None:
-        work, state = self._work(action.module), self.fetching.find(action.reference.digest)
-        if work is None or state is None:
-            self._wrong(f"adopts a state of {action.module} that is not at hand")
+        machine, head = self._machine, action.head
+        work, found = machine.works.get(head.module), machine.store.find(head.module, head.step)
+        if work is None or found is None or found.digest != head.digest:
+            self._wrong(f"adopts a state of {head.module} that is not at hand")
             return
-        self._world.watch.adopted(self._machine, action, work.anchor)
-        try:
-            work.adopt(state, action.on_top)
-        except KeyError as error:
-            self._wrong(f"adopts {action.module}, but part {error} is not remembered")
-        self._hold(state, save=action.save)
+        before, work.anchor, work.base = work.anchor, head.step, work.snapshot
+        machine.store.hold(head, save=action.save)
+        self._world.watch.adopted(machine, action, before)
+        machine.publish()
+
+    def _discard(self, action: actions.Discard) -> None:
+        machine, work = self._machine, self._machine.works.get(action.module)
+        if work is not None:
+            self._world.watch.ended(machine, action.module, "discard")
+            machine.start_work(action.module, work.anchor)
+            self._world.watch.started(machine)
+
+    def _keep(self, action: actions.Keep) -> None:
+        if self._machine.store.find(action.head.module, action.head.step) is None:
+            self._wrong(f"keeps a state of {action.head.module} that is not at hand")
+            return
+        self._machine.store.hold(action.head, save=True)
+        self._machine.publish()
+
+    def _drop(self, action: actions.Drop) -> None:
+        self._machine.store.drop(action.module)
+        self._machine.publish()
 
     def _end_round(self, action: actions.EndRound) -> None:
         machine = self._machine
         machine.round_index = action.next_round
-        if action.save:
-            machine.have_shard(machine.path or 0)
-        if machine.path is None:
-            return
-        counted = [work.anchor.progress.get(machine.path) for work in machine.works.values()]
-        machine.progress[machine.path] = ProgressEntry.model_construct(
-            path=machine.path,
-            last_round=action.round_index,
-            tokens=max((entry.tokens for entry in counted if entry), default=0),
-            validation_nll=3.0,
-            validation_tokens=1,
-            train_loss=3.0,
-            best_sha256="",
-            best_nll=0.0,
-            best_tokens=0,
-            best_round=0,
-        )
+        machine.store.expire()
+        if machine.path is not None:
+            machine.progress[machine.path] = ProgressEntry.model_construct(
+                path=machine.path,
+                last_round=action.round_index,
+                tokens=machine.tokens,
+                validation_nll=3.0,
+                validation_tokens=1,
+                train_loss=3.0,
+            )
         machine.publish()
 
-    # -- copies
-
-    def _hold(self, state: SimulatedState, *, save: bool) -> None:
-        machine, held = self._machine, state.reference
-        machine.serve_state(state)
-        if save:
-            machine.disk.save(state, machine.book.chain(held.module, held.digest))
-        if held.version:
-            machine.publish()
-        self._answer_offers(held.digest, True)
-
-    def _keep(self, action: actions.Keep) -> None:
-        state = self.fetching.find(action.reference.digest)
-        if state is None:
-            self._wrong(f"keeps a state of {action.reference.module} that is not at hand")
-            return
-        self._hold(state, save=True)
-        self.fetching.fetched.pop(("keep", action.reference.digest), None)
-
-    def _drop(self, action: actions.Drop) -> None:
-        machine = self._machine
-        if machine.served.pop(action.module, None) is not None:
-            machine.disk.states.pop(action.module, None)
-            machine.publish()
-
     def _save_all(self, action: actions.SaveAll) -> None:
-        machine = self._machine
-        for state in list(machine.served.values()):
-            held = state.reference
-            machine.disk.save(state, machine.book.chain(held.module, held.digest))
-
-    def _offer(self, action: actions.Offer) -> None:
-        held = action.reference
-
-        def done(answer: Any) -> None:
-            is_kept = answer is not None and answer[0]
-            self._machine.deliver(
-                events.OfferAnswered(held.module, held.digest, action.peer, is_kept)
-            )
-
-        self._world.network.call(
-            self._machine.peer, action.peer, "offer", held, done, limit_s=action.limit_s
-        )
-
-    def note(self, event: events.Event) -> None:
-        """The member is about to hear of something that an offer may have waited for."""
-        if isinstance(event, events.Offered):
-            self._unheard.discard(event.reference.digest)
-        elif isinstance(event, events.FetchFailed):
-            self.fetching.looked_into.discard(event.digest)
-        elif isinstance(event, events.ChainFetched | events.StateFetched):
-            self.fetching.looked_into.discard(event.reference.digest)
-
-    def review_offers(self) -> None:
-        """The member has handled an event: refuse the offers that it does nothing about."""
-        if not self._offers:
-            return
-        for digest in list(self._offers):
-            if self._machine.find(digest) is not None:
-                self._answer_offers(digest, True)
-            elif digest not in self._unheard | self.fetching.looked_into:
-                self._answer_offers(digest, False)
-
-    def _answer_offers(self, digest: str, is_kept: bool) -> None:
-        for reply in self._offers.pop(digest, ()):
-            reply((is_kept,))
+        for head in list(self._machine.store.held.values()):
+            self._machine.store.save(head)
 
     # -- being called
 
-    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
-        """Answer a call; in the background, so an inner step does not keep it waiting."""
-        machine = self._machine
-        if what == "holdings":
-            state = machine.served.get(content)
-            reply((state.reference if state is not None else None,))
-        elif what == "ping":
-            reply(True)
-        elif what == "chain":
-            chain = machine.book.chain(content.module, content.digest)
-            if chain:
-                reply(chain, CALL_BYTES + CERTIFICATE_BYTES * len(chain))
-            else:
-                reply(None)
-        elif what == "certificate":
-            self.signing.serve(content, reply)
-        elif what == "state":
-            state = machine.find(content.digest)
-            if state is None:
-                reply(None)
-                return
-            chain = machine.book.chain(content.module, content.digest)
-            reply((state, chain), self._world.state_bytes + CERTIFICATE_BYTES * len(chain))
-        elif what == "shard":
-            reply(True if content in machine.disk.shards else None, SHARD_BYTES)
-        elif what == "offer" and not self._world.directory.is_in(caller):
-            reply((False,))
-        elif what == "offer":
-            self._offers.setdefault(content.digest, []).append(reply)
-            self._unheard.add(content.digest)
-            machine.deliver(events.Offered(caller, content))
+    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
+        """Answer a call."""
+        store = self._machine.store
+        if verb == "ask":
+            answer = store.answer(*content)
+            rows = len(answer[1]) + sum(len(step.rows) for step in answer[0])
+            return answer, ROW_BYTES * rows
+        if verb == "get" and content in store.files:
+            return content, FILE_BYTES
+        if verb == "state":
+            head = store.find(content.module, content.step)
+            if head is not None and content.digest in ("", head.digest):
+                return head, STATE_BYTES
+        if verb == "shard" and content in store.shards:
+            return True, SHARD_BYTES
+        if verb == "put":
+            return self._put_here(caller, content), 0
+        return None, 0
+
+    def _put_here(self, caller: str, row: Row) -> bool:
+        """Take the file of another peer in, and what its row says."""
+        store = self._machine.store
+        rows, _ = self._plausible((row,), ())
+        if rows and row.file not in store.files:
+            store.files[row.file] = self._world.now_s
+            self._machine.deliver(events.Told(caller, row.module, rows))
+            if row.file in self._missed:
+                self._came(row.module, row.file)
+        return bool(rows)
+

@@ -22,7 +22,6 @@ class Engine:
         """Callbacks so far."""
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
-        self._stopped = False
 
     def at(self, time_s: float, what: Callable[..., object], *arguments: Any) -> None:
         """Let something happen at a time; what is late already happens next."""
@@ -33,19 +32,14 @@ class Engine:
         """Let something happen so many seconds from now."""
         self.at(self.now_s + delay_s, what, *arguments)
 
-    def stop(self) -> None:
-        """Let nothing more happen: what is shown wrong needs no further proof."""
-        self._stopped = True
-
     def run(self, until_s: float) -> None:
         """Let everything happen up to a time."""
         queue = self._queue
-        while queue and queue[0][0] <= until_s and not self._stopped:
+        while queue and queue[0][0] <= until_s:
             self.now_s, _, what, arguments = heapq.heappop(queue)
             self.happened += 1
             what(*arguments)
-        if not self._stopped:
-            self.now_s = max(self.now_s, until_s)
+        self.now_s = max(self.now_s, until_s)
 
     def chance(self, probability: float) -> bool:
         """Draw whether something happens."""

@@ -1,211 +1,103 @@
-"""Peers that lie, in each way that costs them little.
+"""Insiders that lie: admitted peers that train like anybody, and do one thing wrong.
 
-Bare identities only write records: claims, and holdings with invented digests. A liar also answers
-calls: it holds states of 2^53 tokens, serves invented states and forged chains, signed by nobody
-but itself and its inventions, and offers them to everybody. An insider trains like anybody, and
-spoils every reduce that it is in, says that it has trained far more than it has, or gives all the
-same wrong averages of some pieces.
-
-Nobody can sign for another, change another's record, or make bytes that have a given digest.
+Nobody can sign for another or make bytes that have a given hash, and what is not of an admitted
+peer no member hears of; so these are the lies that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dipaco.dht.certificates import Certificate, CommitStatement
-from dipaco.dht.coverage import bucket_count, home_bucket
+from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.view import greatest_contribution
-from dipaco.modules.outer import Contribution
-from dipaco.modules.state import StateReference
-from dipaco.peer.member.actions import ClaimState
+from dipaco.peer.member.actions import Action, Tell
 
-from .machine import Machine
-from .network import Link, Reply
-from .publishing import Standing, make_standing, module_record, peer_record
-from .work import ModuleWork, SimulatedState, signature
-from .world import World
+from .machine import Machine, Work
+from .world import Content
 
-RECORD_LIFE_S = 600.0
-GREATEST_TOKENS = 2**53
-# Rows of an invented group, and how long an invented chain is.
-INVENTED = tuple(f"bare{number}" for number in range(12))
-INVENTED_CHAIN = 6
-
-
-class BareIdentities:
-    """Many names with records, and nobody behind them."""
-
-    def __init__(self, world: World, count: int) -> None:
-        self._world = world
-        self._names = [f"bare{number}" for number in range(count)]
-        self._since_s = world.now_s
-        self.publish()
-
-    def publish(self) -> None:
-        """Write the records again and again: the oldest claims, on every path."""
-        world = self._world
-        modules = world.grid.modules()
-        now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
-        for number, name in enumerate(self._names):
-            path = number % world.grid.path_count
-            state: ClaimState = "training" if number % 3 else "joining"
-            pinned = number % 4 == 0
-            standing = make_standing(state, path, self._since_s, now_round, pinned=pinned)
-            module = modules[number % len(modules)]
-            tokens = GREATEST_TOKENS if number % 2 else 1000 * (now_round + 1)
-            digest = f"{number:02x}" * 32
-            held = StateReference(module, now_round + 1, digest, tokens, now_round, 1000)
-            _publish(world, name, standing, {module: held})
-        world.engine.after(20.0, self.publish)
+KINDS = (
+    "brags",
+    "poisons",
+    "sends garbage",
+    "hides files",
+    "equivocates",
+    "two-faced",
+    "alone",
+    "floods",
+    "miscomputes",
+)
+FLOOD = 40
+_CONTENTS: dict[str, Content] = {"poisons": "poison", "alone": "poison", "sends garbage": "garbage"}
 
 
-class Liar:
-    """A machine without a member, that answers calls."""
+class Liar(Machine):
+    """A machine that lies in one way."""
 
-    def __init__(
-        self,
-        world: World,
-        peer: str,
-        link: Link,
-        *,
-        serves: bool,
-        others: Sequence[str] = INVENTED,
-    ) -> None:
-        self._world, self._peer, self._link = world, peer, link
-        self._others = others
-        """Identities that sign with it."""
-        self._serves = serves
-        """Whether it made the states that it announces, or only their digests."""
-        self._lies: dict[str, tuple[SimulatedState, tuple[Certificate, ...]]] = {}
-        self._since_s = world.now_s
-        world.network.join(peer, link, self)
-        world.engine.after(world.engine.between(1.0, 30.0), self._act)
+    is_honest = False
 
-    def _act(self) -> None:
-        """Publish lies, and offer them to everybody."""
-        world, engine = self._world, self._world.engine
-        now_round = max(0, world.plan.rounds.round_at(world.now_s - world.plan.start_s))
-        path = engine.random.randrange(world.grid.path_count)
-        held: dict[str, StateReference] = {}
-        for module in world.grid.modules():
-            state, _ = self._lies[module] = self._lie(module, now_round)
-            announced = state.reference
-            if engine.chance(0.3):
-                announced = StateReference(
-                    module, announced.version, announced.digest, GREATEST_TOKENS, now_round, 1000
-                )
-            held[module] = announced
-            for machine in world.machines.values():
-                if machine.is_alive and engine.chance(0.5):
-                    world.network.call(
-                        self._peer,
-                        machine.peer,
-                        "offer",
-                        announced,
-                        _ignore,
-                        limit_s=10.0,
-                    )
-        standing = make_standing("training", path, self._since_s, now_round, pinned=False)
-        _publish(world, self._peer, standing, held)
-        engine.after(engine.between(0.3, 1.5) * world.plan.rounds.duration_s, self._act)
+    def __init__(self, *given: Any, lies: str, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.lies = lies
+        self.world.say(self.peer, "!", lies)
 
-    def _lie(self, module: str, now_round: int) -> tuple[SimulatedState, tuple[Certificate, ...]]:
-        """Invent a chain from a true state, and the state at its end."""
-        world, engine = self._world, self._world.engine
-        random = engine.random
-        real = world.stock.states_of(module)
-        parent = random.choice(real[-6:]).reference if engine.chance(0.5) else real[0].reference
-        path = world.grid.paths_of_module(module)[0]
-        signers = [self._peer, *self._others]
-        tokens = GREATEST_TOKENS if engine.chance(0.3) else parent.tokens + 100_000
-        chain: list[Certificate] = []
-        version, digest, state = parent.version, parent.digest, world.stock.states[parent.digest]
-        length = random.randrange(1, INVENTED_CHAIN)
-        for step in range(length):
-            version += 1
-            round_index = max(0, now_round - length + 1 + step)
-            name = f"{self._peer} {module} {world.now_s} {step}"
-            state = world.stock.invent(module, version, name, tokens, round_index)
-            table = tuple(Contribution(path, peer, 1 + tokens // 20) for peer in sorted(signers))
-            statement = CommitStatement(
-                world.plan.run_id,
-                module,
-                version,
-                digest,
-                state.reference.digest,
-                round_index,
-                table,
-            )
-            signed = {peer: signature(peer, statement) for peer in signers}
-            chain.insert(0, Certificate(statement, signed))
-            digest = state.reference.digest
-        return state, tuple(chain)
+    def contribute(self, path: int, where: tuple[str, int, str], work: Work) -> Row:
+        """Make a contribution, of whatever it is."""
+        world, tokens = self.world, (work.base, work.snapshot)
+        said = None
+        if self.lies in ("brags", "alone"):
+            said = greatest_contribution(world.plan, self.believed_s - 1.0, where[1])
+        content = _CONTENTS.get(self.lies, "good")
+        return world.publish(self.peer, path, where, tokens, content, said)
 
-    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
-        """Answer as suits a liar."""
-        if what == "ping":
-            reply(True)
-        elif what == "holdings":
-            lie = self._lies.get(content)
-            reply((lie[0].reference if lie is not None else None,))
-        elif what in ("chain", "state"):
-            lie = self._lies.get(content.module)
-            if lie is None or lie[0].reference.digest != content.digest:
-                reply(None)
-            elif what == "chain":
-                reply(lie[1])
-            else:
-                reply(lie if self._serves else None)
-        elif what == "offer":
-            reply((False,))
+    def seen_digest(self, head: Head) -> Head:
+        """Return a state as this machine computes it."""
+        return replace(head, digest="0" * 64) if self.lies == "miscomputes" else head
+
+    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
+        """Answer a call, but give no file of its own away."""
+        if self.lies == "hides files" and verb == "get":
+            if self.world.files[content].row.peer == self.peer:
+                return None, 0
+        return super().serve(caller, verb, content)
+
+    def act(self, action: Action) -> None:
+        """Carry out what its member wants, in its own way."""
+        if not isinstance(action, Tell) or not action.peers:
+            super().act(action)
+        elif self.lies == "equivocates" and action.rows:
+            self._tell_each(action, [self._other_row(row) for row in action.rows])
+        elif self.lies == "floods" and action.rows:
+            rows = [self._other_row(action.rows[0], number) for number in range(FLOOD)]
+            super().act(replace(action, rows=(*action.rows, *rows)))
+        elif self.lies == "two-faced" and action.steps and len(action.steps[-1].rows) > 2:
+            self._tell_many_steps(action)
+        elif self.lies == "alone" and action.rows:
+            own = [row for row in action.rows if row.peer == self.peer]
+            super().act(replace(action, steps=tuple(Step.of([row]) for row in own[:1])))
         else:
-            reply(None)
+            super().act(action)
 
+    def _other_row(self, row: Row, round_more: int = 0) -> Row:
+        """Return another contribution of its own in place of one."""
+        if row.peer != self.peer:
+            return row
+        file = self.world.files[row.file]
+        where = (row.module, row.round_index + round_more, row.parent)
+        made = self.world.publish(self.peer, row.path, where, (file.begin, file.end))
+        self.store.files[made.file] = self.world.now_s
+        return made
 
-class Saboteur(Machine):
-    """An insider in whose groups no reduce succeeds."""
+    def _tell_each(self, action: Tell, others: list[Row]) -> None:
+        """Tell some peers of some rows, the others of others."""
+        super().act(replace(action, peers=action.peers[::2]))
+        if action.peers[1::2]:
+            super().act(replace(action, peers=action.peers[1::2], rows=tuple(others)))
 
-    is_honest = False
-    spoils_reduces = True
-
-
-class Falsifier(Machine):
-    """An insider that averages wrongly what it reduces, in a run that checks reducers."""
-
-    is_honest = False
-
-    def forget(self) -> None:
-        """Begin anew, with hardly anything wrong, or much."""
-        super().forget()
-        self.falsified_share = self.world.engine.random.choice((0.002, 0.05, 0.5))
-
-
-class Braggart(Machine):
-    """An insider that says of every boundary that it trained as much as can be believed by the
-    clock: where rounds are counted, and fewer have passed, more than that."""
-
-    is_honest = False
-
-    def claimed_tokens(self, work: ModuleWork, round_index: int) -> int:
-        """Return the greatest number that is not refused, as the clock says."""
-        now_round = self.world.plan.rounds.round_at(self.believed_s - self.world.plan.start_s)
-        return greatest_contribution(self.world.plan, self.believed_s - 1.0, max(0, now_round))
-
-
-def _publish(
-    world: World, peer: str, standing: Standing, held: Mapping[str, StateReference]
-) -> None:
-    """Write what a peer says of itself, and of the modules of its path and those it holds."""
-    path = standing["path"]
-    bucket = home_bucket(peer, path, bucket_count(world.grid.path_count))
-    record = peer_record(world, peer, standing, 1e6)
-    world.directory.write(peer, f"peers/{bucket}", record, RECORD_LIFE_S)
-    for module in sorted({*world.grid.modules_of_path(path or 0), *held}):
-        said = module_record(peer, module, standing, held.get(module))
-        world.directory.write(peer, f"modules/{module}", said, RECORD_LIFE_S)
-
-
-def _ignore(answer: Any) -> None:
-    """Nobody waits for this answer."""
+    def _tell_many_steps(self, action: Tell) -> None:
+        """Tell every peer of a step that lacks another row."""
+        *before, last = action.steps
+        for number, peer in enumerate(action.peers):
+            missing = last.rows[number % len(last.rows)]
+            step = Step.of(row for row in last.rows if row is not missing)
+            super().act(replace(action, peers=(peer,), steps=(*before, step)))

@@ -13,35 +13,48 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.dht.certificates import Certificate
-from dipaco.dht.records import refresh_period_s
-from dipaco.peer.member.actions import Action, Left, TakeStep, Wait
+from dipaco.dht.chain import Head, Row
+from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
+from dipaco.dht.records import ProgressEntry, Reachability, refresh_period_s
+from dipaco.dht.view import claimed_tokens
+from dipaco.peer.member.actions import Action, Left, Say, TakeStep, Tell, Wait
 from dipaco.peer.member.events import (
-    Admitted,
-    Answered,
-    Averaged,
-    CallAnswered,
     Event,
     LeaveWanted,
     PauseWanted,
+    Probed,
     ResumeWanted,
-    Revoked,
     Stepped,
     Turn,
     Viewed,
 )
 
 from .carrying import Carrying
-from .liveness import RIGHT_CLOCK_S
-from .network import Link, Reply
-from .publishing import Publishing
-from .world import Body, Disk, World
+from .network import Link
+from .publishing import Publishing, make_standing
+from .store import Store
+from .world import World
 
 # Of a round: the longest stretch of inner steps that is taken as one.
-STRETCH_SHARE = 1 / 6
+STRETCH_SHARE = 1 / 4
+# Seconds off: with more a peer does not join (design 4.1).
+RIGHT_CLOCK_S = 2.0
+
+
+@dataclass
+class Work:
+    """What a machine trains of one module: counts of its own tokens."""
+
+    anchor: str
+    """The step whose state it is."""
+    base: int
+    """What came before is in the anchor, or lost."""
+    snapshot: int
+    """What came before is in the last contribution, or in the anchor, or lost."""
 
 
 @dataclass
@@ -53,8 +66,10 @@ class _Stretch:
     number: int
 
 
-class Machine(Body):
+class Machine:
     """See the module's text. Everything that is not on disk is gone when `start` is called."""
+
+    is_honest = True
 
     def __init__(
         self,
@@ -62,28 +77,87 @@ class Machine(Body):
         peer: str,
         link: Link,
         *,
-        step_s: float,
+        step_s: float = 1.0,
         trains: bool = True,
-        pinned: int | None = None,
         clock_error_s: float = 0.0,
     ) -> None:
-        super().__init__(world, peer, link)
-        self.step_s, self.trains, self.pinned = step_s, trains, pinned
-        self.clock_error_s = clock_error_s
-        self.has_left = False
+        self.world, self.peer, self.link = world, peer, link
+        self.step_s, self.trains, self.clock_error_s = step_s, trains, clock_error_s
+        self.number = len(world.machines)
+        world.machines[peer] = self
         world.network.join(peer, link, self)
         link.is_up = False
+        self.store = Store(world)
+        self.tokens = 0
+        """Ever trained here."""
+        self.handled = 0
+        """Events that its members have handled."""
+        self.has_left = False
+        self.refresh_period_s = refresh_period_s(world.plan.rounds)
+        self._forget()
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Be as after a start: nothing in memory."""
-        super().forget()
+        world, count = self.world, bucket_count(self.world.grid.path_count)
+        self.path: int | None = None
+        self.round_index = 0
+        self.works: dict[str, Work] = {}
+        self.scope = scope_of((), (home_bucket(self.peer, None, count),), world.grid)
+        """What is read of the swarm."""
+        self.claim = Say("joining", None, 0.0, "", False)
+        self.progress: dict[int, ProgressEntry] = {}
+        self.answers: deque[Event] = deque()
+        """Of actions that are answered at once."""
         self.carrying = Carrying(self)
-        self.publishing = Publishing(self)
+        self.publishing = Publishing(world, self.peer)
         self._inbox: deque[Event] = deque()
         self._stretch: _Stretch | None = None
         self._is_waiting = False
         self._waits = 0
         self._turns = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.link.is_up
+
+    @property
+    def believed_s(self) -> float:
+        """The swarm time, as this machine believes it to be."""
+        return self.world.engine.now_s + self.clock_error_s
+
+    @property
+    def reachable(self) -> Reachability:
+        """How others call it."""
+        return "direct" if self.link.can_be_called else "outgoing"
+
+    def later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
+        """Do something in this life of the machine, when it is awake."""
+        self.world.engine.after(
+            delay_s, self.world.network.run, self.peer, self.link.life, what, *arguments
+        )
+
+    def act(self, action: Action) -> None:
+        """Carry out what the member wants."""
+        self.carrying.do(action)
+
+    def start_work(self, module: str, anchor: str) -> None:
+        """Begin to train a module from a state."""
+        self.works[module] = Work(anchor, self.tokens, self.tokens)
+
+    def contribute(self, path: int, where: tuple[str, int, str], work: Work) -> Row:
+        """Make the file of a module, round and parent, and its row."""
+        said = claimed_tokens(self.world.plan, work.snapshot - work.base, where[1])
+        return self.world.publish(self.peer, path, where, (work.base, work.snapshot), said=said)
+
+    def seen_digest(self, head: Head) -> Head:
+        """Return a state as this machine computes it."""
+        return head
+
+    def have_shard(self, path: int) -> None:
+        """Note that the shard of a path lies on the disk."""
+        self.store.shards.add(path)
+        self.world.shard_holders.setdefault(path, {})[self.peer] = self
 
     # -- life
 
@@ -91,49 +165,34 @@ class Machine(Body):
         """Begin, with what lies on the disk, unless it runs."""
         if self.link.is_up:
             return
-        self.link.is_up, self.link.hangs = True, False
+        self.link.is_up, self.link.hangs, self.has_left = True, False, False
         self.link.life += 1
         self.link.awake_s = 0.0
-        self.has_left = False
-        self._measure_clock()
-        self.forget()
-        for kept in self.disk.states.values():
-            self.serve_state(kept[-1])
-            for state in kept:
-                self.book.add_all(self.disk.chains.get(state.reference.digest, ()))
-        held = tuple(kept[-1].reference for kept in self.disk.states.values())
-        self.world.say(self.peer, "!", f"starts with {len(held)} states on disk")
-        self.member = self.world.make_member(self, self.book, held)
-        for peer, admission in (self.world.directory.guests or {}).items():
-            self._ask_member(Admitted(peer, admission))
-        self._known_revoked: frozenset[str] = frozenset()
+        if abs(self.clock_error_s) >= RIGHT_CLOCK_S:
+            self.step_clock(-self.clock_error_s)
+        self.store.restart()
+        self._forget()
+        self.world.say(self.peer, "!", f"starts with {len(self.store.disk)} states on disk")
+        self.member = self.world.make_member(self)
+        self.later(0.0, self.deliver, Probed(self.reachable))
         self.later(0.0, self._turn, self._turns)
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
-
-    def _measure_clock(self) -> None:
-        """Begin with the right time if there is anybody to ask, as who has another one does not
-        join (design 4.1)."""
-        others = [m for m in self.world.machines.values() if m.is_awake and m is not self]
-        is_asked = any(one.link.side == self.link.side for one in others)
-        if is_asked and abs(self.clock_error_s) >= RIGHT_CLOCK_S:
-            self.step_clock(-self.clock_error_s)
 
     def crash(self, *, hangs: bool, empty_disk: bool) -> None:
         """End without a word. `hangs`: callers find nobody who would refuse."""
         if not self.link.is_up:
             return
         self.world.say(self.peer, "!", "crashes" + (" and loses its disk" if empty_disk else ""))
-        self.world.watch.crashed(self)
-        self._lose_all("it crashed")
+        self.lose_all("crash")
         self.link.is_up, self.link.hangs = False, hangs
-        self.carrying.end()
         if empty_disk:
-            self.disk = Disk()
+            self.store = Store(self.world)
 
-    def _lose_all(self, why: str) -> None:
+    def lose_all(self, why: str) -> None:
+        """Train no module any more."""
         for module in list(self.works):
-            self.world.watch.lost(self, module, why)
-        self.works.clear()
+            self.world.watch.ended(self, module, why)
+        self.works, self.path = {}, None
 
     def suspend(self, seconds: float) -> None:
         """Sleep; everything that is due meanwhile happens at the end."""
@@ -147,24 +206,18 @@ class Machine(Body):
 
     def ask_to_pause(self, *, pause: bool) -> None:
         """Say that the machine is needed, or that it is not needed any more."""
-        event = PauseWanted("its owner needs it") if pause else ResumeWanted()
-        if self.link.is_up:
-            self.world.network.run(self.peer, self.link.life, self.deliver, event)
+        self.later(0.0, self.deliver, PauseWanted("needed") if pause else ResumeWanted())
 
     def ask_to_leave(self) -> None:
         """Press Ctrl+C."""
-        self.world.network.run(
-            self.peer, self.link.life, self.deliver, LeaveWanted("Ctrl+C was pressed")
-        )
+        self.later(0.0, self.deliver, LeaveWanted("Ctrl+C was pressed"))
 
     def _stop(self) -> None:
         """The member has left."""
-        self._lose_all("it left")
-        self.world.watch.left(self)
+        self.lose_all("leave")
         self.has_left = True
         self.publishing.withdraw()
         self.link.is_up = False
-        self.carrying.end()
 
     # -- the loop
 
@@ -185,9 +238,7 @@ class Machine(Body):
 
     def _handle(self, event: Event) -> list[Action]:
         """Let the member handle an event, and all that is answered at once."""
-        self.carrying.note(event)
         actions = self._ask_member(event)
-        self.carrying.review_offers()
         while self.answers and self.link.is_up:
             self._ask_member(self.answers.popleft())
         return actions
@@ -196,7 +247,6 @@ class Machine(Body):
         world = self.world
         world.say(self.peer, "hears", event)
         self.handled += 1
-        self._note_met(event)
         try:
             actions = self.member.handle(event, self.believed_s)
         except Exception:
@@ -207,22 +257,14 @@ class Machine(Body):
             if not self.link.is_up:
                 break
             world.say(self.peer, "wants", action)
-            self.carrying.do(action)
+            self.act(action)
         return actions
-
-    def _note_met(self, event: Event) -> None:
-        if isinstance(event, CallAnswered):
-            self.met.update(event.answered)
-        elif isinstance(event, Answered):
-            self.met.update(event.holdings)
-        elif isinstance(event, Averaged):
-            self.met.update(row.peer for row in event.table)
 
     def _turn(self, number: int) -> None:
         if number != self._turns or self._stretch is not None:
             return
         self._is_waiting = False
-        actions = self._handle(Turn(self.step_s if self.steps else 0.0))
+        actions = self._handle(Turn(self.step_s if self.tokens else 0.0))
         if not self.link.is_up:
             return
         answers = [a for a in actions if isinstance(a, TakeStep | Wait | Left)]
@@ -266,18 +308,14 @@ class Machine(Body):
         if stretch is None or stretch.number != number:
             return
         self._stretch = None
-        self.steps += stretch.steps
-        self._handle(Stepped(stretch.steps * self.world.tokens_per_step))
+        tokens = stretch.steps * self.world.tokens_per_step
+        self.tokens += tokens
+        self._handle(Stepped(tokens))
         while self._inbox and self.link.is_up:
             self._handle(self._inbox.popleft())
         self._turn(self._turns)
 
     # -- what is published and read
-
-    @property
-    def refresh_period_s(self) -> float:
-        """How often records are renewed: as `peer.publisher` does."""
-        return refresh_period_s(self.world.plan.rounds)
 
     def _refresh(self) -> None:
         """Publish and read, once a refresh period."""
@@ -290,28 +328,31 @@ class Machine(Body):
         """Read what the member watches, and `further` buckets, and tell it."""
         scope = self.scope.with_buckets(further) if further else self.scope
         view = self.world.directory.read(self.peer, self.believed_s, scope)
-        revoked = self.world.directory.revoked
-        if revoked != self._known_revoked:
-            self._known_revoked = revoked
-            self.deliver(Revoked(tuple(sorted(revoked))))
         self.deliver(Viewed(view, is_answer))
 
     def publish(self) -> None:
         """Write all records that say something new or have grown old."""
-        self.publishing.publish()
+        claim, plan = self.claim, self.world.plan
+        now_round = self.round_index
+        if not plan.rounds.inner_steps:
+            now_round = max(0, plan.rounds.round_at(self.believed_s - plan.start_s))
+        standing = make_standing(
+            claim.state,
+            claim.path,
+            claim.since_s,
+            now_round,
+            pinned=claim.pinned,
+            reachable=self.reachable,
+        )
+        held = {m: head for m, head in self.store.held.items() if head.version}
+        self.publishing.publish(standing, held, self.progress)
 
-    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
-        """Answer a call."""
-        self.carrying.serve(caller, what, content, reply)
+    # -- others
 
-    def hear_call(self, *said: Any) -> None:
-        """Take what the other side of a call of a meeting says."""
-        self.carrying.averaging.hear(*said)
+    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
+        """Answer a call; in the background, so an inner step does not keep it waiting."""
+        return self.carrying.serve(caller, verb, content)
 
-    def hear_broken_call(self, *call: Any) -> None:
-        """Take note that a call of a meeting broke."""
-        self.carrying.averaging.call_broke(*call)
-
-    def hear_signature(self, certificate: Certificate) -> None:
-        """Take the signature of another member of a group."""
-        self.carrying.signing.hear(certificate)
+    def told(self, sender: str, content: Tell) -> None:
+        """Hear of rows and steps."""
+        self.carrying.hear(sender, content)

@@ -1,103 +1,57 @@
 """Messages and transfers between the machines: delay, loss, bandwidth, reachability, splits.
 
-What is simplified: a machine's latency is one number, and a pair's the sum of both. Lost packets
-are sent again by TCP, so a loss is a delay, and now and then a broken call. Transfers wait for one
-another at both ends (first come, first served); messages do not wait behind them. A machine that
-cannot be called has no relay; whom it has called can call it back over that connection, which
-lasts until a side restarts or the network splits between them. A split lets nothing through.
+What is simplified: a machine's latency is one number, and a pair's the sum of both. What is lost is
+gone; the caller notices after its limit. Transfers wait for one another at both ends (first come,
+first served); messages do not wait behind them. A machine that cannot be called only gets answers
+to its own calls. A split lets nothing through.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .engine import Engine
 
-# What a call costs that brings nothing much: headers, acknowledgements.
+# What a message costs that says nothing much: headers, acknowledgements.
 CALL_BYTES = 300
 # From here on bytes count for the time that they take.
 BULK_BYTES = 16_384
 
 
-# Called with the answer and how many bytes it has.
-Reply = Callable[..., None]
-
-
 class Host(Protocol):
     """A machine as the network knows it."""
 
-    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
-        """Answer a call, now or later, or never."""
+    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
+        """Answer a call; returns the answer and how many bytes it has."""
         ...
 
-
-class _Nobody:
-    """In the place of a host until it has joined."""
-
-    def serve(self, caller: str, what: str, content: Any, reply: Reply) -> None:
-        """Answer nothing."""
-
-
-_NOBODY = _Nobody()
-
-
-# What calls and transfers are for, beside reading and writing the DHT ("views").
-MEETINGS, REDUCES, CERTIFICATES, STATES, QUESTIONS = (
-    "meetings",
-    "reduces",
-    "certificates",
-    "states",
-    "questions",
-)
-KIND_OF_CALL = {
-    "chain": CERTIFICATES,
-    "certificate": CERTIFICATES,
-    "state": STATES,
-    "shard": STATES,
-    "offer": STATES,
-}
+    def told(self, sender: str, content: Any) -> None:
+        """Take a message that wants no answer."""
+        ...
 
 
 @dataclass
 class Traffic:
-    """What a peer has asked and moved. Views of the swarm are counted apart."""
+    """What a peer has asked and moved, by verb; reading and writing the DHT counts as "views"."""
 
-    requests: int = 0
-    bytes: float = 0.0
-    view_requests: int = 0
-    """Of DHT nodes, to read and write records."""
-    view_bytes: float = 0.0
-    requests_by: dict[str, int] = field(default_factory=dict)
-    """By what they were for."""
-    bytes_by: dict[str, float] = field(default_factory=dict)
-
-    def ask(self, kind: str) -> None:
-        """Count a request."""
-        self.requests += 1
-        self.requests_by[kind] = self.requests_by.get(kind, 0) + 1
-
-    def move(self, kind: str, size: float) -> None:
-        """Count bytes that are sent or received."""
-        self.bytes += size
-        self.bytes_by[kind] = self.bytes_by.get(kind, 0.0) + size
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class Link:
     """How one machine hangs in the network."""
 
-    host: Host = field(default_factory=lambda: _NOBODY)
     latency_s: float = 0.03
     jitter_s: float = 0.01
-    loss: float = 0.0
     uplink: float = 2e6
     """Bytes a second."""
     downlink: float = 8e6
     can_be_called: bool = True
-    is_relayed: bool = False
-    """Where it cannot be called: whether questions and states reach it all the same."""
     is_up: bool = True
     """Whether the process lives."""
     hangs: bool = False
@@ -107,7 +61,7 @@ class Link:
     side: int = 0
     """In a split: the part of the network that it is in."""
     life: int = 0
-    """Counts restarts, each of which breaks all connections."""
+    """Counts restarts; what was under way before one is gone."""
     sends_free_s: float = 0.0
     receives_free_s: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
@@ -119,16 +73,16 @@ class Network:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.links: dict[str, Link] = {}
+        self._hosts: dict[str, Host] = {}
+        self.loss = 0.0
+        """Share of all messages that get lost."""
         self.split = 0
         """Number of the split that is on; 0 for none."""
         self._splits = 0
-        self._opened: dict[tuple[str, str], tuple[int, int]] = {}
-        """Connections, with the lives of both sides."""
 
     def join(self, peer: str, link: Link, host: Host) -> None:
         """Add a machine."""
-        link.host = host
-        self.links[peer] = link
+        self.links[peer], self._hosts[peer] = link, host
 
     def cut(self, sides: dict[str, int]) -> None:
         """Split the network; who is not named is in part 0."""
@@ -136,9 +90,6 @@ class Network:
         self.split = self._splits
         for peer, link in self.links.items():
             link.side = sides.get(peer, 0)
-        for caller, callee in list(self._opened):
-            if self.links[caller].side != self.links[callee].side:
-                del self._opened[caller, callee]
 
     def heal(self) -> None:
         """End the split."""
@@ -156,177 +107,122 @@ class Network:
         else:
             what(*arguments)
 
-    def connected(self, one: str, other: str) -> bool:
-        """Tell whether packets pass between two machines, whoever calls."""
-        a, b = self.links[one], self.links[other]
-        return a.is_up and b.is_up and a.side == b.side
+    def can_call(self, caller: str, callee: str) -> bool:
+        """Tell whether a call gets through, to a machine that is awake."""
+        a, b = self.links[caller], self.links.get(callee)
+        return b is not None and a.is_up and b.is_up and b.can_be_called and a.side == b.side
 
-    def can_call(self, caller: str, callee: str, *, relayed: bool = False) -> bool:
-        """Open a connection, or use one: tell whether a call gets through to one that is awake.
-
-        `relayed`: it may take the way through a relay.
-        """
-        if not self.connected(caller, callee):
-            return False
-        a, b = self.links[caller], self.links[callee]
-        if b.can_be_called:
-            if not a.can_be_called:
-                # Nobody needs the connections of those that can be called anyway.
-                self._opened[caller, callee] = (a.life, b.life)
-            return True
-        if relayed and b.is_relayed:
-            return True
-        return self._opened.get((callee, caller)) == (b.life, a.life)
-
-    def can_talk(self, one: str, other: str) -> bool:
-        """Tell whether either can call the other, and both are awake."""
-        now_s, a, b = self.engine.now_s, self.links[one], self.links[other]
-        dialable = a.can_be_called or b.can_be_called
-        return self.connected(one, other) and dialable and max(a.awake_s, b.awake_s) <= now_s
-
-    def delay_s(self, sender: str, receiver: str) -> float:
-        """Draw how long a message takes one way."""
-        a, b = self.links[sender], self.links[receiver]
-        engine = self.engine
-        delay_s = a.latency_s + b.latency_s
-        delay_s += (a.jitter_s + b.jitter_s) * engine.random.random()
-        while engine.chance(a.loss + b.loss):
-            delay_s += engine.between(0.2, 0.6)
-        return delay_s
-
-    def arrival_s(self, sender: str, receiver: str, size: float, kind: str = QUESTIONS) -> float:
-        """Draw when something that is sent now has arrived, and take the bandwidth for it."""
-        now_s = self.engine.now_s
-        a, b = self.links[sender], self.links[receiver]
-        a.traffic.move(kind, size)
-        b.traffic.move(kind, size)
-        delay_s = self.delay_s(sender, receiver)
-        if size < BULK_BYTES:
-            return now_s + delay_s
-        a.sends_free_s = max(now_s, a.sends_free_s) + size / a.uplink
-        b.receives_free_s = max(now_s, b.receives_free_s) + size / b.downlink
-        return max(a.sends_free_s, b.receives_free_s) + delay_s
-
-    def tell(
-        self,
-        sender: str,
-        receiver: str,
-        what: Callable[..., None],
-        *arguments: Any,
-        size: float = CALL_BYTES,
-        kind: str = QUESTIONS,
+    def _send(
+        self, sender: str, receiver: str, verb: str, size: int, what: Callable[..., None], *args: Any
     ) -> float:
-        """Send a message on an open connection; it is lost when that has broken by then.
-
-        Returns when it will have arrived.
-        """
-        if not self.connected(sender, receiver):
+        """Send something; returns when it will have arrived, 0 when it is lost."""
+        engine, a, b = self.engine, self.links[sender], self.links[receiver]
+        a.traffic.sent[verb] += size
+        now_s = engine.now_s
+        arrival_s = now_s + a.latency_s + b.latency_s
+        arrival_s += (a.jitter_s + b.jitter_s) * engine.random.random()
+        if size >= BULK_BYTES:
+            begin_s = max(now_s, a.sends_free_s, b.receives_free_s)
+            takes_s = size / min(a.uplink, b.downlink)
+            a.sends_free_s = begin_s + size / a.uplink
+            b.receives_free_s = begin_s + size / b.downlink
+            arrival_s += begin_s + takes_s - now_s
+        if engine.chance(self.loss):
             return 0.0
-        lives = self.links[sender].life, self.links[receiver].life
-        arrival_s = self.arrival_s(sender, receiver, size, kind)
-        self.engine.at(arrival_s, self._arrive, sender, receiver, lives, what, arguments)
+        engine.at(arrival_s, self._arrive, sender, receiver, b.life, verb, size, what, args)
         return arrival_s
 
     def _arrive(
         self,
         sender: str,
         receiver: str,
-        lives: tuple[int, int],
+        life: int,
+        verb: str,
+        size: int,
         what: Callable[..., None],
-        arguments: tuple[Any, ...],
+        args: tuple[Any, ...],
     ) -> None:
-        a, b = self.links[sender], self.links[receiver]
-        # What is on its way when its sender dies may still arrive; a dead receiver takes nothing.
-        if b.is_up and b.life == lives[1] and a.side == b.side:
-            self.run(receiver, b.life, what, *arguments)
+        # What is on its way when its sender dies still arrives; a split swallows it.
+        if self.links[sender].side == self.links[receiver].side:
+            self.links[receiver].traffic.received[verb] += size
+            self.run(receiver, life, what, *args)
+
+    def tell(self, sender: str, receiver: str, content: Any, size: int) -> None:
+        """Send a message that wants no answer, if it gets through."""
+        self.links[sender].traffic.requests["tell"] += 1
+        if self.can_call(sender, receiver):
+            told = self._hosts[receiver].told
+            self._send(sender, receiver, "tell", CALL_BYTES + size, told, sender, content)
 
     def call(
         self,
         caller: str,
         callee: str,
-        what: str,
+        verb: str,
         content: Any,
         on_answer: Callable[[Any], None],
         *,
         limit_s: float,
-        size: float = CALL_BYTES,
+        size: int = 0,
     ) -> None:
-        """Call a peer. `on_answer` gets the answer, or None when none begins within the limit.
-
-        A long answer takes what it takes; when it breaks off, that is noticed after the limit too.
-        """
+        """Call a peer. `on_answer` gets the answer, or None when none has begun in the limit."""
         engine, source = self.engine, self.links[caller]
-        kind, life = KIND_OF_CALL.get(what, QUESTIONS), source.life
-        source.traffic.ask(kind)
-        call = _Call(self, caller, callee, life, kind, on_answer, limit_s)
-        engine.after(limit_s, self.run, caller, life, call.time_is_up)
-        target = self.links.get(callee)
-        if target is None:
-            refused_s = min(limit_s, engine.between(0.1, 3.0))
-            engine.after(refused_s, self.run, caller, life, call.finish, None)
-            return
-        if not self.can_call(caller, callee, relayed=True):
-            if not target.hangs and source.side == target.side:
-                # Refused at once; who vanished or is cut off lets the caller wait.
-                refused_s = 2 * source.latency_s + 0.05
-                engine.after(refused_s, self.run, caller, life, call.finish, None)
-            return
-        if engine.chance(0.1 * (source.loss + target.loss)):
-            return
-        serve, reply = target.host.serve, call.reply
-        self.tell(caller, callee, serve, caller, what, content, reply, size=size, kind=kind)
+        source.traffic.requests[verb] += 1
+        call = _Call(self, caller, callee, verb, on_answer)
+        if self.can_call(caller, callee):
+            self._send(caller, callee, verb, CALL_BYTES + size, call.serve, content)
+            if size >= BULK_BYTES:
+                limit_s += 4 * size / source.uplink
+        else:
+            target = self.links.get(callee)
+            if target is None or (not target.hangs and source.side == target.side):
+                limit_s = min(limit_s, 2 * source.latency_s + 0.05)  # Refused at once.
+        engine.after(limit_s, self.run, caller, source.life, call.time_is_up, limit_s)
+
+    def answer(self, call: _Call, content: Any) -> None:
+        """Let the callee answer."""
+        answer, size = self._hosts[call.callee].serve(call.caller, call.verb, content)
+        call.answered_s = self._send(
+            call.callee, call.caller, call.verb, CALL_BYTES + size, call.finish, answer
+        )
 
 
 class _Call:
-    """A call that waits for its answer. Once answered or given up it lets go of who made it."""
+    """A call that waits for its answer."""
 
-    __slots__ = (
-        "_answered_s",
-        "_callee",
-        "_caller",
-        "_kind",
-        "_life",
-        "_limit_s",
-        "_network",
-        "_on_answer",
-    )
+    __slots__ = ("_life", "_network", "_on_answer", "answered_s", "callee", "caller", "verb")
 
     def __init__(
         self,
         network: Network,
         caller: str,
         callee: str,
-        life: int,
-        kind: str,
+        verb: str,
         on_answer: Callable[[Any], None],
-        limit_s: float,
     ) -> None:
-        self._network, self._caller, self._callee = network, caller, callee
-        self._life, self._kind = life, kind
-        self._limit_s, self._answered_s = limit_s, 0.0
+        self._network, self.caller, self.callee, self.verb = network, caller, callee, verb
+        self._life = network.links[caller].life
         self._on_answer: Callable[[Any], None] | None = on_answer
+        self.answered_s = 0.0
+
+    def serve(self, content: Any) -> None:
+        """The call has arrived."""
+        if self._on_answer is not None:
+            self._network.answer(self, content)
 
     def finish(self, answer: Any) -> None:
-        """Tell the caller."""
+        """Tell the caller, once."""
         on_answer, self._on_answer = self._on_answer, None
-        if on_answer is not None:
+        if on_answer is not None and self._network.links[self.caller].life == self._life:
             on_answer(answer)
 
-    def time_is_up(self) -> None:
-        """Give up, unless the answer is on its way."""
+    def time_is_up(self, limit_s: float) -> None:
+        """Give up, unless a long answer is on its way."""
         if self._on_answer is None:
             return
-        network = self._network
-        engine = network.engine
-        if engine.now_s < self._answered_s:
-            again_s = self._answered_s + self._limit_s
-            engine.at(again_s, network.run, self._caller, self._life, self.time_is_up)
+        network, engine = self._network, self._network.engine
+        if engine.now_s < self.answered_s:
+            again_s = self.answered_s + limit_s
+            engine.at(again_s, network.run, self.caller, self._life, self.time_is_up, limit_s)
         else:
             self.finish(None)
-
-    def reply(self, answer: Any, size: float = CALL_BYTES) -> None:
-        """Send the answer back."""
-        if self._on_answer is not None:
-            self._answered_s = self._network.tell(
-                self._callee, self._caller, self.finish, answer, size=size, kind=self._kind
-            )

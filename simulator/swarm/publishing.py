@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dipaco.dht.chain import Head
 from dipaco.dht.coverage import bucket_count, home_bucket
 from dipaco.dht.records import (
-    MAX_ENTRIES,
     PROGRESS_LIFE_S,
     RENEWED_AFTER,
     ClaimState,
@@ -22,9 +22,8 @@ from dipaco.dht.records import (
     record_life_s,
     refresh_period_s,
 )
-from dipaco.modules.state import StateReference
 
-from .world import Body, World
+from .world import World
 
 WITHDRAWN_S = 60.0
 
@@ -38,7 +37,7 @@ def make_standing(
     since_s: float,
     round_index: int,
     *,
-    pinned: bool,
+    pinned: bool = False,
     reachable: Reachability = "direct",
 ) -> Standing:
     """Return what a peer says that it does."""
@@ -52,84 +51,68 @@ def make_standing(
     }
 
 
-def peer_record(world: World, peer: str, standing: Standing, tokens_per_s: float) -> PeerRecord:
+def peer_record(peer: str, standing: Standing) -> PeerRecord:
     """Return what a peer says of itself."""
     return PeerRecord.model_construct(
         peer_id=peer,
-        protocol=world.plan.protocol_version,
+        protocol=0,
         software="simulated",
         device="cpu",
         **standing,
-        tokens_per_s=tokens_per_s,
+        tokens_per_s=1.0,
         addresses=(),
         bytes_up=0,
         bytes_down=0,
     )
 
 
-def module_record(
-    peer: str, module: str, standing: Standing, held: StateReference | None
-) -> ModuleRecord:
+def module_record(peer: str, module: str, standing: Standing, held: Head | None) -> ModuleRecord:
     """Return what a peer says under the key of a module."""
     said = None
     if held is not None:
         said = HeldState.model_construct(
+            step=held.step,
             version=held.version,
+            weight=held.weight,
+            round=max(0, held.round_index),
             digest=held.digest,
-            tokens=held.tokens,
-            round=max(0, held.last_round),
             bytes=held.bytes,
         )
     return ModuleRecord.model_construct(peer_id=peer, module=module, **standing, held=said)
 
 
 class Publishing:
-    """Of one life of one machine."""
+    """The records of one peer."""
 
-    def __init__(self, machine: Body) -> None:
-        self._machine = machine
-        self._world = machine.world
-        self._buckets = bucket_count(machine.world.grid.path_count)
+    def __init__(self, world: World, peer: str) -> None:
+        self._world, self._peer = world, peer
+        self._buckets = bucket_count(world.grid.path_count)
+        self._life_s = record_life_s(refresh_period_s(world.plan.rounds))
         self._said: dict[str, tuple[Any, Any, float]] = {}
         """By key: what the record says, the record, and when it was written."""
 
-    @property
-    def _standing(self) -> Standing:
-        machine, claim, plan = self._machine, self._machine.claim, self._world.plan
-        now_round = machine.round_index
-        if not plan.rounds.inner_steps:
-            now_round = max(0, plan.rounds.round_at(machine.believed_s - plan.start_s))
-        link = machine.link
-        otherwise: Reachability = "relayed" if link.is_relayed else "outgoing"
-        reachable: Reachability = "direct" if link.can_be_called else otherwise
-        return make_standing(
-            claim.state,
-            claim.path,
-            claim.since_s,
-            now_round,
-            pinned=claim.pinned,
-            reachable=reachable,
-        )
-
-    def publish(self) -> None:
+    def publish(
+        self, standing: Standing, held: dict[str, Head], progress: dict[int, ProgressEntry]
+    ) -> None:
         """Write all records that say something new or have grown old."""
-        machine, world = self._machine, self._world
-        life_s = record_life_s(refresh_period_s(world.plan.rounds))
-        standing = self._standing
-        state, path = machine.claim.state, machine.claim.path
-        keys = {f"peers/{home_bucket(machine.peer, path, self._buckets)}": standing}
-        held = {m: s.reference for m, s in machine.served.items() if s.reference.version}
+        state, path, grid = standing["state"], standing["path"], self._world.grid
         modules = set(held)
         if path is not None and state in ("joining", "training"):
-            modules.update(world.grid.modules_of_path(path))
-        said: dict[str, Any] = {f"modules/{m}": (standing, held.get(m)) for m in sorted(modules)}
-        for key, content in {**keys, **said}.items():
-            self._write(key, content, life_s)
-        gone = [key for key in self._said if key not in keys and key not in said]
-        for key in gone:
+            modules.update(grid.modules_of_path(path))
+        said: dict[str, Any] = {
+            f"peers/{home_bucket(self._peer, path, self._buckets)}": standing,
+            **{f"modules/{m}": (standing, held.get(m)) for m in sorted(modules)},
+        }
+        for key, content in said.items():
+            self._write(key, content, self._life_s)
+        for key in [key for key in self._said if key not in said]:
             if not key.startswith("progress/"):
-                self._say_goodbye(key, life_s)
-        self._publish_progress()
+                self._say_goodbye(key)
+        entries: dict[str, list[ProgressEntry]] = {}
+        for trained, entry in sorted(progress.items()):
+            entries.setdefault(f"progress/{trained % self._buckets}", []).append(entry)
+        for key, found in entries.items():
+            self._write(key, tuple(found), PROGRESS_LIFE_S)
 
     def _write(self, key: str, content: Any, life_s: float) -> None:
         now_s = self._world.now_s
@@ -139,43 +122,32 @@ class Publishing:
         elif now_s - written_s < RENEWED_AFTER * life_s:
             return
         self._said[key] = content, record, now_s
-        self._world.directory.write(self._machine.peer, key, record, life_s)
+        self._world.directory.write(self._peer, key, record, life_s)
 
     def _record(self, key: str, content: Any) -> Any:
-        machine = self._machine
         kind, item = key.split("/")
         if kind == "peers":
-            rate = self._world.tokens_per_step / machine.step_s
-            return peer_record(self._world, machine.peer, content, rate)
+            return peer_record(self._peer, content)
         if kind == "modules":
-            return module_record(machine.peer, item, *content)
-        return ProgressRecord.model_construct(peer_id=machine.peer, entries=content)
+            return module_record(self._peer, item, *content)
+        return ProgressRecord.model_construct(peer_id=self._peer, entries=content)
 
-    def _say_goodbye(self, key: str, life_s: float) -> None:
+    def _say_goodbye(self, key: str) -> None:
         """Who looks there learns that this peer did not crash; what it only held is withdrawn."""
         _, record, _ = self._said.pop(key)
-        directory, me = self._world.directory, self._machine.peer
+        directory = self._world.directory
         if isinstance(record, PeerRecord):
-            directory.write(me, key, record.model_copy(update={"state": "leaving"}), life_s)
+            gone = record.model_copy(update={"state": "leaving"})
+            directory.write(self._peer, key, gone, self._life_s)
         elif record.state in ("joining", "training"):
-            goodbye = record.model_copy(update={"state": "leaving", "held": None})
-            directory.write(me, key, goodbye, life_s)
+            gone = record.model_copy(update={"state": "leaving", "held": None})
+            directory.write(self._peer, key, gone, self._life_s)
         else:
-            directory.write(me, key, None, WITHDRAWN_S)
-
-    def _publish_progress(self) -> None:
-        entries = sorted(self._machine.progress.values(), key=lambda entry: -entry.last_round)
-        by_bucket: dict[int, list[ProgressEntry]] = {}
-        for entry in entries[:MAX_ENTRIES]:
-            bucket = home_bucket(self._machine.peer, entry.path, self._buckets)
-            by_bucket.setdefault(bucket, []).append(entry)
-        for bucket, found in sorted(by_bucket.items()):
-            self._write(f"progress/{bucket}", tuple(found), PROGRESS_LIFE_S)
+            directory.write(self._peer, key, None, WITHDRAWN_S)
 
     def withdraw(self) -> None:
         """Leave, and say so in every record: how far paths are stays."""
-        life_s = record_life_s(refresh_period_s(self._world.plan.rounds))
         for key, (_, record, _) in self._said.items():
             if not key.startswith("progress/"):
-                self._world.directory.write(self._machine.peer, key, record.goodbye(), life_s)
+                self._world.directory.write(self._peer, key, record.goodbye(), self._life_s)
         self._said.clear()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from dipaco.modules.config import (
-    AveragingConfig,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
@@ -17,11 +17,26 @@ from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan
 
 from .world import START_S
 
-FAULTY = ("latency", "dht", "churn", "split", "suspend", "clock", "pause", "hostile")
-PROFILES = ("calm", *FAULTY, "mixed", "closed", "invited", "falsified")
-# What `mixed` draws from; hostile peers have a profile of their own and come with it at times.
-FAULTS = ("latency", "dht", "churn", "split", "suspend", "clock")
-GRIDS = ((1,), (2,), (3,), (4,), (1, 1), (2, 2), (1, 4), (2, 1))
+# The faults of each profile; `mixed` draws its own.
+FAULTS: dict[str, tuple[str, ...]] = {
+    "calm": (),
+    "churn": ("churn",),
+    "suspend": ("suspend",),
+    "split": ("split",),
+    "loss": ("loss",),
+    "latency": ("latency",),
+    "nat": ("nat",),
+    "all_nat": ("all_nat",),
+    "nat_churn": ("all_nat", "churn"),
+    "clock": ("clock",),
+    "hostile": ("hostile",),
+    "moving": (),
+    "fixed": (),
+    "mixed": ("churn", "suspend", "split", "loss", "latency", "nat", "clock"),
+}
+PROFILES = tuple(FAULTS)
+GRIDS = ((1,), (1,), (2,), (3,), (1, 1), (2, 2), (1, 2))
+GRIDS_OF_MOVERS = ((4,), (2, 2), (2, 4), (8,))
 
 
 @dataclass(frozen=True)
@@ -35,49 +50,43 @@ class Scenario:
     private: bool
     members: int
     rounds: int
+    """Rounds with faults."""
     duration_s: float
     inner_steps: int
 
 
 def draw_scenario(
-    seed: int,
-    profile: str = "mixed",
-    *,
-    members: int | None = None,
-    paths: int | None = None,
-    rounds: int | None = None,
+    seed: int, profile: str = "mixed", *, members: int | None = None, rounds: int | None = None
 ) -> Scenario:
     """Return what a seed stands for; what is given is not drawn."""
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got '{profile}'")
     random = Random(f"scenario {seed} {profile}")
-    faults: tuple[str, ...] = () if profile == "calm" else (profile,)
+    faults = FAULTS[profile]
     if profile == "mixed":
-        faults = tuple(fault for fault in FAULTS if random.random() < 0.5)
-        if random.random() < 0.3:
-            faults = (*faults, "hostile")
-    grid = random.choice(GRIDS)
-    drawn_members, drawn_rounds = random.randint(2, 10), random.randint(8, 20)
+        faults = tuple(fault for fault in faults if random.random() < 0.45)
+    grid = random.choice(GRIDS_OF_MOVERS if profile == "moving" else GRIDS)
+    most = _paths(grid) - 1 if profile == "moving" else 10
+    drawn_members, drawn_rounds = random.randint(2, most), random.randint(8, 20)
+    is_fixed = profile == "fixed" or (profile == "mixed" and random.random() < 0.15)
     return Scenario(
         seed=seed,
         profile=profile,
         faults=faults,
-        grid=grid if paths is None else _grid_of(paths, random),
-        private=random.random() < 0.25,
+        grid=grid,
+        private=random.random() < 0.2,
         members=members or drawn_members,
         rounds=rounds or drawn_rounds,
         duration_s=random.choice((60.0, 120.0, 300.0)),
-        inner_steps=random.choice((6, 8, 10)) if random.random() < 0.15 else 0,
+        inner_steps=random.choice((6, 8, 10)) if is_fixed else 0,
     )
 
 
-def _grid_of(paths: int, random: Random) -> tuple[int, ...]:
-    """Return a grid of so many paths, with two levels where that is possible."""
-    factors = [n for n in range(2, paths) if paths % n == 0]
-    if not factors or random.random() < 0.3:
-        return (paths,)
-    first = random.choice(factors)
-    return (first, paths // first)
+def _paths(grid: tuple[int, ...]) -> int:
+    paths = 1
+    for modules in grid:
+        paths *= modules
+    return paths
 
 
 def small_plan(
@@ -86,10 +95,7 @@ def small_plan(
     duration_s: float,
     inner_steps: int = 0,
     private: bool = False,
-    matchmaking_s: float = 2.0,
     dwell_rounds: int = 2,
-    copies: int = 3,
-    by_invitation: bool = False,
 ) -> RunPlan:
     """Return the plan of a run that begins at `START_S`; only its grid and rounds matter."""
     return RunPlan(
@@ -102,14 +108,9 @@ def small_plan(
         inner=InnerConfig(batch_sequences=2),
         outer=OuterConfig(),
         rounds=RoundsConfig(
-            duration_s=duration_s,
-            inner_steps=inner_steps,
-            matchmaking_s=matchmaking_s,
-            dwell_rounds=dwell_rounds,
-            copies=copies,
+            duration_s=duration_s, inner_steps=inner_steps, dwell_rounds=dwell_rounds
         ),
-        averaging=AveragingConfig(),
+        contributions=ContributionsConfig(),
         routing=RoutingPlan(),
-        admission="invitation" if by_invitation else "open",
         blobs=RunBlobs(tokenizer="1" * 64, router="2" * 64, base="3" * 64, shards="4" * 64),
     )

@@ -1,0 +1,119 @@
+"""What one machine has: chains, rows, files and states, and what of it a restart finds.
+
+As the content store and the chain store of a real peer (`dipaco.peer.exchange`) do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dipaco.dht.chain import Head, Row, Step
+from dipaco.dht.chain_book import ChainBook
+
+from .world import World
+
+STEPS_IN_ANSWER, ROWS_IN_ANSWER = 32, 128
+KEPT_ROUNDS, STATES_ON_DISK, GREATEST_ORPHANS = 3, 2, 32
+
+
+class Store:
+    """Of one machine, as long as its disk lasts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.book = ChainBook(world.run_id, world.grid.modules())
+        self.shards: set[int] = set()
+        self.disk: dict[str, list[Head]] = {}
+        """States of each module, the newest last."""
+        self.files: dict[str, float] = {}
+        """When each file came."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what is only in memory, and serve what is on the disk."""
+        self.held = {module: kept[-1] for module, kept in self.disk.items()}
+        """The state of each module that is served."""
+        self.served = {module: head.step for module, head in self.held.items()}
+        """The step of each module to which the chain is served."""
+        self.at_hand: dict[str, Head] = {}
+        """By step: states that were computed or fetched, and are not adopted or kept yet."""
+        self._rows: dict[str, dict[str, Row]] = {}
+        self._orphans: dict[str, Step] = {}
+
+    # -- chains and rows
+
+    def add_steps(self, steps: Iterable[Step]) -> None:
+        """Take steps in; those whose parent is not known wait for it."""
+        for step in steps:
+            self._orphans[step.name] = step
+        while any([self._take(step) for step in list(self._orphans.values())]):
+            pass
+        for name in list(self._orphans)[:-GREATEST_ORPHANS]:
+            del self._orphans[name]
+
+    def _take(self, step: Step) -> bool:
+        try:
+            is_taken = self.book.add(step)
+        except ValueError:
+            del self._orphans[step.name]
+            return False
+        if is_taken:
+            del self._orphans[step.name]
+        return is_taken
+
+    def add_rows(self, rows: Iterable[Row]) -> None:
+        """Take rows in; those of the last rounds are kept."""
+        for row in rows:
+            known = self._rows.setdefault(row.module, {})
+            known[row.file] = row
+            if len(known) > ROWS_IN_ANSWER or row.round_index > KEPT_ROUNDS:
+                oldest = max(r.round_index for r in known.values()) - KEPT_ROUNDS
+                kept = {file: r for file, r in known.items() if r.round_index > oldest}
+                self._rows[row.module] = dict(list(kept.items())[-ROWS_IN_ANSWER:])
+
+    def answer(
+        self, module: str, locator: tuple[str, ...]
+    ) -> tuple[tuple[Step, ...], tuple[Row, ...], bool, Head | None]:
+        """Return steps behind a locator, rows, whether there are more steps, and what is held."""
+        name = self.served.get(module, self.book.genesis(module))
+        steps, has_more = self.book.after(locator, name, STEPS_IN_ANSWER)
+        return steps, tuple(self._rows.get(module, {}).values()), has_more, self.held.get(module)
+
+    # -- files
+
+    def expire(self) -> None:
+        """Remove the files of rounds long gone."""
+        oldest_s = self._world.now_s - (KEPT_ROUNDS + 0.5) * self._world.plan.rounds.duration_s
+        self.files = {file: time_s for file, time_s in self.files.items() if time_s > oldest_s}
+
+    # -- states
+
+    def find(self, module: str, step: str) -> Head | None:
+        """Return a state that is here; of a genesis there always is one."""
+        if step in self.at_hand:
+            return self.at_hand[step]
+        held = self.held.get(module)
+        if held is not None and held.step == step:
+            return held
+        return next((head for head in self.disk.get(module, ()) if head.step == step), None)
+
+    def hold(self, head: Head, *, save: bool) -> None:
+        """Serve a state in place of the module's last one, which goes to the disk."""
+        module = head.module
+        before = self.held.get(module)
+        if before is not None and before.step != head.step:
+            self.save(before)
+        self.held[module], self.served[module] = head, head.step
+        self.at_hand.pop(head.step, None)
+        if save:
+            self.save(head)
+
+    def save(self, head: Head) -> None:
+        """Write a state to the disk; the oldest makes room."""
+        kept = [one for one in self.disk.get(head.module, ()) if one.step != head.step]
+        self.disk[head.module] = [*kept, head][-STATES_ON_DISK:]
+
+    def drop(self, module: str) -> None:
+        """Serve and keep no state of a module."""
+        self.held.pop(module, None)
+        self.disk.pop(module, None)
