@@ -20,11 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError, StorageError
-from dipaco.modules.files import atomic_write, storage_errors, sync_folder
+from dipaco.modules.files import atomic_write, link_or_copy, storage_errors, sync_folder
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
-from dipaco.peer.exchange.fetching import core_blobs
 from dipaco.peer.node import Node
 from dipaco.routing.run_folder import RunFolder
 
@@ -108,11 +107,11 @@ class Archive:
     ) -> None:
         before = self.newest()
         atomic_write(copy.manifest_path, run.manifest_path.read_bytes())
-        held_out = [shard.validation_sha256 for shard in run.shard_index(plan).paths]
-        for sha256 in dict.fromkeys((*core_blobs(plan), *held_out, *_genesis(run, plan))):
+        training = {shard.train_sha256 for shard in run.shard_index(plan).paths}
+        for sha256 in set(run.blob_names(plan)) - training:
             if run.blobs.has(sha256):
                 source = before.blobs if before and before.blobs.has(sha256) else run.blobs
-                _link(source.path(sha256), copy.blobs.path(sha256))
+                link_or_copy(source.path(sha256), copy.blobs.path(sha256))
         for module in grid.modules():
             found = state(module)
             if found is None:
@@ -123,7 +122,7 @@ class Archive:
                 continue
             for part in (file, file.with_suffix(".json")):
                 if part.is_file():
-                    _link(part, copy.states.folder / module / part.name)
+                    link_or_copy(part, copy.states.folder / module / part.name)
 
     def _point_to(self, target: Path) -> None:
         link = self.folder / f".{LATEST}.new"
@@ -164,20 +163,3 @@ class Archivist:
             return archive.stored(module, head.digest, node.grid) or node.fetcher.state(head)
 
         return archive.write(node.run_folder, node.plan, node.grid, state, node.clock.now())
-
-
-def _genesis(run: RunFolder, plan: RunPlan) -> tuple[str, ...]:
-    """Return the blobs that a successor's first states are."""
-    if plan.blobs.genesis is None or not run.blobs.has(plan.blobs.genesis):
-        return ()
-    return tuple((run.genesis_index(plan) or {}).values())
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`; a copy where that cannot be. Raises StorageError."""
-    with storage_errors(target.parent):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copyfile(source, target)

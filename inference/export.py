@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.errors import ConfigurationError, StorageError
-from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.modules.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
@@ -186,11 +186,7 @@ class Exporter:
                 partial = f".{stored.name}.tmp"
                 self._save(parameters, self._share_in, partial)
                 os.replace(self._share_in / partial, stored)
-            try:
-                os.link(stored, folder / shard)
-            except OSError:
-                # A file system without hard links: the folder is just as good, only larger.
-                shutil.copyfile(stored, folder / shard)
+        link_or_copy(stored, folder / shard)
 
     def _save(
         self, parameters: Mapping[str, torch.Tensor], folder: Path, name: str = WEIGHTS_FILE

@@ -86,6 +86,20 @@ def atomic_write(
             handle.write(chunk)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`, or a copy where that cannot be; one that is there
+    stays. Raises StorageError."""
+    if target.exists():
+        return
+    with storage_errors(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            with source.open("rb") as reader, atomic_file(target) as writer:
+                shutil.copyfileobj(reader, writer)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` durable, where the file system can."""
     with contextlib.suppress(OSError):

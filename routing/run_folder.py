@@ -227,6 +227,15 @@ class RunFolder:
             raise IntegrityError(f"the genesis index of {self.path} is not JSON: {error}") from None
         return check_genesis_index(index, self.grid(plan))
 
+    def blob_names(self, plan: RunPlan) -> tuple[str, ...]:
+        """Return the SHA-256 of every blob of the run, also of those that are not here."""
+        names = [value for value in plan.blobs.model_dump().values() if value is not None]
+        for shard in self.shard_index(plan).paths:
+            names += [shard.train_sha256, shard.validation_sha256]
+        if plan.blobs.genesis is not None and self.blobs.has(plan.blobs.genesis):
+            names += (self.genesis_index(plan) or {}).values()
+        return tuple(dict.fromkeys(names))
+
     def _shard(self, plan: RunPlan, path: int) -> PathShard:
         shards = self.shard_index(plan).paths
         if not 0 <= path < len(shards):

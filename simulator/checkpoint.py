@@ -9,13 +9,12 @@ checkpoint is written beside the last one and then renamed, so a complete one ex
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.files import atomic_file, atomic_write, storage_errors, sync_folder
+from dipaco.modules.files import atomic_write, link_or_copy, storage_errors, sync_folder
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, write_state
 from dipaco.routing.run_folder import RunFolder
@@ -147,30 +146,7 @@ def link_run(run: RunFolder, output: Path) -> RunFolder:
     linked = RunFolder(output)
     if linked.manifest_path.exists() and linked.plan().run_id != run.plan().run_id:
         raise ConfigurationError(f"--out {output} holds another run; give an empty folder")
-    for sha256 in _blob_names(run):
-        _link_or_copy(run.blobs.require(sha256), linked.blobs.path(sha256))
+    for sha256 in run.blob_names(run.plan()):
+        link_or_copy(run.blobs.require(sha256), linked.blobs.path(sha256))
     atomic_write(linked.manifest_path, run.manifest_path.read_bytes())
     return linked
-
-
-def _blob_names(run: RunFolder) -> tuple[str, ...]:
-    """Return the SHA-256 of every blob of a run."""
-    plan = run.plan()
-    names = [value for value in plan.blobs.model_dump().values() if value is not None]
-    for shard in run.shard_index(plan).paths:
-        names += [shard.train_sha256, shard.validation_sha256]
-    if plan.blobs.genesis is not None:
-        names += json.loads(run.blobs.read(plan.blobs.genesis)).values()
-    return tuple(dict.fromkeys(names))
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    if target.exists():
-        return
-    with storage_errors(target.parent):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:
-            with source.open("rb") as reader, atomic_file(target) as writer:
-                shutil.copyfileobj(reader, writer)
