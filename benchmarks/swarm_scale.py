@@ -1,13 +1,11 @@
 """What a peer costs, and whether all is trained, in swarms of up to ten thousand peers.
 
-    python benchmarks/swarm_scale.py --members 1000 --paths 4096 --hours 1 --json
+    python benchmarks/swarm_scale.py --members 10000 --paths 4096 --hours 1 --json
 
 The real decisions of every peer (`dipaco.peer.member`) in the simulated network
 (`dipaco.simulator.swarm`), with Poisson churn: a peer lives ten rounds in the mean, then crashes or
 leaves, and a new one with a new identity and an empty disk takes its place. Rounds follow the
-clock. Sizes of records, certificates and lists are those of real ones; a state has --state-mb.
-Every invariant is watched as in `swarm_faults.py`; what does not hold is counted, and nothing ends.
-Figures per peer and round leave out the first round of the run and the first and last of a peer.
+clock. Figures per peer and round leave out the first round of the run and of a peer.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from dipaco.peer.member.actions import Action, Commit
+from dipaco.peer.member.actions import Action
 from dipaco.peer.member.events import Event
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import real_member
@@ -31,16 +28,15 @@ from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link
 from dipaco.simulator.swarm.scenario import small_plan
 from dipaco.simulator.swarm.trace import Trace
-from dipaco.simulator.swarm.work import SimulatedState, contents_by_peer, counts_of
-from dipaco.simulator.swarm.world import START_S, Body, World
+from dipaco.simulator.swarm.world import START_S, World
 from parts.common import Report, build_parser
 
-VIEWS = "views"
 # Newcomers for each bootstrap node; these keep copies, serve shards and stay.
 MEMBERS_PER_BOOT = 600
 # After a peer is gone its place is taken within so many seconds.
-GREATEST_PAUSE_S = 30.0
-LEAVING_S = 60.0
+GREATEST_PAUSE_S, LEAVING_S = 30.0, 60.0
+VERBS = ("views", "tell", "ask", "get", "put", "state", "shard")
+BEGIN_S = time.perf_counter()
 
 
 class Gone:
@@ -51,97 +47,27 @@ class Gone:
         raise AssertionError(f"{event.kind} for a member that is gone")
 
 
-class Watch:
-    """The invariants, and what was committed.
-
-    It has them and is none of them: from a compiled class nothing can be derived.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.invariants = Invariants(world, coverage=False, stops=False)
-        self._world = world
-        self.committed_rounds: set[tuple[str, int]] = set()
-        self.last_rounds: dict[int, int] = {}
-        """Path to the last round in which its work was committed."""
-        self.group_sizes: list[int] = []
-        self._seen: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.invariants, name)
-
-    def committed(self, machine: Body, action: Commit, state: SimulatedState) -> None:
-        """A machine carries out a commit."""
-        self.invariants.committed(machine, action, state)
-        statement = state.statement
-        if statement is None or state.reference.digest in self._seen:
-            return
-        self._seen.add(state.reference.digest)
-        self.committed_rounds.add((action.module, action.round_index))
-        self.group_sizes.append(len(statement.table))
-        for row in statement.table:
-            self.last_rounds[row.path] = max(self.last_rounds.get(row.path, -1), action.round_index)
-
-    def work(self) -> tuple[int, int, int]:
-        """Return the steps that were trained, those in the final states, and those on top."""
-        trained = merged = on_top = 0
-        machines = self._world.machines
-        for module in self._world.grid.modules():
-            final = self.invariants._final(module)
-            of_peers = contents_by_peer(final.content) if final is not None else {}
-            for peer in [p for p, m in self.invariants._stays if m == module]:
-                machine = machines[peer]
-                machine.count_steps()
-                for stay in self.invariants._stays[peer, module]:
-                    trained += (machine.steps if stay.end is None else stay.end) - stay.begin
-                merged += _length(of_peers.get(peer, {}), peer)
-                work = machine.works.get(module)
-                if work is not None:
-                    # Against the final state: what the own anchor has and that state has not.
-                    have = _length(work.shift, peer) + _length(work.anchor.content, peer)
-                    on_top += max(0, have - _length(of_peers.get(peer, {}), peer))
-        return trained, merged, on_top
-
-
-def _length(content: Any, peer: str) -> int:
-    return sum((end - begin) * count for begin, end, count in counts_of(content, peer))
-
-
-@dataclass
-class Spent:
-    """What a peer had asked and moved at the end of a round."""
-
-    requests: dict[str, int]
-    bytes: dict[str, float]
-
-
 class Swarm:
     """A large swarm while it lasts."""
 
     def __init__(self, options: Any) -> None:
         self._options = options
         self._engine = engine = Engine(options.seed, START_S - options.round_s)
-        plan = small_plan(
-            _levels(options.paths), duration_s=options.round_s, matchmaking_s=options.matchmaking_s
-        )
-        self.world = World(
-            plan, engine, real_member, Trace(), state_bytes=int(options.state_mb * 1e6)
-        )
-        self.watch = Watch(self.world)
-        self.world.watch = self.watch
-        self.born = 0
+        plan = small_plan(_levels(options.paths), duration_s=options.round_s)
+        self.world = World(plan, engine, real_member, Trace())
+        self.watch = self.world.watch = Invariants(self.world, samples=False)
+        self.born = self.rounds_done = 0
         self.ends: Counter[str] = Counter()
-        self.handled = 0
         self.spent: dict[str, list[float]] = defaultdict(list)
-        """By kind, and "requests" or "bytes": of every peer and round."""
-        self._last: dict[str, Spent] = {}
-        self.rounds_done = 0
+        """By what was spent: of every peer and round."""
+        self._last: dict[str, Counter[str]] = {}
 
     def begin(self) -> None:
         """Start the bootstrap nodes, then everybody else within one round."""
         options, engine, world = self._options, self._engine, self.world
         for number in range(max(1, math.ceil(options.members / MEMBERS_PER_BOOT))):
             link = Link(latency_s=0.02, jitter_s=0.005, uplink=1.25e8, downlink=1.25e8)
-            boot = Machine(world, f"boot{number}", link, step_s=1.0, trains=False)
+            boot = Machine(world, f"boot{number}", link, trains=False)
             for path in range(world.grid.path_count):
                 boot.have_shard(path)
             engine.after(0.0, boot.start)
@@ -173,7 +99,6 @@ class Swarm:
 
     def _end(self, machine: Machine) -> None:
         engine = self._engine
-        self.watch.invariants.faulty_s = engine.now_s
         if engine.chance(0.3):
             machine.ask_to_leave()
             self.ends["left"] += 1
@@ -186,7 +111,6 @@ class Swarm:
     def _forget(self, machine: Machine) -> None:
         """Free the memory of one that will not come back."""
         machine.crash(hangs=True, empty_disk=True)
-        machine.forget()
         machine.member = Gone()
         self._last.pop(machine.peer, None)
 
@@ -197,41 +121,19 @@ class Swarm:
         self.rounds_done += 1
         before, self._last = self._last, {}
         for machine in self.world.machines.values():
-            if not machine.is_alive or not machine.trains:
-                continue
-            traffic = machine.link.traffic
-            now = Spent(
-                {**traffic.requests_by, VIEWS: traffic.view_requests},
-                {**traffic.bytes_by, VIEWS: traffic.view_bytes},
-            )
-            self._last[machine.peer] = now
-            if machine.peer in before and self.rounds_done > 1:
-                self._note(before[machine.peer], now)
+            if machine.is_alive and machine.trains:
+                now = self._last[machine.peer] = _spent(machine)
+                if machine.peer in before and self.rounds_done > 1:
+                    for name in now:
+                        self.spent[name].append(now[name] - before[machine.peer][name])
         if options.verbose:
-            self._say()
-
-    def _note(self, before: Spent, now: Spent) -> None:
-        total_requests = total_bytes = 0.0
-        for kind in (VIEWS, "meetings", "reduces", "certificates", "states", "questions"):
-            requests = now.requests.get(kind, 0) - before.requests.get(kind, 0)
-            size = now.bytes.get(kind, 0.0) - before.bytes.get(kind, 0.0)
-            self.spent[f"requests {kind}"].append(requests)
-            self.spent[f"bytes {kind}"].append(size)
-            total_requests += requests
-            total_bytes += size
-        self.spent["requests all"].append(total_requests)
-        self.spent["bytes all"].append(total_bytes)
-
-    def _say(self) -> None:
-        watch, world = self.watch, self.world
-        print(
-            f"round {self.rounds_done}: {len(watch.last_rounds)} of {world.grid.path_count} paths, "
-            f"{len(watch.committed_rounds)} module rounds, {watch.figures.forks} forks, "
-            f"{self._engine.happened:,} callbacks, {len(watch.violations)} violations, "
-            f"{time.perf_counter() - BEGIN_S:.0f} s, {_memory_mb():.0f} MB",
-            file=sys.stderr,
-            flush=True,
-        )
+            print(
+                f"round {self.rounds_done}: {len(self.watch.last_rounds)} paths, "
+                f"{engine.happened:,} callbacks, {time.perf_counter() - BEGIN_S:.0f} s, "
+                f"{_memory_mb():.0f} MB, {dict(self.watch.figures)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def run(self) -> bool:
         """Live on, for the simulated hours or as long as is allowed; tells whether it was all."""
@@ -242,6 +144,18 @@ class Swarm:
             if options.limit_s and time.perf_counter() - BEGIN_S > options.limit_s:
                 return False
         return True
+
+
+def _spent(machine: Machine) -> Counter[str]:
+    """Return what a machine has asked and moved so far."""
+    traffic, found = machine.link.traffic, Counter({"events": machine.handled})
+    for verb in VERBS:
+        found[f"requests {verb}"] = traffic.requests[verb]
+        found[f"sent {verb}"] = traffic.sent[verb]
+        found[f"received {verb}"] = traffic.received[verb]
+    for kind in ("requests", "sent", "received"):
+        found[f"{kind} all"] = sum(found[f"{kind} {verb}"] for verb in VERBS)
+    return found
 
 
 def _levels(paths: int) -> tuple[int, ...]:
@@ -256,14 +170,10 @@ def _memory_mb() -> float:
 
 def _shares(values: Sequence[float]) -> dict[str, float]:
     """Return mean, 99th percentile and maximum."""
-    if not values:
-        return {"mean": 0.0, "p99": 0.0, "max": 0.0}
-    ordered = sorted(values)
+    ordered = sorted(values) or [0.0]
     place = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
-    return {"mean": sum(ordered) / len(ordered), "p99": ordered[place], "max": ordered[-1]}
-
-
-BEGIN_S = time.perf_counter()
+    mean = round(sum(ordered) / len(ordered), 1)
+    return {"mean": mean, "p99": ordered[place], "max": ordered[-1]}
 
 
 def main() -> int:
@@ -273,12 +183,10 @@ def main() -> int:
     parser.add_argument("--paths", type=int, default=16, help="paths of the grid (16)")
     parser.add_argument("--hours", type=float, default=0.25, help="of simulated time (0.25)")
     parser.add_argument("--round-s", type=float, default=300.0, help="seconds of a round (300)")
-    parser.add_argument("--matchmaking-s", type=float, default=5.0, help="of a meeting (5)")
     parser.add_argument(
         "--life-rounds", type=float, default=10.0, help="mean life of a peer; 0 for no churn (10)"
     )
     parser.add_argument("--undialable", type=float, default=0.2, help="share of the peers (0.2)")
-    parser.add_argument("--state-mb", type=float, default=2.0, help="size of a state (2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=0.0, help="end after so long (never)")
     parser.add_argument("--verbose", action="store_true", help="a line each round, on stderr")
@@ -293,78 +201,51 @@ def main() -> int:
 
 
 def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
-    seconds = time.perf_counter() - BEGIN_S
-    watch, world = swarm.watch, swarm.world
-    rounds = swarm.rounds_done
-    modules = len(world.grid.modules())
-    trained, merged, on_top = watch.work()
-    dwell = world.plan.rounds.dwell_rounds
-    lately = sum(last >= rounds - dwell - 1 for last in watch.last_rounds.values())
-    handled = sum(machine.handled for machine in world.machines.values())
-    sizes = watch.group_sizes or [0]
-    broken = Counter(violation.invariant for violation in watch.violations)
+    seconds, watch, world = time.perf_counter() - BEGIN_S, swarm.watch, swarm.world
+    watch.end()
+    figures = watch.figures
     report = Report(
-        f"{options.members} peers, {options.paths} paths, {rounds} rounds",
-        ("per peer and round", "requests: mean", "p99", "max", "kB: mean", "p99", "max"),
+        f"{options.members} peers, {options.paths} paths, {swarm.rounds_done} rounds",
+        ("per peer and round", "requests: mean", "p99", "max")
+        + ("kB sent: mean", "p99", "max", "kB received: mean", "p99", "max"),
     )
-    costs: dict[str, Any] = {}
-    for kind in ("all", VIEWS, "meetings", "reduces", "certificates", "states", "questions"):
-        requests = _shares(swarm.spent[f"requests {kind}"])
-        size = _shares(swarm.spent[f"bytes {kind}"])
-        costs[kind] = {
-            "requests": {name: round(value, 1) for name, value in requests.items()},
-            "bytes": {name: round(value) for name, value in size.items()},
-        }
-        report.row(
-            kind,
-            *(f"{value:.0f}" for value in requests.values()),
-            *(f"{value / 1000:.0f}" for value in size.values()),
-        )
+    costs = {name: _shares(values) for name, values in swarm.spent.items()}
+    for verb in ("all", *VERBS):
+        cells = [f"{n:.0f}" for n in costs.get(f"requests {verb}", {}).values()]
+        for kind in ("sent", "received"):
+            cells += [f"{n / 1000:.0f}" for n in costs.get(f"{kind} {verb}", {}).values()]
+        report.row(verb, *cells)
+    dwell = world.plan.rounds.dwell_rounds
+    lately = sum(last >= swarm.rounds_done - dwell - 1 for last in watch.last_rounds.values())
+    handled = sum(machine.handled for machine in world.machines.values())
+    whole = figures["trained"] - figures["gone"]
     report.notes += [
-        "" if is_whole else f"ended early, after {rounds} rounds: --limit-s",
-        f"{len(watch.last_rounds)} of {options.paths} paths trained and committed, {lately} "
-        f"of them in the last {dwell + 1} rounds",
-        f"{len(watch.committed_rounds)} commits in {modules} modules and {rounds} rounds "
-        f"({len(watch.committed_rounds) / max(1, modules * rounds):.2f} each), groups of "
-        f"{sum(sizes) / len(sizes):.0f} in the mean, {max(sizes)} at most; {watch.figures.forks} "
-        "versions forked",
-        f"{merged / max(1, trained):.1%} of {trained:,} trained steps in the final states, "
-        f"{on_top / max(1, trained):.1%} on top of them",
+        "" if is_whole else f"ended early, after {swarm.rounds_done} rounds: --limit-s",
+        f"{len(watch.last_rounds)} of {options.paths} paths trained, {lately} of them in the last "
+        f"{dwell + 1} rounds",
+        f"{figures['versions']:,} versions of {len(world.grid.modules())} modules, "
+        f"{figures['forked']:,} forked; {figures['lost'] / max(1, whole):.2%} of the work of living "
+        f"peers lost; copies short in {figures['copies missing']} of {figures['copy samples']}",
         f"{swarm.born} peers born, {swarm.ends['crashed']} crashed, {swarm.ends['left']} left",
-        f"{len(watch.violations)} times an invariant did not hold: {dict(broken)}",
         f"{seconds:.0f} s, {handled:,} events, {handled / seconds:,.0f} a second, "
-        f"{_memory_mb():.0f} MB",
+        f"{costs.get('events', _shares([]))} a peer and round, {_memory_mb():.0f} MB",
+        *(f"{v.invariant} at {v.time_s:.0f} s: {v.what[:400]}" for v in watch.violations[:10]),
     ]
     report.notes = [note for note in report.notes if note]
     report.figures = {
         "members": options.members,
         "paths": options.paths,
-        "rounds": rounds,
+        "rounds": swarm.rounds_done,
         "whole": is_whole,
-        "state_bytes": world.state_bytes,
-        "paths_committed": len(watch.last_rounds),
-        "paths_committed_lately": lately,
-        "module_rounds_committed": len(watch.committed_rounds),
-        "module_rounds": modules * rounds,
-        "greatest_group": max(sizes),
-        "forks": watch.figures.forks,
-        "adoptions": watch.figures.adoptions,
-        "trained_steps": trained,
-        "merged_steps": merged,
-        "unmerged_steps": on_top,
+        "paths_trained": len(watch.last_rounds),
+        "paths_trained_lately": lately,
         "born": swarm.born,
         "ends": dict(swarm.ends),
-        "violations": dict(broken),
-        "first_violations": [
-            f"{v.invariant} at {v.time_s - START_S:.0f} s: {v.what[:1000]}"
-            for invariant in broken
-            for v in [v for v in watch.violations if v.invariant == invariant][:10]
-        ],
         "costs": costs,
         "seconds": round(seconds, 1),
         "events": handled,
-        "events_per_s": round(handled / seconds),
         "memory_mb": round(_memory_mb()),
+        **{name.replace(" ", "_"): count for name, count in figures.items()},
     }
     return report
 

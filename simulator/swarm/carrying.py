@@ -305,15 +305,15 @@ class Carrying:
         files = [row.file for step in action.steps for row in step.rows]
         if not self._gathered.issuperset(files):
             self._wrong(f"computes a step of {action.module} without its files")
-        is_here = store.find(action.module, action.base) is not None
-        if not is_here and action.base != store.book.genesis(action.module):
+        base = store.find(action.module, action.base)
+        if base is None and action.base != store.book.genesis(action.module):
             reason = "the base is not here"
         elif not all(file in store.files for file in files):
             reason = "a file has expired"
         else:
             self._take((), action.steps)
             delay_s = self._between(0.05, 0.4) * len(action.steps)
-            machine.later(delay_s, self._computed, self._world.head(last.name))
+            machine.later(delay_s, self._computed, self._world.head_after(last.name, base))
             return
         failed = events.ComputeFailed(action.module, last.name, reason)
         self._answer(0.1, failed)

@@ -6,6 +6,7 @@ peer no member hears of; so these are the lies that are left.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,9 @@ class Liar(Machine):
 
     def seen_digest(self, head: Head) -> Head:
         """Return a state as this machine computes it."""
-        return replace(head, digest="0" * 64) if self.lies == "miscomputes" else head
+        if self.lies != "miscomputes":
+            return head
+        return replace(head, digest=hashlib.sha256((self.peer + head.step).encode()).hexdigest())
 
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
         """Answer a call, but give no file of its own away."""

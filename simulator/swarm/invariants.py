@@ -1,7 +1,7 @@
 """What has to hold in a history, and what is counted for rates.
 
 Has to hold in every one: `agreement` (at rest all honest trainers of a module stand on one step;
-where rounds are counted, on one chain), `digest` (one step, one digest), `rows` (no honest peer
+where rounds are counted, on one chain), `digest` (at rest with the digest that it has), `rows` (no honest peer
 publishes twice for a module and round on one parent), `files` and `contract` (an anchor changes only
 by whole steps whose files were checked, or to a state that was fetched; a member answers every turn
 and never raises), `liveness` (in calm rounds every module that is trained steps in every round) and
@@ -41,7 +41,7 @@ class Violation:
 class Invariants:
     """The watch of one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, samples: bool = True) -> None:
         self._world = world
         self.violations: list[Violation] = []
         self.figures: Counter[str] = Counter()
@@ -54,7 +54,10 @@ class Invariants:
         self._published: set[tuple[str, str, int, str]] = set()
         self._training: dict[tuple[str, str], float] = {}
         """Since when a peer trains a module."""
-        world.engine.after(self._round_s, self._sample)
+        self.last_rounds: dict[int, int] = {}
+        """Of each path: the last round of which an honest peer has adopted its work."""
+        if samples:
+            world.engine.after(self._round_s, self._sample)
 
     def violated(self, invariant: str, what: str) -> None:
         """Write down that something did not hold."""
@@ -77,10 +80,14 @@ class Invariants:
         head, world = action.head, self._world
         if not machine.is_honest:
             return
-        if head.digest != world.head(head.step).digest:
-            self.violated("digest", f"{machine.peer} adopts {head.step[:8]} with a wrong digest")
+        self.figures["wrong digests"] += head.digest != world.head(head.step).digest
         self._versions.setdefault((head.module, head.version), set()).add(head.step)
-        self._taken_s.setdefault(head.step, world.now_s)
+        if head.step not in self._taken_s:
+            self._taken_s[head.step] = world.now_s
+            step = world.book.link(head.step).step
+            for row in step.rows if step is not None else ():
+                last = self.last_rounds.get(row.path, -1)
+                self.last_rounds[row.path] = max(last, row.round_index)
         self.figures["adopted"] += 1
         if not world.book.stands_on(head.step, before):
             self.figures["left a chain"] += 1
@@ -187,6 +194,10 @@ class Invariants:
             apart = [p for p, step in stands.items() if not book.stands_on(final, step)]
         else:
             apart = [peer for peer, step in stands.items() if step != final]
+        for machine in trainers:
+            held, right = machine.store.held[module], self._world.head(stands[machine.peer])
+            if held.digest != right.digest:
+                self.violated("digest", f"{machine.peer} has {module} with a wrong digest")
         if apart:
             what = {peer: f"v{book.link(s).version} {s[:8]}" for peer, s in sorted(stands.items())}
             self.violated("agreement", f"{module} at {what}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dipaco.dht.chain import Head, Row, Step
@@ -164,6 +164,13 @@ class World:
         return Head(
             link.module, step, link.version, link.weight, link.round_index, digest, STATE_BYTES
         )
+
+    def head_after(self, step: str, base: Head | None) -> Head:
+        """Return the state that comes out of steps on top of another state, which may be wrong."""
+        head = self.head(step)
+        if base is None or base.digest == self.head(base.step).digest:
+            return head
+        return replace(head, digest=hashlib.sha256((base.digest + step).encode()).hexdigest())
 
     def loss(self, step: str) -> float:
         """Return the held-out loss of the state after a step."""
