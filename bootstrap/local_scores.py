@@ -18,6 +18,7 @@ from dipaco.modules.files import atomic_write
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.token_corpus import Mapped
 
+from .pieces import one_thread
 from .predecessor import Predecessor
 
 DOCUMENTS_FILE = "documents.npy"
@@ -108,5 +109,6 @@ def score_path(
     model = PathModel(grid.model).to(device).eval()
     states = {module: predecessor.load(module) for module in grid.modules_of_path(path)}
     load_path(model, grid, path, states)
-    losses, _ = row_losses(model, rows, prefix_tokens, device=torch.device(device))
+    with one_thread():
+        losses, _ = row_losses(model, rows, prefix_tokens, device=torch.device(device))
     return losses

@@ -6,7 +6,8 @@ What they work with lies in the run folder and is read once in each process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,20 @@ def encode(
 def route(tools: RoutingTools, beginnings: Beginnings) -> np.ndarray:
     """Return the best paths of a chunk of documents, int64 [N, paths]."""
     router = _document_router(tools)
-    return router.nearest_paths(beginnings.tokens, beginnings.paths, beginnings.labels)
+    with one_thread():
+        return router.nearest_paths(beginnings.tokens, beginnings.paths, beginnings.labels)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute in one thread: the last bits of a sum depend on how many share it, and
+    a piece shall give the same ones wherever it is done."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @functools.lru_cache(maxsize=1)

@@ -60,7 +60,10 @@ class PrepareSettings(ComputeSettings):
         ),
     ] = ()
     workers: Annotated[
-        int, Option("processes that tokenise, route and score", "N", least=1, most=1024)
+        int,
+        Option(
+            "processes that tokenise, route and score; one for each core", "N", least=1, most=1024
+        ),
     ] = 1
     dask: Annotated[
         str | None,
