@@ -5,8 +5,8 @@
 
 A seed is a whole history: who takes part, what goes wrong, and when. With --seeds it prints a table
 by profile beside the bars of the design, and the first seeds in which something did not hold that
-has to hold in each; with --seed it lives through one, and with --trace writes its log. The same seed
-gives the same history on any machine. --log gets one line a history.
+has to hold in each; with --seed it lives through one, and with --trace writes its log. The same
+seed gives the same history on any machine. --log gets one line a history.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ LEAST_KEPT = {
 GREATEST_FORKED = 0.003
 SPLITTING = ("split", "mixed")
 FIRST_SEEDS = 4
+COLUMNS = ("profile", "seeds", "failed", "kept", "bar", "lost", "gone", "forked", "copies short")
+COSTS = ("tells", "requests", "kB")
 
 
 @dataclass
@@ -196,8 +198,7 @@ def _report(seeds: int, found: dict[str, Found], seconds: float) -> Report:
     report = Report(
         f"{seeds} histories with faults; kept, lost and gone of the trained tokens; messages, "
         "requests and kB a peer and round",
-        ("profile", "seeds", "failed", "kept", "bar", "lost", "gone", "forked", "copies short")
-        + ("tells", "requests", "kB"),
+        (*COLUMNS, *COSTS),
     )
     for profile in [name for name in PROFILES if name in found]:
         one, bar = found[profile], LEAST_KEPT.get(profile)

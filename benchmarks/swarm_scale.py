@@ -36,6 +36,11 @@ MEMBERS_PER_BOOT = 600
 # After a peer is gone its place is taken within so many seconds.
 GREATEST_PAUSE_S, LEAVING_S = 30.0, 60.0
 VERBS = ("views", "tell", "ask", "get", "put", "state", "shard")
+SHOWN = [
+    f"{what} {of}"
+    for what in ("requests", "kB sent", "kB received")
+    for of in ("mean", "p99", "max")
+]
 BEGIN_S = time.perf_counter()
 
 
@@ -206,8 +211,7 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
     figures = watch.figures
     report = Report(
         f"{options.members} peers, {options.paths} paths, {swarm.rounds_done} rounds",
-        ("per peer and round", "requests: mean", "p99", "max")
-        + ("kB sent: mean", "p99", "max", "kB received: mean", "p99", "max"),
+        ("per peer and round", *SHOWN),
     )
     costs = {name: _shares(values) for name, values in swarm.spent.items()}
     for verb in ("all", *VERBS):
@@ -224,8 +228,8 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
         f"{len(watch.last_rounds)} of {options.paths} paths trained, {lately} of them in the last "
         f"{dwell + 1} rounds",
         f"{figures['versions']:,} versions of {len(world.grid.modules())} modules, "
-        f"{figures['forked']:,} forked; {figures['lost'] / max(1, whole):.2%} of the work of living "
-        f"peers lost; copies short in {figures['copies missing']} of {figures['copy samples']}",
+        f"{figures['forked']:,} forked; {figures['lost'] / max(1, whole):.2%} of the work of "
+        "living peers lost",
         f"{swarm.born} peers born, {swarm.ends['crashed']} crashed, {swarm.ends['left']} left",
         f"{seconds:.0f} s, {handled:,} events, {handled / seconds:,.0f} a second, "
         f"{costs.get('events', _shares([]))} a peer and round, {_memory_mb():.0f} MB",

@@ -25,7 +25,7 @@ import gpu_path  # noqa: E402
 import idle_memory  # noqa: E402
 import lone_peer  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
-from parts import common, mutations, scan_log  # noqa: E402
+from parts import common, mutations  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
 
 # Prints what each of the scripts named in the arguments says to --help: one process, because
@@ -179,36 +179,3 @@ def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> Non
         with contextlib.suppress(ValueError):
             still_json += json.loads(data) != json.loads(sample)
     assert still_json > 50
-
-
-def _lived(seed: int) -> scan_log.Lived:
-    violations = [("work", "step 3 is lost")] if seed else []
-    return scan_log.Lived(seed, "mixed", ["dht"], 10, {"commits": 2}, violations)
-
-
-def test_a_scan_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    path, given = tmp_path / "scan.jsonl", {"profile": "mixed"}
-    scan_log.ScanLog(path, given).add(map(_lived, range(3)))
-    whole = path.read_text()
-    path.write_text(whole[:-20])
-    again = scan_log.ScanLog(path, given)
-    assert again.lived == {seed: _lived(seed) for seed in range(2)}
-    again.add([_lived(2)])
-    assert scan_log.ScanLog(path, given).lived == {seed: _lived(seed) for seed in range(3)}
-
-
-@pytest.mark.parametrize("text", ["", "no JSON\n"])
-def test_a_scan_of_other_histories_is_not_gone_on_with(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "scan.jsonl"
-    scan_log.ScanLog(path, {"profile": "mixed"})
-    path.write_text(text or path.read_text())
-    before = path.read_text()
-    with pytest.raises(SystemExit, match="give another file"):
-        scan_log.ScanLog(path, {"profile": "churn"})
-    assert path.read_text() == before
-
-
-def test_rules_are_named_by_their_code_and_not_by_what_is_said_of_it() -> None:
-    spell = scan_log._without_text
-    assert spell('"""One."""\ndef f(): return 1  # Why.\n') == spell("def f():\n    return 1\n")
-    assert spell("def f(): return 1") != spell("def f(): return 2")

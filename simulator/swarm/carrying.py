@@ -56,7 +56,7 @@ class Carrying:
             actions.FetchState: self._fetch_state,
             actions.Check: self._check,
             actions.Adopt: self._adopt,
-            actions.Forget: lambda action: machine.store.at_hand.pop(action.step, None),
+            actions.Forget: self._forget,
             actions.Discard: self._discard,
             actions.Keep: self._keep,
             actions.Drop: self._drop,
@@ -176,9 +176,8 @@ class Carrying:
     def _get(self, module: str, row: Row, others: tuple[str, ...]) -> None:
         def done(answer: Any) -> None:
             self._coming.discard(row.file)
-            if answer is not None:
-                self._came(module, row.file)
-            elif row.file in self._machine.store.files:  # It was put here meanwhile.
+            # It may have been put here meanwhile.
+            if answer is not None or row.file in self._machine.store.files:
                 self._came(module, row.file)
             else:
                 self._missed.add(row.file)
@@ -371,6 +370,9 @@ class Carrying:
         self._world.watch.adopted(machine, action, before)
         machine.publish()
 
+    def _forget(self, action: actions.Forget) -> None:
+        self._machine.store.at_hand.pop(action.step, None)
+
     def _discard(self, action: actions.Discard) -> None:
         machine, work = self._machine, self._machine.works.get(action.module)
         if work is not None:
@@ -439,4 +441,3 @@ class Carrying:
             if row.file in self._missed:
                 self._came(row.module, row.file)
         return bool(rows)
-

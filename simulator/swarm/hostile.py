@@ -59,9 +59,9 @@ class Liar(Machine):
 
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
         """Answer a call, but give no file of its own away."""
-        if self.lies == "hides files" and verb == "get":
-            if self.world.files[content].row.peer == self.peer:
-                return None, 0
+        hides = self.lies == "hides files" and verb == "get"
+        if hides and self.world.files[content].row.peer == self.peer:
+            return None, 0
         return super().serve(caller, verb, content)
 
     def act(self, action: Action) -> None:

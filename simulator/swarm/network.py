@@ -113,7 +113,13 @@ class Network:
         return b is not None and a.is_up and b.is_up and b.can_be_called and a.side == b.side
 
     def _send(
-        self, sender: str, receiver: str, verb: str, size: int, what: Callable[..., None], *args: Any
+        self,
+        sender: str,
+        receiver: str,
+        verb: str,
+        size: int,
+        what: Callable[..., None],
+        *args: Any,
     ) -> float:
         """Send something; returns when it will have arrived, 0 when it is lost."""
         engine, a, b = self.engine, self.links[sender], self.links[receiver]

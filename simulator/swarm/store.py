@@ -46,7 +46,7 @@ class Store:
         """Take steps in; those whose parent is not known wait for it."""
         for step in steps:
             self._orphans[step.name] = step
-        while any([self._take(step) for step in list(self._orphans.values())]):
+        while any(self._take(step) for step in list(self._orphans.values())):
             pass
         for name in list(self._orphans)[:-GREATEST_ORPHANS]:
             del self._orphans[name]
