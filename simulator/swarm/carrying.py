@@ -21,7 +21,7 @@ from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 if TYPE_CHECKING:
     from .machine import Machine
 
-ASK_LIMIT_S, STALL_S = 3.0, 10.0
+ASK_LIMIT_S, STALL_S, RETRY_S = 3.0, 10.0, 2.0
 # How long a row is on the wire, and a name in a locator.
 ROW_BYTES, NAME_BYTES = 220, 33
 HOLDERS_OF_SHARD = 4
@@ -33,9 +33,9 @@ class Carrying:
     def __init__(self, machine: Machine) -> None:
         self._machine, self._world = machine, machine.world
         self._coming: set[str] = set()
-        """Files and states on their way."""
-        self._missed: set[str] = set()
-        """Files that nobody gave."""
+        """States on their way."""
+        self._sources: dict[str, dict[str, None]] = {}
+        """Files that are wanted, with the peers that may have them."""
         self._gathered: set[str] = set()
         """Files that the member was told are here."""
         self._methods: dict[type, Callable[[Any], None]] = {
@@ -166,32 +166,41 @@ class Carrying:
             self._call(peer, "put", action.row, lambda answer: None, FILE_BYTES)
 
     def _gather(self, action: actions.Gather) -> None:
+        """Fetch files, for a round at most: who has one may not have it yet."""
+        until_s = self._world.now_s + self._world.plan.rounds.duration_s
         for row in action.rows:
+            others = action.others.get(row.file, ())
             if row.file in self._machine.store.files:
                 self._machine.later(0.02, self._came, action.module, row.file)
-            elif row.file not in self._coming:
-                self._coming.add(row.file)
-                self._get(action.module, row, action.others.get(row.file, ()))
-
-    def _get(self, module: str, row: Row, others: tuple[str, ...]) -> None:
-        def done(answer: Any) -> None:
-            self._coming.discard(row.file)
-            # It may have been put here meanwhile.
-            if answer is not None or row.file in self._machine.store.files:
-                self._came(module, row.file)
+            elif row.file in self._sources:
+                self._sources[row.file].update(dict.fromkeys(others))
             else:
-                self._missed.add(row.file)
-                reason = f"none of {1 + len(others)} peers gave it"
-                self._machine.deliver(
-                    events.GatherFailed(module, row.file, reason, is_refused=False)
-                )
+                self._sources[row.file] = dict.fromkeys((row.peer, *others))
+                self._get(action.module, row.file, until_s)
 
-        self._try_each((row.peer, *others), "get", row.file, done)
+    def _get(self, module: str, file: str, until_s: float) -> None:
+        machine = self._machine
+
+        def done(answer: Any) -> None:
+            # It may have been put here meanwhile.
+            if answer is not None or file in machine.store.files:
+                self._came(module, file)
+            elif self._world.now_s < until_s:
+                machine.later(RETRY_S, self._get, module, file, until_s)
+            else:
+                count = len(self._sources.pop(file))
+                reason = f"none of {count} peers gave it"
+                machine.deliver(events.GatherFailed(module, file, reason, is_refused=False))
+
+        if file in machine.store.files:
+            done(file)
+        else:
+            self._try_each(self._sources[file], "get", file, done)
 
     def _came(self, module: str, file: str) -> None:
         """A file is here: check it, and tell the member."""
         machine = self._machine
-        self._missed.discard(file)
+        self._sources.pop(file, None)
         if self._world.files[file].content == "garbage":
             failed = events.GatherFailed(module, file, "it does not decode", is_refused=True)
             machine.deliver(failed)
@@ -438,6 +447,4 @@ class Carrying:
         if rows and row.file not in store.files:
             store.files[row.file] = self._world.now_s
             self._machine.deliver(events.Told(caller, row.module, rows))
-            if row.file in self._missed:
-                self._came(row.module, row.file)
         return bool(rows)

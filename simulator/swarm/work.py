@@ -110,7 +110,20 @@ class Accounts:
                     found[f"gone by {stay.why}"] += length(missing) - length(rest)
                     missing = rest
             found["lost"] += length(missing)
+            for begin, end in missing:
+                self._say_lost(place, begin, end)
         return found
+
+    def _say_lost(self, place: tuple[str, str], begin: int, end: int) -> None:
+        """Write into the log which contributions had what was lost."""
+        files = self._world.files.values() if self._world.trace.keep else ()
+        rows = [
+            f"r{file.row.round_index} on {file.row.parent[:8]}"
+            for file in files
+            if (file.row.peer, file.row.module) == place and file.begin < end and file.end > begin
+        ]
+        what = f"lost of {place[1]}: {begin} to {end}, in {', '.join(rows) or 'no row'}"
+        self._world.say(place[0], "!", what)
 
     def _contributed(self, finals: dict[str, str]) -> dict[tuple[str, str], Spans]:
         """Return which tokens of each peer are in the winning chain of each module."""
