@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dipaco.dht.chain import Head
+from dipaco.dht.coverage import whole_scope
 from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError, StorageError
 from dipaco.modules.files import atomic_write, link_or_copy, storage_errors, sync_folder
 from dipaco.modules.grid import Grid
@@ -155,11 +157,13 @@ class Archivist:
     def write(self) -> Path:
         """Read the swarm, fetch what has changed, and write a copy. Raises as `Archive.write`."""
         node, archive = self._node, self._archive
+        now_s = node.clock.now()
+        view = node.directory.read_view(node.plan, node.grid, now_s, whole_scope(node.grid))
+
+        def stored(head: Head) -> ModuleState | None:
+            return archive.stored(head.module, head.digest, node.grid)
 
         def state(module: str) -> ModuleState | None:
-            head = node.fetcher.winning_head(module)
-            if head is None:
-                return None
-            return archive.stored(module, head.digest, node.grid) or node.fetcher.state(head)
+            return node.fetcher.winning_state(module, view, stored=stored)
 
-        return archive.write(node.run_folder, node.plan, node.grid, state, node.clock.now())
+        return archive.write(node.run_folder, node.plan, node.grid, state, now_s)

@@ -9,7 +9,6 @@ the run before goes on with that one.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import threading
 import time
@@ -118,8 +117,7 @@ def _serve(
     )
     looking.start()
     if settings.archive is not None:
-        most_bytes = math.inf if settings.archive_gb is None else settings.archive_gb * 1e9
-        archive = Archive(settings.archive, settings.archive_copies, most_bytes)
+        archive = Archive(settings.archive, settings.archive_copies)
         archivist = Archivist(archive, node, display.say)
         period_s = settings.archive_period_s
         background.thread("archive", lambda: archivist.run(period_s, stopping)).start()

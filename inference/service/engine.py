@@ -359,9 +359,9 @@ class Engine:
                 self._fail(answer.work, _path_failed(batch, error))
                 batch.drop(answer)
         failed, batch.failed = batch.failed, []
-        for answer, error in failed:
-            logger.error("an answer by path %d failed", batch.path, exc_info=error)
-            self._fail(answer.work, _path_failed(batch, error))
+        for answer, reason in failed:
+            logger.error("an answer by path %d failed", batch.path, exc_info=reason)
+            self._fail(answer.work, _path_failed(batch, reason))
         moved, batch.moved = batch.moved, []
         self._finished(before - len(batch.answers()) - len(moved))
         for answer in moved:
