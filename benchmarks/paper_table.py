@@ -240,10 +240,7 @@ def run_cell(cell: Cell, data: Path, out: Path, size: Size) -> None:
     elif cell.of:
         run = RunFolder(runs.trained(cell.of))
         held_out = HeldOut.open(runs.folder("one-path"), size)
-        if cell.kind == "best":
-            losses = score_routed(run, held_out, best=True)
-        else:
-            figures |= reroute(run.path, held_out, out / "rerouting" / cell.name, size, _say)
+        figures |= reroute(run.path, held_out, out / "rerouting" / cell.name, size, _say)
     else:
         run = runs.derived(cell)
         held_out = HeldOut.open(runs.folder("one-path"), size)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["base", "dense", "swarm", "best", "reroute"]
+Kind = Literal["base", "dense", "swarm", "reroute"]
 
 # Rerouting every so many tokens, as in the paper's Table 3.
 REROUTE_WINDOWS = (128, 64, 32, 16)
@@ -64,8 +64,6 @@ class Cell:
     """The cell whose trained paths are scored in another way: nothing is trained."""
     outer: Mapping[str, float | bool] = field(default_factory=dict)
     """Settings of the outer optimization other than the paper's."""
-    early_stopping: bool = False
-    """Keep the best states of every path too, for a cell of kind "best"."""
 
     @property
     def path_count(self) -> int:
@@ -107,7 +105,7 @@ _PLAIN_MEAN: dict[str, float | bool] = {**_NO_ROOT, "learning_rate": 1.0, "momen
 CELLS = (
     Cell("base-path", "base of every path", "base"),
     Cell("dense", "dense, one path's size", "dense"),
-    _private("dipaco-2x4-private", "DiPaCo 2x4, path-specific", (2, 4), early_stopping=True),
+    _private("dipaco-2x4-private", "DiPaCo 2x4, path-specific", (2, 4)),
     Cell("dipaco-2x4", "DiPaCo 2x4, shared only", "swarm", levels=(2, 4)),
     Cell("diloco-8", "DiLoCo, 8 replicas", "swarm", replicas=8),
     Cell("flat-8", "flat mixture of 8, nothing shared", "swarm", levels=(8,),
@@ -118,11 +116,7 @@ CELLS = (
              (2, 4), router="discriminative", half_of="dipaco-2x4-private"),
     Cell("reroute-2x4-private", "DiPaCo 2x4, path-specific, rerouted", "reroute", levels=(2, 4),
          private=True, of="dipaco-2x4-private"),
-    Cell("best-2x4-private", "DiPaCo 2x4, path-specific, early stopping", "best", levels=(2, 4),
-         private=True, of="dipaco-2x4-private"),
-    _private("dipaco-4x4-private", "DiPaCo 4x4, path-specific", (4, 4), early_stopping=True),
-    Cell("best-4x4-private", "DiPaCo 4x4, path-specific, early stopping", "best", levels=(4, 4),
-         private=True, of="dipaco-4x4-private"),
+    _private("dipaco-4x4-private", "DiPaCo 4x4, path-specific", (4, 4)),
     _private("dipaco-2x4-product", "DiPaCo 2x4, path-specific, product k-means", (2, 4),
              router="product_kmeans"),
     _private("dipaco-2x4-overlap", "DiPaCo 2x4, path-specific, top-2 overlap", (2, 4),
@@ -165,8 +159,6 @@ class Size:
     """Documents of the corpus that are used, at most; 0 is all."""
     validation_documents: int = 0
     """Held-out documents scored, evenly spread; 0 is all."""
-    early_stopping_sequences: int = 32
-    """Held-out sequences of a path that choose its best states, after every round."""
     reroute_documents: int = 500
     """Training documents that a rerouter is fitted to."""
     reroute_steps: int = 300

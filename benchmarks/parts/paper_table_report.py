@@ -27,8 +27,6 @@ ORDERINGS = (
     ("dipaco-2x4-product", "dipaco-2x4-private", "product k-means beats k-means (Fig. 9)"),
     ("dipaco-2x4-overlap", "dipaco-2x4-private", "overlapping shards help at many paths (Tab. 3)"),
     ("reroute-2x4-private", "dipaco-2x4-private", "rerouting at test time helps (Tab. 3)"),
-    ("best-2x4-private", "dipaco-2x4-private", "early stopping helps (Tab. 3)"),
-    ("best-4x4-private", "dipaco-4x4-private", "early stopping helps (Tab. 3)"),
     ("dipaco-2x4", "dipaco-2x4-no-sqrt", "rescaling by the root of the paths helps (sec. 2.7)"),
     ("dipaco-2x4-private", "dipaco-2x4-private-no-sqrt", "the same, path-specific (sec. 2.7)"),
     ("diloco-8", "diloco-8-mean", "Nesterov outside beats plain averaging (DiLoCo)"),
@@ -75,7 +73,7 @@ def _row(figures: Figures) -> dict[str, Any]:
 
 def target(found: Mapping[str, Figures]) -> dict[str, Any]:
     """Return the best DiPaCo cell beside the dense models."""
-    names = ("dipaco", "best", "reroute")
+    names = ("dipaco", "reroute")
     dipaco = {n: f["perplexity"] for n, f in found.items() if n.startswith(names)}
     if not dipaco or "dense" not in found:
         return {}

@@ -57,7 +57,6 @@ floor_ratio = 0.1
 batch_sequences = {size.batch_sequences}
 [rounds]
 inner_steps = {size.round_steps}
-validation_sequences = {size.early_stopping_sequences}
 """
 )
 

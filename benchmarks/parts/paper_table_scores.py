@@ -15,7 +15,7 @@ import torch
 from dipaco.inference.document_windows import TokenDocument, collect_windows
 from dipaco.inference.fit_rerouter import RerouterConfig, fit_rerouter
 from dipaco.inference.reroute_report import reroute_report
-from dipaco.inference.sources import DiskSource, SourceSettings
+from dipaco.inference.sources import DiskSource
 from dipaco.inference.token_losses import losses_of_paths
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import IntegrityError
@@ -114,35 +114,20 @@ def score_dense(run: RunFolder, held_out: HeldOut) -> DocumentLosses:
     return score_model(model.eval(), held_out, plan.routing.prefix_tokens)
 
 
-def score_routed(run: RunFolder, held_out: HeldOut, *, best: bool = False) -> DocumentLosses:
-    """Score every document with the path that it is routed to by its first tokens.
-
-    With `best`, by the states that early stopping kept (section 2.7), else by the newest.
-    """
+def score_routed(run: RunFolder, held_out: HeldOut) -> DocumentLosses:
+    """Score every document with the path that it is routed to by its first tokens."""
     plan = run.plan()
     grid = run.grid(plan)
     paths = run.document_router(plan).route_tokens(held_out.documents)
-    states = {} if best else load_states(run)
+    states = load_states(run)
     model = PathModel(plan.model).eval()
     nll = np.zeros(len(paths))
     tokens = np.zeros(len(paths), dtype=np.int64)
     for path in np.unique(paths).tolist():
         chosen = np.flatnonzero(paths == path)
-        if best:
-            _load_best(model, run, path)
-        else:
-            load_path(model, grid, path, states)
+        load_path(model, grid, path, states)
         nll[chosen], tokens[chosen] = _score(model, held_out, chosen, plan.routing.prefix_tokens)
     return DocumentLosses(nll, tokens, paths)
-
-
-def _load_best(model: PathModel, run: RunFolder, path: int) -> None:
-    store = run.best_parameters(run.grid(run.plan()))
-    store.load_from_disk()
-    best = store.load(path)
-    if best is None:
-        raise IntegrityError(f"{run.path / 'best'} has no states of path {path}")
-    best.load_into(model)
 
 
 def load_states(run: RunFolder) -> Mapping[str, ModuleState]:
@@ -174,8 +159,7 @@ def reroute(
     Scores of the paths are kept in `work`, so a killed cell goes on. `perplexity` is that of the
     best window.
     """
-    # The newest states, so that what is not rerouted is the cell that the paths are of.
-    with DiskSource(trained, SourceSettings(current=True)) as source:
+    with DiskSource(trained) as source:
         plan = source.plan
         router = source.document_router(CPU)
         fitted = collect_windows(

@@ -110,10 +110,7 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
         steps_per_round=size.round_steps,
         first_round=first,
         states=states,
-        settings=SimulatorSettings(
-            validation_sequences=plan.rounds.validation_sequences if cell.early_stopping else 0,
-            best_folder=run.path / "best" if cell.early_stopping else None,
-        ),
+        settings=SimulatorSettings(validation_sequences=0),
     )
     if checkpoint:
         checkpoints.restore(checkpoint, swarm)
@@ -133,10 +130,8 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
         if swarm.next_round == size.rounds // 2 and not cell.half_of:
             _save_states(swarm, link_run(run, half))
         if swarm.next_round == size.rounds:
-            swarm.best.commit()
             _save_states(swarm, run)
         elif time.monotonic() - saved_at >= _SAVE_EVERY_S:
-            swarm.best.commit()
             checkpoints.save(swarm)
             saved_at = time.monotonic()
         diary.save()
