@@ -1,7 +1,7 @@
 """What a machine does for its member, and for the machines that call it.
 
-Each action has a method; what takes time is answered later by an event. All bytes come over the
-simulated network, from machines that really hold them.
+What takes time is answered later by an event. All bytes come over the simulated network, from
+machines that really hold them.
 
 What is simplified: nothing is signed, as nobody can sign for another; a file is whole or not there.
 """
@@ -38,35 +38,10 @@ class Carrying:
         """Files that are wanted, with the peers that may have them."""
         self._gathered: set[str] = set()
         """Files that the member was told are here."""
-        self._methods: dict[type, Callable[[Any], None]] = {
-            actions.Say: self._say,
-            actions.Watch: self._watch,
-            actions.Look: self._look,
-            actions.Tell: self._tell,
-            actions.Ask: self._ask,
-            actions.Put: self._put,
-            actions.Gather: self._gather,
-            actions.Serve: self._serve_chain,
-            actions.FetchPath: self._fetch_path,
-            actions.StartPath: self._start_path,
-            actions.Begun: self._begun,
-            actions.Pause: lambda action: machine.lose_all("pause"),
-            actions.Publish: self._publish,
-            actions.Compute: self._compute,
-            actions.FetchState: self._fetch_state,
-            actions.Check: self._check,
-            actions.Adopt: self._adopt,
-            actions.Forget: self._forget,
-            actions.Discard: self._discard,
-            actions.Keep: self._keep,
-            actions.Drop: self._drop,
-            actions.EndRound: self._end_round,
-            actions.SaveAll: self._save_all,
-        }
 
     def do(self, action: actions.Action) -> None:
-        """Carry an action out, or begin to."""
-        method = self._methods.get(type(action))
+        """Carry an action out, or begin to: each has a method of its name, if it needs one."""
+        method = getattr(self, f"_{action.kind}", None)
         if method is not None:
             method(action)
 
@@ -176,9 +151,9 @@ class Carrying:
                 self._sources[row.file].update(dict.fromkeys(others))
             else:
                 self._sources[row.file] = dict.fromkeys((row.peer, *others))
-                self._get(action.module, row.file, until_s)
+                self._get(action.module, row.file, until_s, RETRY_S)
 
-    def _get(self, module: str, file: str, until_s: float) -> None:
+    def _get(self, module: str, file: str, until_s: float, wait_s: float) -> None:
         machine = self._machine
 
         def done(answer: Any) -> None:
@@ -186,7 +161,7 @@ class Carrying:
             if answer is not None or file in machine.store.files:
                 self._came(module, file)
             elif self._world.now_s < until_s:
-                machine.later(RETRY_S, self._get, module, file, until_s)
+                machine.later(wait_s, self._get, module, file, until_s, 2 * wait_s)
             else:
                 count = len(self._sources.pop(file))
                 reason = f"none of {count} peers gave it"
@@ -226,7 +201,7 @@ class Carrying:
         else:
             self._machine.later(0.1, done, None)
 
-    def _serve_chain(self, action: actions.Serve) -> None:
+    def _serve(self, action: actions.Serve) -> None:
         if action.step in self._machine.store.book:
             self._machine.store.served[action.module] = action.step
 
@@ -277,6 +252,9 @@ class Carrying:
             machine.store.hold(head, save=False)
         self._world.watch.started(machine)
         machine.publish()
+
+    def _pause(self, action: actions.Pause) -> None:
+        self._machine.lose_all("pause")
 
     def _begun(self, action: actions.Begun) -> None:
         self._machine.round_index = action.round_index

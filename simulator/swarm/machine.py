@@ -35,7 +35,7 @@ from dipaco.peer.member.events import (
 
 from .carrying import Carrying
 from .network import Link
-from .publishing import Publishing, make_standing
+from .publishing import Publishing
 from .store import Store
 from .world import World
 
@@ -336,14 +336,14 @@ class Machine:
         now_round = self.round_index
         if not plan.rounds.inner_steps:
             now_round = max(0, plan.rounds.round_at(self.believed_s - plan.start_s))
-        standing = make_standing(
-            claim.state,
-            claim.path,
-            claim.since_s,
-            now_round,
-            pinned=claim.pinned,
-            reachable=self.reachable,
-        )
+        standing = {
+            "state": claim.state,
+            "path": claim.path,
+            "since_s": claim.since_s,
+            "round": now_round,
+            "pinned": claim.pinned,
+            "reachable": self.reachable,
+        }
         held = {m: head for m, head in self.store.held.items() if head.version}
         self.publishing.publish(standing, held, self.progress)
 

@@ -174,7 +174,7 @@ class Network:
         """Call a peer. `on_answer` gets the answer, or None when none has begun in the limit."""
         engine, source = self.engine, self.links[caller]
         source.traffic.requests[verb] += 1
-        call = _Call(self, caller, callee, verb, on_answer)
+        call = _Call(self, caller, callee, verb, source.life, on_answer)
         if self.can_call(caller, callee):
             self._send(caller, callee, verb, CALL_BYTES + size, call.serve, content)
             if size >= BULK_BYTES:
@@ -193,42 +193,37 @@ class Network:
         )
 
 
+@dataclass(slots=True)
 class _Call:
     """A call that waits for its answer."""
 
-    __slots__ = ("_life", "_network", "_on_answer", "answered_s", "callee", "caller", "verb")
-
-    def __init__(
-        self,
-        network: Network,
-        caller: str,
-        callee: str,
-        verb: str,
-        on_answer: Callable[[Any], None],
-    ) -> None:
-        self._network, self.caller, self.callee, self.verb = network, caller, callee, verb
-        self._life = network.links[caller].life
-        self._on_answer: Callable[[Any], None] | None = on_answer
-        self.answered_s = 0.0
+    network: Network
+    caller: str
+    callee: str
+    verb: str
+    life: int
+    """Of the caller."""
+    on_answer: Callable[[Any], None] | None
+    answered_s: float = 0.0
 
     def serve(self, content: Any) -> None:
         """The call has arrived."""
-        if self._on_answer is not None:
-            self._network.answer(self, content)
+        if self.on_answer is not None:
+            self.network.answer(self, content)
 
     def finish(self, answer: Any) -> None:
         """Tell the caller, once."""
-        on_answer, self._on_answer = self._on_answer, None
-        if on_answer is not None and self._network.links[self.caller].life == self._life:
+        on_answer, self.on_answer = self.on_answer, None
+        if on_answer is not None and self.network.links[self.caller].life == self.life:
             on_answer(answer)
 
     def time_is_up(self, limit_s: float) -> None:
         """Give up, unless a long answer is on its way."""
-        if self._on_answer is None:
+        if self.on_answer is None:
             return
-        network, engine = self._network, self._network.engine
+        network, engine = self.network, self.network.engine
         if engine.now_s < self.answered_s:
             again_s = self.answered_s + limit_s
-            engine.at(again_s, network.run, self.caller, self._life, self.time_is_up, limit_s)
+            engine.at(again_s, network.run, self.caller, self.life, self.time_is_up, limit_s)
         else:
             self.finish(None)

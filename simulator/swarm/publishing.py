@@ -12,13 +12,11 @@ from dipaco.dht.coverage import bucket_count, home_bucket
 from dipaco.dht.records import (
     PROGRESS_LIFE_S,
     RENEWED_AFTER,
-    ClaimState,
     HeldState,
     ModuleRecord,
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
-    Reachability,
     record_life_s,
     refresh_period_s,
 )
@@ -29,26 +27,6 @@ WITHDRAWN_S = 60.0
 
 Standing = dict[str, Any]
 """What records of both kinds say."""
-
-
-def make_standing(
-    state: ClaimState,
-    path: int | None,
-    since_s: float,
-    round_index: int,
-    *,
-    pinned: bool = False,
-    reachable: Reachability = "direct",
-) -> Standing:
-    """Return what a peer says that it does."""
-    return {
-        "state": state,
-        "path": path,
-        "since_s": since_s,
-        "round": round_index,
-        "pinned": pinned,
-        "reachable": reachable,
-    }
 
 
 def peer_record(peer: str, standing: Standing) -> PeerRecord:

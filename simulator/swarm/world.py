@@ -15,7 +15,7 @@ from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.chain_book import ChainBook
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.member.actions import Action, Adopt
+from dipaco.peer.member.actions import Action
 from dipaco.peer.member.events import Event
 
 from .directory import SimulatedDirectory
@@ -24,6 +24,7 @@ from .network import Network
 from .trace import Trace
 
 if TYPE_CHECKING:
+    from .invariants import Invariants
     from .machine import Machine
 
 START_S = 1000.0
@@ -42,30 +43,6 @@ class Decider(Protocol):
 
 
 MakeMember = Callable[["Machine"], Decider]
-
-
-class Watch(Protocol):
-    """Sees what happens; the invariants are one."""
-
-    def started(self, machine: Machine) -> None:
-        """A machine begins to train a path."""
-        ...
-
-    def adopted(self, machine: Machine, action: Adopt, before: str) -> None:
-        """A machine has another anchor of a module; the step of the last one was `before`."""
-        ...
-
-    def published(self, machine: Machine, row: Row) -> None:
-        """A machine has made a contribution."""
-        ...
-
-    def ended(self, machine: Machine, module: str, why: str) -> None:
-        """A machine trains a module no more, or goes back to its anchor."""
-        ...
-
-    def wrong(self, machine: Machine, what: str) -> None:
-        """A member did what the contract of actions and events forbids, or raised."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +89,7 @@ class World:
         """Every step that anybody ever made a state of."""
         self._poisoned: set[str] = set()
         self._made = 0
-        self.watch: Watch
+        self.watch: Invariants
         inner = self.plan.inner
         self.tokens_per_step = inner.batch_sequences * self.plan.model.sequence_length
 
