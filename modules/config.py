@@ -20,9 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from .codecs import CodecName, MeanName
 from .errors import ConfigurationError, nearest_name
 
+CodecName = Literal["float32", "int8", "int4", "int2", "sign", "top64"]
+MeanName = Literal["weighted_mean", "trimmed_mean", "centered_clipping"]
+# Of a module's file everybody waits for the last this long at most, and for a proposal this long.
+LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
 # Settings of `ModelConfig` that runs of before do not have.
@@ -257,11 +260,17 @@ class RoundsConfig(Config):
         description="Where in a round each level ends, in (0, 1], private modules last. "
         "Default: evenly spread, the last at 1.",
     )
-    matchmaking_s: float = Field(
-        2.0, gt=0, description="Seconds after a boundary in which a group forms."
+    gather_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds after a boundary for which a late contribution is waited for. "
+        "Default: a quarter of the round, at most 60.",
     )
-    commit_window_s: float = Field(
-        0.0, ge=0, description="Seconds after a boundary for all attempts; 0: 0.45 of the round."
+    grace_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of silence after which the next peer proposes a step. Default: a "
+        "quarter of gather_s, at most 10.",
     )
     dwell_rounds: int = Field(
         2, ge=1, description="Rounds that a peer stays on a path before it may move on."
@@ -270,17 +279,6 @@ class RoundsConfig(Config):
     validation_sequences: int = Field(
         64, ge=1, description="Sequences scored for a path's published loss, at most."
     )
-    early_stopping: bool = Field(
-        True,
-        description="Keep each path's states with the least held-out loss so far (section 2.7); "
-        "training goes on from the current ones.",
-    )
-    early_stopping_split: Literal["shared", "separate"] = Field(
-        "shared",
-        description="Held-out documents that choose a path's best states. shared: those of the "
-        "published loss; separate: every second one, and the published loss is of the others.",
-    )
-    replication_every_rounds: int = Field(1, ge=1)
     copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")
     save_every_rounds: int = Field(1, ge=1, description="Rounds between saves to disk.")
 
@@ -288,37 +286,39 @@ class RoundsConfig(Config):
     def _check(self) -> Self:
         if self.level_offsets and not all(0 < offset <= 1 for offset in self.level_offsets):
             raise ValueError(f"level_offsets must lie in (0, 1], got {self.level_offsets}")
-        if self.matchmaking_s * 2 > self.window_s:
+        if self.gather_limit_s > self.duration_s / 2:
             raise ValueError(
-                f"matchmaking_s {self.matchmaking_s} does not fit twice into the commit window of "
-                f"{self.window_s:.1f} s; give a longer duration_s or a shorter matchmaking_s"
+                f"gather_s {self.gather_limit_s:g} is more than half of a round of "
+                f"{self.duration_s:g} s; give a longer duration_s or a shorter gather_s"
             )
         return self
 
     @property
-    def window_s(self) -> float:
-        """Seconds after a boundary in which a commit is possible, the default resolved."""
-        return self.commit_window_s or 0.45 * self.duration_s
+    def gather_limit_s(self) -> float:
+        """Seconds after a boundary for which contributions are waited for, resolved."""
+        return self.gather_s or min(LONGEST_GATHER_S, self.duration_s / 4)
+
+    @property
+    def grace_limit_s(self) -> float:
+        """Seconds of silence after which the next peer proposes, resolved."""
+        return self.grace_s or min(LONGEST_GRACE_S, self.gather_limit_s / 4)
 
     def round_at(self, since_start_s: float) -> int:
         """Return the round so many seconds after the run's start; negative before it."""
         return math.floor(since_start_s / self.duration_s)
 
 
-class AveragingConfig(Config):
-    """How outer gradients are sent and averaged ("Weights and the outer step" of the protocol)."""
+class ContributionsConfig(Config):
+    """How outer gradients are written, and how they become one (design 4.2 and 4.3)."""
 
-    codec: CodecName = Field("float16")
-    part_bytes: int = Field(2**19, ge=1024, le=2**21, description="Greatest part on the wire.")
-    clip_multiple: float = Field(
-        10.0,
-        ge=0,
-        description="Greatest norm of a contribution to a part, as a multiple of the group's "
-        "median; 0 is off.",
+    codec: CodecName = Field("int4", description="How outer gradients are encoded.")
+    private_codec: CodecName | None = Field(
+        None, description="The same for modules of one path alone. Default: codec."
     )
-    combine: MeanName = Field(
-        "weighted_mean", description="How the contributions to a part become one."
+    shorten: bool = Field(
+        True, description="Shorten contributions that are longer than the group's median."
     )
+    combine: MeanName = Field("weighted_mean", description="How contributions become one.")
     trim_share: float = Field(
         0.2,
         gt=0,
@@ -332,13 +332,20 @@ class AveragingConfig(Config):
         description="centered_clipping: greatest distance of a path from the median, as a multiple "
         "of the median distance.",
     )
-    check_pieces: int = Field(
-        8,
-        ge=0,
-        le=1024,
-        description="Pieces of 4,096 numbers that each member makes again of what others averaged, "
-        "before it commits; 0 is off.",
-    )
+
+    @property
+    def codecs(self) -> tuple[CodecName, CodecName]:
+        """The codec of shared modules and that of private ones."""
+        return self.codec, self.private_codec or self.codec
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "top64" in self.codecs and self.combine == "trimmed_mean":
+            raise ValueError(
+                "top64 sends few coordinates of each contribution, and a trimmed mean leaves out "
+                "nearly all of them; take another codec or combine"
+            )
+        return self
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

@@ -1,37 +1,35 @@
-"""The outer step: weigh and average outer gradients, then one Nesterov step (DiPaCo Alg. 1).
+"""The outer step: contributions are shortened, weighed and combined, then one Nesterov step.
 
-Everything here gives the same bits on every machine: fp32 on the CPU, each operation rounded by
-itself (no fused multiply-add), sums in canonical order. The averager of the swarm and the
-simulator call the same functions.
+DiPaCo's Algorithm 1 (Douillard et al., 2024) with Eq. 2 and 3. Everything here gives the same bits
+on every machine: fp32 on the CPU, each operation rounded by itself (no fused multiply-add), sums
+in the order of the rows. A peer and the simulator call the same functions.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from . import robust_mean
-from .codecs import CODECS, Codec, MeanName
-from .config import OuterConfig
+from .config import ContributionsConfig, OuterConfig
+from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm
 from .errors import IntegrityError
+from .grid import PRIVATE_LEVEL, ModuleLayout
 from .plan import RunPlan, ShardIndex
-from .robust_mean import exact_norm, fp32
+from .robust_mean import fp32
 from .state import ModuleState, PathProgress
 
-# A table with more rows is summed in sections, which a swarm does in two levels. Part of the
-# protocol: with another number a larger group gets other bits.
-SECTION_ROWS = 32
 # What a row may count, as a multiple of the median row or of what a step of the module's busiest
 # path usually has. Machines differ; a contribution can hold the work of several rounds.
 GREATEST_LEAP = 16
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
 GREATEST_OF_MEDIAN, GREATEST_OF_USUAL = 4, 2
-
+# Values that are combined at a time. Changes no bit.
+PIECE_VALUES = 64 * CHUNK_VALUES
 
 T = TypeVar("T", int, float)
 
@@ -68,16 +66,14 @@ def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
 
 @dataclass(frozen=True)
 class Usual:
-    """What contributions to a module usually are, by its anchor: the same for all that hold it.
+    """What a path usually contributes to a module, by its anchor: the same for all that hold it.
 
     Nobody can check how many tokens another peer has trained, so what is said is measured by what
-    the module has seen. Of a genesis state nothing is known.
+    the module has seen. Of a genesis nothing is known.
     """
 
     tokens: Mapping[int, int] = field(default_factory=dict)
     """For each path that contributed, its tokens in an outer step, on average over all steps."""
-    norms: tuple[float, ...] = ()
-    """Of an outer gradient, in each part. A contribution below them is never clipped."""
 
     @classmethod
     def of(cls, progress: Mapping[int, PathProgress], version: int) -> Usual:
@@ -88,7 +84,7 @@ class Usual:
 def bounded_table(table: Sequence[Contribution], usual: Usual) -> tuple[Contribution, ...]:
     """Return a canonical table in which no row counts more than is credible.
 
-    Its rows are what weights, certificates and a state's counts are made of. A row counts up to
+    Its rows are what weights and a state's counts are made of. A row counts up to
     `GREATEST_LEAP` times the median of all rows' tokens, or the usual tokens of the path with the
     most, whichever is more. A row that is alone is measured by the usual ones only, and cannot be
     measured at all with a genesis state.
@@ -105,16 +101,6 @@ def _lower_median(values: Sequence[T]) -> T:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def sections(rows: int, greatest: int = SECTION_ROWS) -> tuple[range, ...]:
-    """Return the rows of a table, in order, in as few sections as hold at most `greatest` each.
-
-    Their sizes differ by one at most.
-    """
-    count = max(1, -(-rows // greatest))
-    bounds = [index * rows // count for index in range(count + 1)]
-    return tuple(itertools.starmap(range, itertools.pairwise(bounds)))
-
-
 def outer_gradient(anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return anchor minus local, both flat fp32 [size]: what inner training changed, negated."""
     return anchor - local
@@ -124,85 +110,31 @@ UNKNOWN = Usual()
 
 
 @dataclass(frozen=True)
-class AveragingRule:
-    """How a group makes one average of its contributions: codec, weights, combining.
+class OuterRule:
+    """How the state after a step is computed from the files that its rows name.
 
-    One value for the swarm's averagers, for a peer that is alone in its group and for the
-    simulator, so that all of them compute the same bits. `shard_sequences` are the sequences of
-    each path's shard; None weighs paths alike. `section_rows` is another number in tests alone.
-
-    The vector is cut into parts of `part_bytes` at most, whoever reduces them. In each part a
-    contribution's norm is at most `clip_multiple` times the median of its section (0: no limit),
-    so that a thousandfold gradient is an ordinary one. What is left is combined by `mean`. A robust
-    mean needs all contributions to a part in one place, so that there are no sections.
+    One value for peers and the simulator, so that all of them compute the same bits.
+    `shard_sequences` are the sequences of each path's shard; None weighs paths alike.
     """
 
-    codec: Codec
+    contributions: ContributionsConfig
+    outer: OuterConfig
     shard_sequences: Mapping[int, int] | None = None
-    section_rows: int = SECTION_ROWS
-    part_bytes: int = 2**19
-    clip_multiple: float = 10.0
-    momentum: float = 0.9
-    """Of the outer step."""
-    mean: MeanName = "weighted_mean"
-    trim_share: float = 0.2
-    centre_multiple: float = 2.0
-    check_pieces: int = 0
-    """Pieces of others' averages that a member makes again before it commits."""
+    piece_values: int = PIECE_VALUES
+    """Another number in tests alone; a multiple of `CHUNK_VALUES`."""
 
     @classmethod
-    def of(cls, plan: RunPlan, index: ShardIndex) -> AveragingRule:
-        """Return the rule of a run."""
-        sizes = {shard.path: shard.train_sequences for shard in index.paths}
-        return cls(
-            CODECS[plan.averaging.codec],
-            sizes if plan.outer.shard_weights else None,
-            part_bytes=plan.averaging.part_bytes,
-            clip_multiple=plan.averaging.clip_multiple,
-            momentum=plan.outer.momentum,
-            mean=plan.averaging.combine,
-            trim_share=plan.averaging.trim_share,
-            centre_multiple=plan.averaging.centre_multiple,
-            check_pieces=plan.averaging.check_pieces,
-        )
+    def of(cls, plan: RunPlan, index: ShardIndex | None) -> OuterRule:
+        """Return the rule of a run. Without the index of its shards only codecs can be asked."""
+        sizes = None
+        if index is not None and plan.outer.shard_weights:
+            sizes = {shard.path: shard.train_sequences for shard in index.paths}
+        return cls(plan.contributions, plan.outer, sizes)
 
-    @property
-    def is_robust(self) -> bool:
-        """Whether a part's contributions are more than summed."""
-        return self.mean != "weighted_mean"
-
-    def rows_of_a_section(self, rows: int) -> int:
-        """Return how many rows a section of a table with so many rows has at most."""
-        return rows if self.is_robust else self.section_rows
-
-    def part_sizes(self, values: int) -> tuple[int, ...]:
-        """Return how many values each part of a vector has."""
-        return self.codec.part_sizes(values, self.part_bytes)
-
-    def usual(self, anchor: ModuleState) -> Usual:
-        """Return what contributions to a module usually are.
-
-        A gradient that comes again and again becomes a momentum of 1 / (1 - mu) times its norm,
-        so the usual norm is that of the momentum times (1 - mu).
-        """
-        tokens = Usual.of(anchor.progress, anchor.version).tokens
-        if not self.clip_multiple:
-            return Usual(tokens)
-        parts = anchor.momentum.split(self.part_sizes(anchor.momentum.numel()))
-        return Usual(tokens, tuple((1.0 - self.momentum) * exact_norm(part) for part in parts))
-
-    def scales(self, norms: Sequence[float], usual_norm: float = 0.0) -> tuple[float, ...]:
-        """Return what the contributions of a section to one part are multiplied by; mostly 1.
-
-        The median is the lower one of the norms above 0: of two contributions the smaller is the
-        measure. So that who contributes next to nothing does not silence the others, a norm up to
-        `usual_norm` is always admitted.
-        """
-        above = [norm for norm in norms if norm > 0.0]
-        if not self.clip_multiple or len(above) < 2:
-            return (1.0,) * len(norms)
-        most = max(self.clip_multiple * _lower_median(above), usual_norm)
-        return tuple(1.0 if norm <= most else most / norm for norm in norms)
+    def codec_of(self, module: str) -> Codec:
+        """Return how contributions to a module are written."""
+        shared, private = self.contributions.codecs
+        return CODECS[private if module.startswith(PRIVATE_LEVEL) else shared]
 
     def weights(self, table: Sequence[Contribution], usual: Usual = UNKNOWN) -> tuple[float, ...]:
         """Return the weight of each row of a canonical table; together they are 1.
@@ -240,190 +172,100 @@ class AveragingRule:
             for row, tokens in zip(table, counted, strict=True)
         )
 
-    def clip(
+    def scales(self, norms: Sequence[float]) -> tuple[float, ...]:
+        """Return what each contribution of a step is multiplied by; 1 for at least half of them.
+
+        What is longer than the median is shortened to it. The median is the lower one of the norms
+        above 0: of two contributions the smaller is the measure.
+        """
+        above = [norm for norm in norms if norm > 0.0]
+        if not self.contributions.shorten or len(above) < 2:
+            return (1.0,) * len(norms)
+        most = _lower_median(above)
+        return tuple(1.0 if norm <= most else most / norm for norm in norms)
+
+    def step(
         self,
-        contributions: Sequence[torch.Tensor],
-        usual_norm: float = 0.0,
-        norms: Sequence[float] | None = None,
-    ) -> None:
-        """Scale down, in place, what is too great among a section's contributions to one part.
-
-        `norms` are those of the contributions, if they are known.
-        """
-        if not self.clip_multiple or len(contributions) < 2:
-            return
-        if norms is None:
-            norms = [exact_norm(part) for part in contributions]
-        self.scale(contributions, norms, usual_norm)
-
-    def scale(
-        self, contributions: Sequence[torch.Tensor], norms: Sequence[float], usual_norm: float
-    ) -> None:
-        """Scale down, in place, contributions to a part, or pieces of them, by the parts' norms."""
-        _scale(contributions, self.scales(norms, usual_norm))
-
-    def combine_section(
-        self,
-        contributions: Sequence[torch.Tensor],
-        weights: Sequence[float],
-        paths: Sequence[int],
-    ) -> torch.Tensor:
-        """Return what one section's contributions to one part come to, in canonical order.
-
-        With a robust mean that is the average of all, or the weighted mean where fewer than three
-        contribute; otherwise it is the section's weighted sum.
-        """
-        if not self.is_robust or len(contributions) < robust_mean.LEAST_VOTERS:
-            return self.sum_section(zip(contributions, weights, strict=True))
-
-        def mean(values: Sequence[torch.Tensor], votes: Sequence[float]) -> torch.Tensor:
-            if self.mean == "trimmed_mean":
-                return robust_mean.trimmed_mean(values, votes, self.trim_share)
-            return robust_mean.centered_clipping(values, votes, self.centre_multiple)
-
-        return robust_mean.of_paths(contributions, weights, paths, mean)
-
-    def combine(
-        self, contributions: Iterable[torch.Tensor], weights: Sequence[float]
-    ) -> torch.Tensor:
-        """Return the weighted mean of contributions, or of one part of each, in canonical order.
-
-        They are as their receivers see them, flat fp32 of one shape. The rows of each section are
-        summed in order, then the sections. Raises ValueError when contributions and weights differ
-        in number.
-        """
-        rows = zip(contributions, weights, strict=True)
-        sums = (
-            self.sum_section(itertools.islice(rows, len(section)))
-            for section in sections(len(weights), self.section_rows)
-        )
-        total = self.add_sections(sums)
-        next(rows, None)  # Raises if contributions are left.
-        return total
-
-    def sum_section(self, rows: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
-        """Return the weighted sum of one section's contributions, in new memory.
-
-        Weights are rounded to fp32 first; product and sum are rounded separately.
-        """
-        total: torch.Tensor | None = None
-        for contribution, weight in rows:
-            if total is None:
-                total = torch.zeros_like(contribution)
-            total.add_(contribution.mul(fp32(weight)))
-        if total is None:
-            raise ValueError("nothing to combine")
-        return total
-
-    def add_sections(self, sums: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the sections' sums, in order, in the memory of the first."""
-        total: torch.Tensor | None = None
-        for section_sum in sums:
-            total = section_sum if total is None else total.add_(section_sum)
-        if total is None:
-            raise ValueError("nothing to combine")
-        return total
-
-    def average(
-        self,
-        gradients: Sequence[torch.Tensor],
+        state: ModuleState,
+        files: Sequence[Data],
         table: Sequence[Contribution],
-        usual: Usual = UNKNOWN,
-    ) -> torch.Tensor:
-        """Return what every member of a group holds after the all-reduce of its gradients.
+        round_index: int,
+        paths: Collection[int] | None = None,
+    ) -> ModuleState:
+        """Return the state after one outer step; `state` is kept.
 
-        `gradients` are flat fp32, in the order of the bounded table; each is taken twice. Each
-        passes through the codec, and so does the average (design 4.3). Called by the simulator and
-        by a peer that is alone in its group; the swarm's averager does the same in parts. A robust
-        mean takes the memory of all gradients.
+        `table` are the step's rows in canonical order, `files` the checked contributions of these.
+        The average is multiplied by the root of the number of contributing paths (section 2.7);
+        replicas of a path count once. Given the module's `paths`, rows of other paths raise
+        ValueError. Raises `IntegrityError` when a number is not finite.
         """
-        scales = iter(self._scales_of(gradients, usual))
-
-        def received() -> Iterator[torch.Tensor]:
-            for gradient in gradients:
-                contribution = self.codec.round_trip(gradient)
-                _scale(self._parts(contribution), next(scales, ()))
-                yield contribution
-
-        weights = self.weights(table, usual)
-        if not self.is_robust:
-            return self.codec.round_trip(self.combine(received(), weights))
-        parts = zip(*map(self._parts, received()), strict=True)
-        paths = [row.path for row in table]
-        average = torch.cat([self.combine_section(part, weights, paths) for part in parts])
-        return self.codec.round_trip(average)
-
-    def _scales_of(
-        self, gradients: Sequence[torch.Tensor], usual: Usual
-    ) -> list[tuple[float, ...]]:
-        """Return what the parts of each gradient are multiplied by; nothing if by 1 for certain."""
-        scales: list[tuple[float, ...]] = []
-        if not self.clip_multiple or len(gradients) < 2:
-            return scales
-        for section in sections(len(gradients), self.rows_of_a_section(len(gradients))):
-            received = (self.codec.round_trip(gradients[row]) for row in section)
-            norms = [[exact_norm(part) for part in self._parts(one)] for one in received]
-            of_parts = zip(*norms, strict=True)
-            usual_norms = usual.norms or itertools.repeat(0.0)
-            scales += zip(*map(self.scales, of_parts, usual_norms), strict=True)
-        return scales
-
-    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split(self.part_sizes(flat.numel()))
-
-
-def outer_step(
-    state: ModuleState,
-    average: torch.Tensor,
-    table: Sequence[Contribution],
-    config: OuterConfig,
-    round_index: int,
-    *,
-    paths: Collection[int] | None = None,
-) -> ModuleState:
-    """Return the state after one Nesterov step on the averaged outer gradient; inputs are kept.
-
-    `average` is flat fp32 [size], `table` the canonical rows that went into it. With rescaling
-    the average is multiplied by the root of the number of contributing paths (section 2.7);
-    replicas of a path count once. The learning rate is that of the state's version. Given the
-    module's `paths`, rows of other paths raise ValueError. Raises `IntegrityError` when a number
-    is not finite or the size is wrong.
-    """
-    if average.shape != state.parameters.shape or average.dtype != torch.float32:
-        raise IntegrityError(
-            f"the average for {state.module} has {average.numel()} numbers of {average.dtype}, "
-            f"not {state.layout.size} of fp32"
+        rows = bounded_table(canonical_table(table), Usual.of(state.progress, state.version))
+        contributing = {row.path for row in rows}
+        if paths is not None and not contributing <= set(paths):
+            raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
+        combine = self._combination(state, files, rows)
+        root = fp32(math.sqrt(len(contributing))) if self.outer.sqrt_paths_rescaling else None
+        mu = fp32(self.outer.momentum)
+        rate = fp32(outer_learning_rate(self.outer, state.version))
+        parameters, momentum = torch.empty_like(state.parameters), torch.empty_like(state.momentum)
+        for begin in range(0, parameters.numel(), self.piece_values):
+            end = min(begin + self.piece_values, parameters.numel())
+            gradient = combine(begin, end)
+            if root is not None:
+                gradient.mul_(root)
+            kept = torch.mul(state.momentum[begin:end], mu, out=momentum[begin:end]).add_(gradient)
+            change = kept.mul(mu).add_(gradient).mul_(rate)
+            torch.sub(state.parameters[begin:end], change, out=parameters[begin:end])
+            if not bool(torch.isfinite(parameters[begin:end]).all() and torch.isfinite(kept).all()):
+                raise IntegrityError(f"an outer step of {state.module} gave no finite numbers")
+        return ModuleState(
+            module=state.module,
+            version=state.version + 1,
+            parameters=parameters,
+            momentum=momentum,
+            progress=advanced_progress(state.progress, rows, round_index),
+            layout=state.layout,
         )
-    contributing = {row.path for row in table}
-    if paths is not None and not contributing <= set(paths):
-        raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
-    gradient = average
-    if config.sqrt_paths_rescaling:
-        gradient = average.mul(fp32(math.sqrt(len(contributing))))
-    momentum = state.momentum.mul(fp32(config.momentum)).add_(gradient)
-    step = momentum.mul(fp32(config.momentum)).add_(gradient)
-    rate = outer_learning_rate(config, state.version)
-    parameters = state.parameters.sub(step.mul_(fp32(rate)))
-    if not bool(torch.isfinite(parameters).all() and torch.isfinite(momentum).all()):
-        raise IntegrityError(f"the outer step of {state.module} gave numbers that are not finite")
-    return ModuleState(
-        module=state.module,
-        version=state.version + 1,
-        parameters=parameters,
-        momentum=momentum,
-        progress=advanced_progress(state.progress, table, round_index),
-        layout=state.layout,
-    )
+
+    def _combination(
+        self, state: ModuleState, files: Sequence[Data], rows: Sequence[Contribution]
+    ) -> Callable[[int, int], torch.Tensor]:
+        """Return what gives the combined contributions from one value to another, in new memory."""
+        codec, values = self.codec_of(state.module), state.layout.size
+        weights = self.weights(rows, Usual.of(state.progress, state.version))
+        norms = [0.0] * len(files)
+        if self.contributions.shorten and len(files) > 1:
+            norms = [contribution_norm(codec, data, values) for data in files]
+        scales = self.scales(norms)
+        mean = self._robust_mean() if len(files) >= robust_mean.LEAST_VOTERS else None
+        paths = [row.path for row in rows]
+
+        def combine(begin: int, end: int) -> torch.Tensor:
+            pieces = (codec.decode(data, values, begin, end) for data in files)
+            if mean is not None:
+                scaled = [p.mul_(fp32(s)) for p, s in zip(pieces, scales, strict=True)]
+                return robust_mean.of_paths(scaled, weights, paths, mean).clone()
+            total = torch.zeros(end - begin)
+            for piece, weight, scale in zip(pieces, weights, scales, strict=True):
+                total.add_(piece.mul_(fp32(weight * scale)))
+            return total
+
+        return combine
+
+    def _robust_mean(self) -> robust_mean.Mean | None:
+        config = self.contributions
+        if config.combine == "trimmed_mean":
+            return lambda values, votes: robust_mean.trimmed_mean(values, votes, config.trim_share)
+        if config.combine == "centered_clipping":
+            return lambda values, votes: robust_mean.centered_clipping(
+                values, votes, config.centre_multiple
+            )
+        return None
 
 
-def coasted(state: ModuleState, config: OuterConfig) -> ModuleState:
-    """Return what one more outer step without a gradient would make of a state's parameters.
-
-    Whoever is offered a state scores this one too: parameters can be harmless and the momentum
-    not. Not for training: version, momentum and progress stay, and nothing is checked.
-    """
-    rate = outer_learning_rate(config, state.version) * config.momentum**2
-    return replace(state, parameters=state.parameters - rate * state.momentum)
+def greatest_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
+    """Return how long a contribution to a module of this layout is."""
+    return codec.file_bytes(layout.size)
 
 
 def outer_learning_rate(config: OuterConfig, version: int) -> float:
@@ -468,10 +310,3 @@ def advanced_progress(
         last_round = max(before.last_round, round_index)
         advanced[row.path] = PathProgress(before.tokens + row.tokens, last_round)
     return advanced
-
-
-def _scale(tensors: Iterable[torch.Tensor], scales: Iterable[float]) -> None:
-    """Multiply each tensor, in place, by its scale; 1 changes no bit."""
-    for tensor, scale in zip(tensors, scales, strict=False):
-        if scale != 1.0:
-            tensor.mul_(fp32(scale))

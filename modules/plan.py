@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from .config import (
-    AveragingConfig,
     Config,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
@@ -32,7 +32,7 @@ from .config import (
 from .files import canonical_json
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 def protocol_remedy(theirs: int, ours: int = PROTOCOL_VERSION) -> str:
@@ -136,7 +136,7 @@ class RunPlan(Config):
     inner: InnerConfig
     outer: OuterConfig
     rounds: RoundsConfig
-    averaging: AveragingConfig
+    contributions: ContributionsConfig
     routing: RoutingPlan
     blobs: RunBlobs
     mirrors: tuple[Mirror, ...] = Field(
@@ -151,6 +151,15 @@ class RunPlan(Config):
         pattern=r"^[0-9a-f]{16}$",
         description="The run whose invitations count here too; None for this run's own.",
     )
+
+    @model_validator(mode="after")
+    def _check_codec(self) -> Self:
+        if "top64" in self.contributions.codecs and self.outer.momentum > 0:
+            raise ValueError(
+                "the codec top64 keeps what it does not send, and with outer momentum that is "
+                "applied twice; set outer.momentum = 0 or take another codec"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_admission(self) -> Self:

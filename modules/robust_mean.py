@@ -1,6 +1,6 @@
 """Robust means: averages that a few of many contributions can move only so far (design 4.3).
 
-Called by `dipaco.modules.outer.AveragingRule` for one part of each contribution. Everything gives
+Everything gives
 the same bits on every machine: fp32 on the CPU, each operation rounded by itself, in the order of
 the rows.
 
@@ -18,12 +18,12 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from .codecs import BLOCK_VALUES
+from .contributions import CHUNK_VALUES
 
 # Numbers that are sorted at a time, so that 256 contributions need 50 MB.
 SORTED_VALUES = 2**14
 # Centered clipping measures distances in blocks of so many numbers of a part. Part of the protocol.
-MEASURED_VALUES = BLOCK_VALUES
+MEASURED_VALUES = CHUNK_VALUES
 LEAST_VOTERS = 3
 
 Mean = Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]

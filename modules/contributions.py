@@ -1,0 +1,364 @@
+"""Contributions: how an outer gradient becomes a file, and what everybody reads in it (design 4.2).
+
+Encoding need not be reproducible, decoding is: small integers times an fp32 scale, one rounding.
+A file has no header. Its length follows from the number of values, its kind from the manifest. The
+scales of all blocks come first (as the upper half of fp32), then the codes; any range of whole
+chunks of `CHUNK_VALUES` can be decoded alone. The format is described in `docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from .config import CodecName
+from .errors import IntegrityError
+
+Data = bytes | bytearray | memoryview
+"""Anything with a buffer, such as a mapped file."""
+
+CHUNK_VALUES = 4096
+KEPT_OF_A_CHUNK = 64
+# No honest scale is greater; the greatest code times it is far below what fp32 can hold.
+GREATEST_SCALE = 2.0**100
+# Values that are encoded at a time.
+_PIECE_VALUES = 2**18
+
+
+class Codec(ABC):
+    """One way to write numbers. `values` is always how many a whole file has."""
+
+    name: CodecName
+    block_values: int
+    """Values that share a scale; divides `CHUNK_VALUES`."""
+    bits: float
+    """Of a code, on average over the values."""
+    feedback_decay: float | None = None
+    """What is left of the lost part in the next contribution; None: nothing is kept."""
+
+    def blocks(self, values: int) -> int:
+        """Return how many scales a file has."""
+        return -(-values // self.block_values)
+
+    def file_bytes(self, values: int) -> int:
+        """Return how long every file of so many values is."""
+        return 2 * self.blocks(values) + self._code_bytes(values)
+
+    def _code_bytes(self, values: int) -> int:
+        return self._padded(values) * int(self.bits) // 8
+
+    def _padded(self, values: int) -> int:
+        return self.blocks(values) * self.block_values
+
+    def encode(self, flat: torch.Tensor) -> bytes:
+        """Return the file of a flat fp32 tensor of finite numbers."""
+        scales, codes = [], []
+        for piece in flat.split(_PIECE_VALUES):
+            padding = self._padded(piece.numel()) - piece.numel()
+            blocks = torch.nn.functional.pad(piece, (0, padding)).view(-1, self.block_values)
+            scale = _upper_half(self._scales(blocks))
+            scales.append(scale)
+            codes.append(self._codes(blocks, _fp32_of(scale)))
+        return b"".join(part.tobytes() for part in (*scales, *codes))
+
+    def check(self, data: Data, values: int) -> None:
+        """Check that a file may be decoded. Raises `IntegrityError`."""
+        expected = self.file_bytes(values)
+        if len(data) != expected:
+            raise IntegrityError(
+                f"a contribution of {values} values has {expected} bytes, not {len(data)}"
+            )
+        scales = _fp32_of(np.frombuffer(data, "<u2", self.blocks(values)))
+        # Also false of what is not a number.
+        if not bool(((scales >= 0) & (scales <= GREATEST_SCALE)).all()):
+            raise IntegrityError("a contribution has a scale that no encoding gives")
+
+    def decode(
+        self, data: Data, values: int, begin: int = 0, end: int | None = None
+    ) -> torch.Tensor:
+        """Return the values from `begin` to `end`, flat fp32 in new memory.
+
+        `begin` is a multiple of `CHUNK_VALUES`, and so is `end` unless it is `values`. The file was
+        checked.
+        """
+        end = values if end is None else end
+        first, last = begin // self.block_values, -(-end // self.block_values)
+        scales = _fp32_of(np.frombuffer(data, "<u2", last - first, 2 * first))
+        where = 2 * self.blocks(values)
+        numbers = self._numbers(data, where, first, last).view(last - first, self.block_values)
+        return numbers.mul_(scales.unsqueeze(1)).view(-1)[: end - begin]
+
+    @abstractmethod
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the scale of each block of values [blocks, block_values]."""
+
+    @abstractmethod
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        """Return the codes of blocks by their scales, as bytes."""
+
+    @abstractmethod
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        """Return the integers of some blocks, as fp32 in new memory; codes begin at `where`."""
+
+
+class Float32(Codec):
+    """The numbers themselves: for tests, and as what others are measured by."""
+
+    name: CodecName = "float32"
+    block_values = CHUNK_VALUES
+    bits = 32
+
+    def file_bytes(self, values: int) -> int:
+        return 4 * values
+
+    def encode(self, flat: torch.Tensor) -> bytes:
+        return flat.numpy().astype("<f4", copy=False).tobytes()
+
+    def check(self, data: Data, values: int) -> None:
+        if len(data) != 4 * values:
+            raise IntegrityError(f"{values} values have {4 * values} bytes, not {len(data)}")
+        if not bool(np.isfinite(np.frombuffer(data, "<f4")).all()):
+            raise IntegrityError("a contribution has numbers that are not finite")
+
+    def decode(
+        self, data: Data, values: int, begin: int = 0, end: int | None = None
+    ) -> torch.Tensor:
+        end = values if end is None else end
+        return torch.from_numpy(np.frombuffer(data, "<f4", end - begin, 4 * begin).astype("f4"))
+
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("there are no scales")
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        raise AssertionError("there are no codes")
+
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        raise AssertionError("there are no codes")
+
+
+class Int8(Codec):
+    """Blocks of 256, the greatest of a block is 127."""
+
+    name: CodecName = "int8"
+    block_values = 256
+    bits = 8
+
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.abs().amax(1).div_(127)
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        return _rounded(blocks, scales, 127).to(torch.int8).numpy()
+
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        count, begin = (last - first) * self.block_values, where + first * self.block_values
+        return torch.from_numpy(np.frombuffer(data, np.int8, count, begin).astype("f4"))
+
+
+class Int4(Codec):
+    """Blocks of 64, the greatest of a block is 7; two codes a byte, each 8 more than its number."""
+
+    name: CodecName = "int4"
+    block_values = 64
+    bits = 4
+
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.abs().amax(1).div_(7)
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        return _packed(_rounded(blocks, scales, 7).add_(8).to(torch.uint8).numpy(), 4)
+
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        return _unpacked(data, where, first, last, self.block_values, _TABLES[4])
+
+
+class Int2(Codec):
+    """Blocks of 128; a code is -3, -1, 1 or 3 times half the root mean square."""
+
+    name: CodecName = "int2"
+    block_values = 128
+    bits = 2
+    feedback_decay = 1.0
+
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.square().mean(1).sqrt_().mul_(0.5)
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        return _packed(_odd_codes(blocks, scales.unsqueeze(1)), 2)
+
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        return _unpacked(data, where, first, last, self.block_values, _TABLES[2])
+
+
+class Sign(Codec):
+    """Blocks of 128; every value becomes the mean of their absolutes, with its sign."""
+
+    name: CodecName = "sign"
+    block_values = 128
+    bits = 1
+    feedback_decay = 1.0
+
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.abs().mean(1)
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        return np.packbits((blocks >= 0).numpy().reshape(-1), bitorder="little")
+
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        return _unpacked(data, where, first, last, self.block_values, _TABLES[1])
+
+
+class Top64(Codec):
+    """The 64 greatest of each chunk of 4,096, as -3, -1, 1 or 3 times half their mean; the rest
+    is 0. Places of 12 bits come first, ascending, then codes of 2 bits."""
+
+    name: CodecName = "top64"
+    block_values = CHUNK_VALUES
+    bits = KEPT_OF_A_CHUNK * 14 / CHUNK_VALUES
+    feedback_decay = 0.95
+    _place_bytes = KEPT_OF_A_CHUNK * 12 // 8
+    _chunk_bytes = KEPT_OF_A_CHUNK * 14 // 8
+
+    def _code_bytes(self, values: int) -> int:
+        return self.blocks(values) * self._chunk_bytes
+
+    def check(self, data: Data, values: int) -> None:
+        super().check(data, values)
+        for first in range(0, self.blocks(values), 256):
+            last = min(first + 256, self.blocks(values))
+            places, _ = self._entries(data, 2 * self.blocks(values), first, last)
+            if not bool((places[:, 1:] > places[:, :-1]).all()):
+                raise IntegrityError("the places of a contribution are not in order")
+
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.abs().topk(KEPT_OF_A_CHUNK, dim=1).values.mean(1).mul_(0.5)
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+        places = blocks.abs().topk(KEPT_OF_A_CHUNK, dim=1).indices.sort(dim=1).values
+        codes = _odd_codes(blocks.gather(1, places), scales.unsqueeze(1))
+        pairs = places.numpy().astype(np.uint32).reshape(len(blocks), -1, 2)
+        whole = pairs[..., 0] | pairs[..., 1] << 12
+        split = np.stack([whole & 255, whole >> 8 & 255, whole >> 16], -1).astype(np.uint8)
+        packed = _packed(codes, 2).reshape(len(blocks), -1)
+        return np.concatenate([split.reshape(len(blocks), -1), packed], 1)
+
+    def _entries(
+        self, data: Data, where: int, first: int, last: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places [chunks, 64] and the integers at them."""
+        count, begin = (last - first) * self._chunk_bytes, where + first * self._chunk_bytes
+        chunks = np.frombuffer(data, np.uint8, count, begin).reshape(-1, self._chunk_bytes)
+        split = chunks[:, : self._place_bytes].reshape(len(chunks), -1, 3).astype(np.int64)
+        whole = split[..., 0] | split[..., 1] << 8 | split[..., 2] << 16
+        places = np.stack([whole & 4095, whole >> 12], -1).reshape(len(chunks), -1)
+        numbers = _TABLES[2][chunks[:, self._place_bytes :]].reshape(len(chunks), -1)
+        return torch.from_numpy(places), torch.from_numpy(numbers)
+
+    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
+        places, numbers = self._entries(data, where, first, last)
+        return torch.zeros(last - first, CHUNK_VALUES).scatter_(1, places, numbers).view(-1)
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Float32(), Int8(), Int4(), Int2(), Sign(), Top64())
+}
+
+
+def publish(
+    gradient: torch.Tensor, codec: Codec, error: torch.Tensor | None = None
+) -> tuple[bytes, torch.Tensor | None]:
+    """Return the file of an outer gradient, flat fp32, and what the encoding lost, as bf16.
+
+    `error` is what the last one lost: it is added first. With a codec that needs no error feedback
+    nothing is kept, and `error` is ignored.
+    """
+    if codec.feedback_decay is None:
+        return codec.encode(gradient), None
+    values = gradient.numel()
+    wanted = gradient
+    if error is not None:
+        wanted = gradient.add(error.float(), alpha=codec.feedback_decay)
+    data = codec.encode(wanted)
+    lost = torch.empty(values, dtype=torch.bfloat16)
+    for begin in range(0, values, _PIECE_VALUES):
+        end = min(begin + _PIECE_VALUES, values)
+        lost[begin:end] = wanted[begin:end] - codec.decode(data, values, begin, end)
+    return data, lost
+
+
+def contribution_norm(codec: Codec, data: Data, values: int) -> float:
+    """Return the L2 norm of a file's values, the same bits on every machine.
+
+    Squares of fp32 numbers are exact in fp64. Of each chunk they are added in halves, so that the
+    order is the same however wide a machine's vectors are; the chunks are added exactly.
+    """
+    sums: list[float] = []
+    for begin in range(0, values, _PIECE_VALUES):
+        end = min(begin + _PIECE_VALUES, values)
+        piece = codec.decode(data, values, begin, end).double()
+        piece = torch.nn.functional.pad(piece, (0, -piece.numel() % CHUNK_VALUES))
+        squares = piece.mul_(piece).view(-1, CHUNK_VALUES)
+        while (width := squares.shape[1]) > 1:
+            squares = squares[:, : width // 2] + squares[:, width // 2 :]
+        sums += squares.view(-1).tolist()
+    return math.sqrt(math.fsum(sums))
+
+
+# -- bits
+
+
+def _table(bits: int, numbers: list[int]) -> np.ndarray:
+    """Return the fp32 numbers [256, codes] that each byte of codes stands for, lowest bits first."""
+    codes = 8 // bits
+    return np.array(
+        [[numbers[byte >> bits * k & 2**bits - 1] for k in range(codes)] for byte in range(256)],
+        dtype=np.float32,
+    )
+
+
+_TABLES = {
+    1: _table(1, [-1, 1]),
+    2: _table(2, [-3, -1, 1, 3]),
+    4: _table(4, [code - 8 for code in range(16)]),
+}
+
+
+def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return codes of so many bits as bytes, the first in the lowest bits."""
+    rows = codes.reshape(-1, 8 // bits)
+    packed = rows[:, 0].copy()
+    for k in range(1, 8 // bits):
+        packed |= rows[:, k] << np.uint8(bits * k)
+    return packed
+
+
+def _unpacked(
+    data: Data, where: int, first: int, last: int, block_values: int, table: np.ndarray
+) -> torch.Tensor:
+    block_bytes = block_values // table.shape[1]
+    codes = np.frombuffer(data, np.uint8, (last - first) * block_bytes, where + first * block_bytes)
+    return torch.from_numpy(table[codes]).view(-1)
+
+
+def _rounded(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:
+    """Return the nearest integers of blocks by their scales; 0 where a scale is 0."""
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    return blocks.mul(inverse.unsqueeze(1)).round_().clamp_(-greatest, greatest)
+
+
+def _odd_codes(values: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+    """Return codes 0 to 3 for the nearest of -3, -1, 1 and 3 times the scales."""
+    greater = (values.abs() > 2 * scales).to(torch.uint8)
+    return torch.where(values >= 0, 2 + greater, 1 - greater).to(torch.uint8).numpy()
+
+
+def _upper_half(scales: torch.Tensor) -> np.ndarray:
+    """Return the upper 16 bits of fp32 scales, rounded to nearest."""
+    clamped = scales.clamp(max=GREATEST_SCALE / 2)
+    return clamped.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").view("<u2")
+
+
+def _fp32_of(halves: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy((halves.astype(np.uint32) << 16).view(np.float32))
