@@ -125,6 +125,10 @@ class StateStore:
         entries = self._entries(module)
         return entries[0].digest if entries else None
 
+    def digests(self, module: str) -> tuple[str, ...]:
+        """Return the digests of a module's states, as the files are named, the newest first."""
+        return tuple(entry.digest for entry in self._entries(module))
+
     def find(self, digest: str) -> Path | None:
         """Return the file of the state with this digest, for serving it."""
         for folder in self._module_folders():
