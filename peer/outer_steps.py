@@ -14,6 +14,7 @@ is done by workers, while the inner loop goes on; each reports its outcome as an
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import mmap
@@ -34,7 +35,6 @@ from dipaco.modules.errors import (
     IntegrityError,
     StorageError,
 )
-from dipaco.modules.files import sha256_of_bytes
 from dipaco.modules.state import ModuleState
 
 from .interfaces import Report
@@ -161,7 +161,7 @@ class OuterSteps:
                 snapshot.path,
                 node.me,
                 claimed_tokens(node.plan, snapshot.tokens, action.round_index),
-                sha256_of_bytes(data),
+                hashlib.sha256(data).hexdigest(),
                 len(data),
             ),
             node.identity.key,
