@@ -52,7 +52,7 @@ def test_the_paper_s_setting() -> None:
     assert {level.codec for level in figures.levels} == {"int4"}
     assert figures.codecs["float32"].moved_bytes == 4 * (15 * shared + 2 * private)
     assert figures.moved_bytes == figures.codecs["int4"].moved_bytes
-    assert figures.codecs["int4"].bytes_a_parameter == pytest.approx(0.52, abs=0.01)
+    assert figures.codecs["int4"].bytes_a_parameter == pytest.approx(0.52, abs=0.02)
 
 
 def test_the_readme_shows_these_figures() -> None:
