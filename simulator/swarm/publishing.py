@@ -83,9 +83,8 @@ class Publishing:
         }
         for key, content in said.items():
             self._write(key, content, self._life_s)
-        for key in [key for key in self._said if key not in said]:
-            if not key.startswith("progress/"):
-                self._say_goodbye(key)
+        for key in [key for key in self._said if key not in said and key[:9] != "progress/"]:
+            self._say_goodbye(key)
         entries: dict[str, list[ProgressEntry]] = {}
         for trained, entry in sorted(progress.items()):
             entries.setdefault(f"progress/{trained % self._buckets}", []).append(entry)
@@ -113,15 +112,13 @@ class Publishing:
     def _say_goodbye(self, key: str) -> None:
         """Who looks there learns that this peer did not crash; what it only held is withdrawn."""
         _, record, _ = self._said.pop(key)
-        directory = self._world.directory
+        gone, life_s = None, WITHDRAWN_S
         if isinstance(record, PeerRecord):
-            gone = record.model_copy(update={"state": "leaving"})
-            directory.write(self._peer, key, gone, self._life_s)
+            gone, life_s = record.model_copy(update={"state": "leaving"}), self._life_s
         elif record.state in ("joining", "training"):
             gone = record.model_copy(update={"state": "leaving", "held": None})
-            directory.write(self._peer, key, gone, self._life_s)
-        else:
-            directory.write(self._peer, key, None, WITHDRAWN_S)
+            life_s = self._life_s
+        self._world.directory.write(self._peer, key, gone, life_s)
 
     def withdraw(self) -> None:
         """Leave, and say so in every record: how far paths are stays."""
