@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dipaco.modules.config import (
-    AveragingConfig,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
@@ -29,7 +29,7 @@ def make_plan(
         "inner": InnerConfig(batch_sequences=2),
         "outer": OuterConfig(),
         "rounds": RoundsConfig(duration_s=duration_s),
-        "averaging": AveragingConfig(),
+        "contributions": ContributionsConfig(),
         "routing": RoutingPlan(),
         "blobs": RunBlobs(tokenizer="1" * 64, router="2" * 64, base="3" * 64, shards="4" * 64),
         **fields,
