@@ -44,16 +44,24 @@ class Horizon:
         """Of paths that could not be begun: when that was tried last, and how often in vain."""
         self._tried: set[int] = set()
         """Paths that could not be begun since this member wants one."""
+        self._sampled: tuple[int, ...] = ()
+        self._outlook: SwarmView | None = None
+
+    @property
+    def choice(self) -> SwarmView:
+        """The view that a path is chosen by: with the buckets that were sampled."""
+        return self._outlook or self._known.view
 
     @property
     def is_whole(self) -> bool:
         """Whether all paths are in sight anyway."""
         return self._count == 1
 
-    def watch(self, *wanted: int | None) -> None:
-        """Have read what a peer needs that trains or is to train these, before anything else."""
+    def watch(self, wanted: tuple[int | None, ...], followed: Collection[str]) -> None:
+        """Have read what a peer needs that trains or is to train these paths and follows these
+        modules besides, before anything else."""
         known = self._known
-        needs = (wanted, tuple(known.held), (self._has_few_neighbours,))
+        needs = (wanted, tuple(followed), (self._has_few_neighbours,))
         if needs == self._needs:
             return
         self._needs = needs
@@ -64,7 +72,7 @@ class Horizon:
             for home in homes:
                 buckets.update(next_buckets(home, self._count))
         modules = {module for path in paths for module in known.grid.modules_of_path(path)}
-        scope = scope_of(modules | frozenset(known.held), buckets, known.grid)
+        scope = scope_of(modules | frozenset(followed), buckets, known.grid)
         if scope != self._scope:
             self._scope = scope
             known.actions.insert(0, Watch(scope))
@@ -88,14 +96,14 @@ class Horizon:
         known = self._known
         if anew and not self.is_whole:
             home = home_bucket(known.me, known.path, self._count)
-            known.sampled = sampled_buckets(known.me, int(known.now_s), home, self._count)
-        known.do(Look(known.sampled))
+            self._sampled = sampled_buckets(known.me, int(known.now_s), home, self._count)
+        known.do(Look(self._sampled))
 
     def better_path(self, rounds_on_path: int) -> Decision | None:
         """Return the path that needs this peer more than its own, of those in sight."""
         known = self._known
         decision = should_move(
-            known.choice,
+            self.choice,
             known.grid,
             known.me,
             rounds_on_path=rounds_on_path,
@@ -144,8 +152,7 @@ class Horizon:
 
     def settle(self) -> None:
         """A path is chosen: what was sampled is looked at no more."""
-        self._known.sampled = ()
-        self._known.outlook = None
+        self._sampled, self._outlook = (), None
 
     def learn(self, view: SwarmView) -> None:
         """Take a new view. Buckets that were sampled count where a path is chosen, alone."""
@@ -153,8 +160,8 @@ class Horizon:
         near = view
         if self._scope is not None:
             near = view.narrowed(self._scope, known.grid)
-        known.outlook = view if near is not view else None
-        known.learn(near)
+        self._outlook = view if near is not view else None
+        known.view, known.has_view = near, True
         self._count_neighbours(near)
 
     def _count_neighbours(self, view: SwarmView) -> None:

@@ -1,97 +1,296 @@
-"""Joining a path: it is claimed, and then what it needs is fetched.
+"""Joining a path (design 4.6): look, claim, look again, give way; then get what the path needs.
 
-Where that cannot be had, a newcomer takes another path, and who moves goes on with its old one.
+What cannot be had is tried again, since a holder that has just gone is ordinary. Where it does not
+come for long, a newcomer takes another path, and a peer that moves goes on with its old one.
 """
 
 from __future__ import annotations
 
-from dipaco.dht.policy import Decision
+import math
+from collections.abc import Callable
+from enum import Enum, auto
 
-from .actions import Wait, Warn
-from .beginning import LIMIT_S, LONGEST_S, Beginning
-from .chains import Chains
-from .claiming import Claiming
+from dipaco.dht.policy import Decision, choose_path, resolve_collision
+
+from .actions import FetchPath, Say, StartPath, Wait, Warn
+from .events import PathFailed, PathReady
 from .horizon import Horizon
 from .knowledge import Knowledge
+from .outer_round import Role
+from .taking import Strand
+
+MAX_LOOKS = 5
+# How long newcomers wait before the second look: not equally long, or they would collide again.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.2, 0.8
+# How long an answer of the swarm, and what a path needs, is waited for before it is given up; and
+# how long by a newcomer that may take another path, and by a peer that has one.
+LIMIT_S, WITH_OTHERS_LIMIT_S, MOVE_LIMIT_S = 300.0, 60.0, 20.0
+# What is on its way is waited for so long: a state may take long on a slow line.
+LONGEST_S, LONGEST_MOVE_ROUNDS = 3600.0, 0.5
+RETRY_S = 3.0
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    CHOOSING = auto()
+    TAKING = auto()
+    SETTLING = auto()
+    CHECKING = auto()
+    FETCHING = auto()
 
 
 class Joining:
     """One path at a time; `has_begun` or `failure` once it is over."""
 
-    def __init__(self, knowledge: Knowledge, horizon: Horizon, chains: Chains) -> None:
-        self._known = knowledge
-        self._horizon = horizon
-        self.claiming = Claiming(knowledge, horizon)
-        self.beginning = Beginning(knowledge, chains)
-        self._since_s = 0.0
-        """Since when the swarm's answer to a claim is waited for."""
-        self._wanted_s = 0.0
-        """Since when a path is wanted."""
+    def __init__(self, known: Knowledge, horizon: Horizon, strand: Callable[[str], Strand]) -> None:
+        self._known, self._horizon, self._strand = known, horizon, strand
+        self._phase = _Phase.IDLE
+        self._until_s = self._since_s = self._wanted_s = 0.0
+        self._looks = 0
+        self._said = ""
+        self._claim_s = 0.0
+        self._chosen: Decision | None = None
+        self._has_shard = self._is_shard_asked = False
+        self._retry_s = 0.0
+        self._reason = ""
         self.has_begun = False
         """Whether a path can be trained now."""
         self.failure = ""
         """Why none can."""
 
+    @property
+    def is_claiming(self) -> bool:
+        """Whether a path is being chosen and claimed."""
+        return self._phase not in (_Phase.IDLE, _Phase.FETCHING)
+
+    @property
+    def path(self) -> int | None:
+        """The path that is claimed, or is about to be."""
+        return self._chosen.path if self._chosen is not None else None
+
     def begin(self, decision: Decision | None = None) -> None:
         """Claim a path: `decision`, if given (a move), otherwise the least served one."""
         self.has_begun, self.failure = False, ""
-        self._wanted_s = self._known.steady_s
+        self._wanted_s = self._known.now_s
         self._horizon.want_path()
         self._claim(decision)
 
+    # -- claiming
+
     def _claim(self, decision: Decision | None = None) -> None:
-        self._since_s = self._known.steady_s
-        self.claiming.begin(decision)
-
-    def on_turn(self) -> None:
-        """Time has passed."""
-        if not self.beginning.is_under_way:
-            self._turn_claiming()
-        if self.beginning.is_under_way:
-            self._turn_beginning()
-
-    def _turn_claiming(self) -> None:
-        known, claiming = self._known, self.claiming
-        claiming.on_turn()
-        decision = claiming.decision
-        if not claiming.is_under_way and decision is not None:
-            others = known.path is None and self._horizon.has_another(decision.path)
-            self.beginning.begin(decision.path, has_others=others)
-            return
-        left_s = self._since_s + LIMIT_S - known.steady_s
-        if left_s > 0:
-            known.do(Wait("the swarm's answer to a claim", left_s))
-            return
-        self.failure = f"the DHT did not answer for {LIMIT_S:.0f} s"
-        if known.path is None:
-            self.failure += "; check the network and start again"
-
-    def _turn_beginning(self) -> None:
-        known, beginning = self._known, self.beginning
-        beginning.on_turn()
-        if beginning.is_ready:
-            assert beginning.path is not None
-            self._horizon.begun(beginning.path)
-            beginning.start()
-            self.has_begun = True
-        elif beginning.has_failed:
-            self._leave_alone(beginning.reason or f"waited in vain for {beginning.waits_for}")
+        self._since_s, self._looks = self._known.now_s, 0
+        if decision is None:
+            self._phase = _Phase.CHOOSING
+            self._horizon.look(anew=self._known.settings.pinned is None)
         else:
-            what = beginning.waits_for
-            if beginning.reason:
-                what += f" ({beginning.reason})"
-            known.do(Wait(what, beginning.left_s))
+            self._take(decision)
+
+    def _take(self, decision: Decision) -> None:
+        self._chosen, self._claim_s = decision, self._known.now_s
+        self._phase = _Phase.TAKING
+        self._say("joining")
+        self._horizon.look()
+
+    def _say(self, state: str) -> None:
+        assert self._chosen is not None
+        known, self._said = self._known, state
+        known.do(
+            Say(
+                "training" if state == "training" else "joining",
+                self._chosen.path,
+                self._claim_s,
+                self._chosen.reason,
+                known.settings.pinned is not None,
+            )
+        )
+
+    def on_view(self) -> None:
+        """A view that was asked for is here."""
+        known, horizon = self._known, self._horizon
+        if self._phase is _Phase.CHOOSING:
+            self._take(
+                choose_path(
+                    horizon.choice,
+                    known.grid,
+                    known.me,
+                    pinned=known.settings.pinned,
+                    exclude=horizon.passed_over(),
+                )
+            )
+        elif self._phase is _Phase.TAKING:
+            self._phase = _Phase.SETTLING
+            self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
+        elif self._phase is _Phase.CHECKING:
+            self._looks += 1
+            better = None
+            if known.settings.pinned is None and self._looks < MAX_LOOKS:
+                passed_over = horizon.passed_over()
+                better = resolve_collision(
+                    horizon.choice, known.grid, known.me, exclude=passed_over
+                )
+            if better is None:
+                horizon.settle()
+                self._fetch()
+            else:
+                self._take(better)
+
+    def on_look_failed(self) -> None:
+        """The DHT did not answer: look again, for as long as a claim is waited for."""
+        if self.is_claiming:
+            self._horizon.look()
+
+    # -- getting what the path needs
+
+    def _fetch(self) -> None:
+        """The claim stands: get the shard, and a state of every module."""
+        assert self._chosen is not None
+        self._phase = _Phase.FETCHING
+        self._since_s = self._known.now_s
+        self._has_shard = self._is_shard_asked = False
+        self._retry_s, self._reason = 0.0, ""
+        self._wanted: set[str] = set()
+
+    @property
+    def _modules(self) -> tuple[str, ...]:
+        return self._known.grid.modules_of_path(self._chosen.path) if self._chosen else ()
+
+    def _missing(self) -> list[str]:
+        return [module for module in self._modules if self._strand(module).ready is None]
+
+    def _turn_fetching(self) -> None:
+        known, path = self._known, self.path
+        assert path is not None
+        if not self._has_shard and not self._is_shard_asked and known.now_s >= self._retry_s:
+            self._is_shard_asked = True
+            known.do(FetchPath(path))
+        for module in self._modules:
+            if module not in self._wanted and known.view.covers_module(module):
+                self._wanted.add(module)
+                strand = self._strand(module)
+                strand.want()
+                strand.consider()
+        missing = self._missing()
+        if self._has_shard and not missing:
+            self._start(path)
+        elif known.now_s > self._limit_s(missing):
+            self._leave_alone(self._reason or f"waited in vain for {self._waits_for(missing)}")
+        else:
+            what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
+            known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
+
+    def _limit_s(self, missing: list[str]) -> float:
+        """When it is given up: later if all that is missing is on its way."""
+        known = self._known
+        is_coming = all(self._strand(module).is_moving for module in missing)
+        is_coming = is_coming and not self._reason and (self._has_shard or self._is_shard_asked)
+        if known.path is not None:
+            longest_s = LONGEST_MOVE_ROUNDS * known.schedule.duration_s
+            return self._since_s + max(MOVE_LIMIT_S, longest_s if is_coming else 0.0)
+        if is_coming:
+            return self._since_s + LONGEST_S
+        has_others = self._horizon.has_another(self.path or 0)
+        return self._since_s + (WITH_OTHERS_LIMIT_S if has_others else LIMIT_S)
+
+    def _waits_for(self, missing: list[str]) -> str:
+        if not self._has_shard:
+            return f"the shard of path {self.path}"
+        have = len(self._modules) - len(missing)
+        return f"the state of {', '.join(missing)}: have {have} of {len(self._modules)}"
+
+    def on_path(self, event: PathReady | PathFailed) -> None:
+        """The shard is here, or nobody has it at the moment."""
+        if self._phase is not _Phase.FETCHING or event.path != self.path:
+            return
+        self._is_shard_asked = False
+        if isinstance(event, PathReady):
+            self._has_shard = True
+        else:
+            self._retry_s, self._reason = self._known.now_s + RETRY_S, event.reason
+
+    def _start(self, path: int) -> None:
+        """Train from what is here."""
+        known = self._known
+        heads = {}
+        for module in self._modules:
+            head = self._strand(module).ready
+            assert head is not None
+            heads[module] = head
+        known.path = path
+        known.do(StartPath(path, tuple(heads.values())))
+        for module in self._modules:
+            self._strand(module).follow(Role.TRAINER)
+        self._horizon.begun(path)
+        self._phase, self.has_begun = _Phase.IDLE, True
 
     def _leave_alone(self, reason: str) -> None:
         """The claimed path cannot be begun."""
-        known, path = self._known, self.beginning.path
+        known, path = self._known, self.path
         assert path is not None
-        self.beginning.stop()
+        self._stop_wanting()
         self._horizon.pass_over(path)
-        is_late = known.steady_s - self._wanted_s >= LONGEST_S
+        is_late = known.now_s - self._wanted_s >= LONGEST_S
         if known.path is not None or is_late or not self._horizon.has_another(path):
+            self._phase = _Phase.IDLE
             self.failure = reason if known.path is not None else f"{reason}; start again later"
             return
         known.do(Warn(f"looks for another path than {path}: {reason}"))
         self._claim()
         known.do(Wait("the swarm's answer to a claim", LIMIT_S))
+
+    def _stop_wanting(self) -> None:
+        for module in self._modules:
+            strand = self._strand(module)
+            if strand.is_wanted and strand.role is not Role.TRAINER:
+                strand.follow(Role.KEEPER if strand.head is not None else Role.MAILBOX)
+            strand.is_wanted = False
+
+    # -- time, and what is said
+
+    def on_turn(self) -> None:
+        """Time has passed."""
+        known = self._known
+        if self._phase is _Phase.FETCHING:
+            self._turn_fetching()
+            return
+        if self._phase is _Phase.SETTLING and known.now_s >= self._until_s:
+            self._phase = _Phase.CHECKING
+            self._horizon.look()
+        left_s = self._since_s + LIMIT_S - known.now_s
+        if left_s > 0 or not math.isfinite(left_s):
+            known.do(Wait("the swarm's answer to a claim", left_s))
+            return
+        self._phase = _Phase.IDLE
+        self.failure = f"the DHT did not answer for {LIMIT_S:.0f} s"
+        if known.path is None:
+            self.failure += "; check the network and start again"
+
+    def train(self) -> None:
+        """Say that the claimed path is in training."""
+        self._say("training")
+
+    def take_back(self, path: int) -> None:
+        """Claim the path in training again, after a move that did not succeed."""
+        self._phase = _Phase.IDLE
+        self._claim_s = self._known.now_s
+        self._chosen = Decision(path, "the move to another path failed")
+        self._horizon.settle()
+        self._say("training")
+
+    def stop(self) -> None:
+        """Choose and want nothing any more; what was said last stands."""
+        if self._phase is _Phase.FETCHING:
+            self._stop_wanting()
+        self._phase = _Phase.IDLE
+
+    def pause(self, reason: str) -> None:
+        """Claim nothing, and say why."""
+        self.stop()
+        self._chosen = None
+        known = self._known
+        known.do(Say("paused", None, known.now_s, reason, known.settings.pinned is not None))
+
+    def leave(self) -> None:
+        """Withdraw the claim."""
+        self.stop()
+        pinned = self._known.settings.pinned is not None
+        self._known.do(Say("leaving", self.path, self._claim_s, "", pinned))

@@ -1,40 +1,55 @@
 """What a peer decides, as one deterministic state machine: events and the time in, actions out.
 
-A member joins, claims a path, gets what it needs, trains round by round, takes over what others
-made, keeps copies for them, moves, and leaves. It is the only place where that is decided: a real
-peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its actions out and
-report what came of them. Equal events give equal actions, so what a peer recorded can be played
-again (`dipaco.peer.member.recording`).
+A member joins, claims a path, gets what it needs, trains round by round, takes the heaviest chain
+of each of its modules, keeps copies for others, moves, and leaves. It is the only place where that
+is decided: a real peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its
+actions out and report what came of them. Equal events give equal actions.
+
+The outer round of a module is in `outer_round` and `taking`; this is the life around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from dipaco.dht.agreement import trained_in_sight
-from dipaco.dht.certificates import CertificateBook
+from dipaco.dht.chain import Head, Step
 from dipaco.dht.policy import Decision, lead_rank
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference
 
 from . import events as e
-from .actions import Action, Begun, EndRound, Left, Move, SaveAll, Stay, TakeStep, Wait, Warn
-from .adoption import Adoption
-from .chains import Chains
+from .actions import (
+    Action,
+    Begun,
+    Discard,
+    EndRound,
+    Left,
+    Move,
+    Pause,
+    SaveAll,
+    Stay,
+    TakeStep,
+    Wait,
+    Warn,
+)
+from .copies import Copies
 from .horizon import Horizon
 from .joining import Joining
-from .keeping import Keeping
 from .knowledge import Knowledge, MemberSettings
-from .outer import OuterRounds
-from .parting import Parting, Pausing
-from .rounds import round_position
+from .outer_round import Role
+from .rounds import Boundary, Rounds
+from .taking import Strand
 
-# Of a leave: until when last work is merged, and until when all of it is done (promise 10).
-MERGE_BUDGET_S, LEAVE_BUDGET_S = 3.5, 6.0
+# Of a leave: until when a last step is taken alone, and until when all of it is done (promise 10).
+LAST_STEP_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
+# Modules that are followed as a mailbox only, and for how many rounds in which nobody tells of one.
+MOST_MAILBOXES, SILENT_ROUNDS = 256, 5
+# Of a round: a peer that has trained for less takes no last step of its own.
+LEAST_SHARE = 0.1
 
 
 class _Phase(Enum):
@@ -50,7 +65,7 @@ class _Phase(Enum):
 
 
 class Member:
-    """One peer's decisions in one run. `held` are the states that lie on its disk."""
+    """One peer's decisions in one run. `held` are the states on its disk, `steps` their chains."""
 
     def __init__(
         self,
@@ -58,32 +73,32 @@ class Member:
         plan: RunPlan,
         grid: Grid,
         *,
-        book: CertificateBook | None = None,
-        held: Sequence[StateReference] = (),
+        steps: Iterable[Step] = (),
+        held: Sequence[Head] = (),
     ) -> None:
-        self.known = known = Knowledge(settings, plan, grid, book or CertificateBook())
-        for state in held:
-            known.serve(state)
-        self.position = round_position(known.schedule)
-        self._chains = Chains(known)
+        self.known = known = Knowledge(settings, plan, grid)
+        self.strands: dict[str, Strand] = {}
+        self.rounds = Rounds(known.schedule)
         self._horizon = Horizon(known)
-        self._joining = Joining(known, self._horizon, self._chains)
-        self._adoption = Adoption(known, self._chains)
-        self._outer = OuterRounds(known, self.position, self._adoption, self._chains)
-        self._keeping = Keeping(known, self._chains)
-        self._parting = Parting(known, self.position, self._outer)
-        self._pausing = Pausing(known, self._joining, self._outer)
-        self._moving: Decision | None = None
+        self._joining = Joining(known, self._horizon, self._strand)
+        self._copies = Copies(known, self.strands)
         self._phase = _Phase.NEW
-        self._waits_since_s = 0.0
+        self._pause_reason = ""
+        self._moving: Decision | None = None
+        self._part_s = 0.0
+        self._leave_s: float | None = None
+        self._waits_since_s = -1.0
         self._rounds_on_path = 0
+        self._thinks = False
+        self._has_successor = self._to_successor = False
+        self._error = ""
         self.rounds_done = 0
         """Rounds that ended here."""
-        self._leave_s: float | None = None
-        self._thinks = False
-        self._successor = False
-        self._to_successor = False
-        self._error = ""
+        of_module: dict[str, list[Step]] = {}
+        for step in steps:
+            of_module.setdefault(step.module, []).append(step)
+        for head in held:
+            self._strand(head.module).restore(head, of_module.get(head.module, ()))
 
     @property
     def path(self) -> int | None:
@@ -91,14 +106,25 @@ class Member:
         return self.known.path
 
     @property
-    def anchors(self) -> dict[str, StateReference]:
-        """The last committed state of every module of the path in training."""
-        return dict(self.known.anchors)
+    def heads(self) -> dict[str, Head]:
+        """The anchor of every module of the path in training."""
+        return {s.module: s.head for s in self._trained() if s.head is not None}
 
     @property
     def is_gone(self) -> bool:
         """Whether the member has left."""
         return self._phase is _Phase.GONE
+
+    def _strand(self, module: str) -> Strand:
+        if module not in self.strands:
+            self.strands[module] = Strand(self.known, module)
+        return self.strands[module]
+
+    def _trained(self) -> list[Strand]:
+        path = self.known.path
+        if path is None:
+            return []
+        return [self._strand(module) for module in self.known.grid.modules_of_path(path)]
 
     def handle(self, event: e.Event, now_s: float) -> list[Action]:
         """Take note of an event at `now_s`, swarm time, and return what is to be done, in order.
@@ -106,78 +132,84 @@ class Member:
         Events after `Left` change nothing.
         """
         known = self.known
-        went_back = known.note_time(now_s)
+        known.now_s = now_s
         if self._phase is _Phase.GONE:
             return []
-        if went_back:
-            self.position.clock_went_back(now_s)
-            for part in (self._joining.claiming, self._outer, self._adoption, self._parting):
-                part.clock_went_back()
-        if isinstance(event, e.Turn):
-            self._on_turn(event)
-        elif isinstance(event, e.Viewed):
-            self._on_view(event)
-        elif isinstance(event, e.Probed):
-            known.own_reachable = event.reachable
-        elif isinstance(event, e.LeaveWanted):
-            self._part_or_leave()
-        elif isinstance(event, e.PauseWanted | e.ResumeWanted):
-            self._pause_or_resume(event.reason if isinstance(event, e.PauseWanted) else "")
-        elif isinstance(event, e.SuccessorReady):
-            self._successor = True
-        else:
-            self._on_answer(event)
-        self._horizon.watch(known.path, self._joining.claiming.path)
+        match event:
+            case e.Turn():
+                self._on_turn(event)
+            case e.Viewed():
+                self._on_view(event)
+            case e.LookFailed():
+                self._on_look_failed(event)
+            case e.Probed():
+                known.reachable = event.reachable
+            case e.Stepped():
+                self.rounds.stepped()
+            case e.LeaveWanted():
+                self._part_or_leave()
+            case e.PauseWanted() | e.ResumeWanted():
+                self._pause_or_resume(event.reason if isinstance(event, e.PauseWanted) else "")
+            case e.SuccessorReady():
+                self._has_successor = True
+            case e.PathReady() | e.PathFailed():
+                self._joining.on_path(event)
+            case _:
+                self._on_module(event)
+        wanted = (known.path, self._joining.path)
+        followed = [m for m, s in sorted(self.strands.items()) if s.head is not None or s.is_open]
+        self._horizon.watch(wanted, followed)
         actions, known.actions = known.actions, []
         return actions
 
-    def _on_answer(self, event: e.Event) -> None:
-        """Hand what came of an action to the part that wanted it."""
+    def _on_module(self, event: e.Event) -> None:
+        """Hand what concerns one module to its strand."""
         match event:
-            case e.LookFailed():
-                self._on_look_failed(event)
-            case e.PathReady() | e.PathFailed():
-                self._joining.beginning.on_path(event)
-            case e.StateFetched(purpose="begin") | e.FetchFailed(purpose="begin"):
-                self._joining.beginning.on_state(event)
-            case e.StateFetched(purpose="adopt") | e.FetchFailed(purpose="adopt"):
-                self._adoption.on_state(event)
-            case e.StateFetched() | e.FetchFailed():
-                self._keeping.on_state(event)
-            case e.ChainFetched():
-                self._chains.on_fetched(event)
-                self._outer.on_chain(event.reference.module)
-                if self._phase is _Phase.TRAINING:
-                    self._adoption.on_chain(event.reference.module, self._outer.running)
-                self._keeping.on_chain()
-            case e.SnapshotTaken():
-                self._outer.on_snapshot(event)
-            case e.Averaged():
-                self._outer.on_averaged(event)
-            case e.AverageFailed():
-                self._outer.on_average_failed(event)
+            case e.Told():
+                self._on_told(event)
+                return
+            case e.Computed() | e.StateFetched():
+                if event.head.module in self.strands:
+                    self.strands[event.head.module].here(event)
+                return
+            case e.Published():
+                strand = self.strands.get(event.row.module)
+                if strand is not None and strand.role is Role.TRAINER:
+                    strand.published(event)
+                return
+        strand = self.strands.get(getattr(event, "module", ""))
+        if strand is None:
+            return
+        match event:
             case e.Answered():
-                self._outer.on_answered(event)
-            case e.CallAnswered():
-                self._on_call_answered(event)
-            case e.OuterStepped():
-                self._outer.on_stepped(event)
-                self._keeping.on_commit(event.module)
-            case e.OuterStepFailed():
-                self._outer.on_step_failed(event)
+                strand.answered(event)
+                if event.held is not None:
+                    self._copies.answered(event.module, event.held.step)
+            case e.Gathered():
+                strand.gathered(event.file)
+            case e.GatherFailed():
+                strand.gather_failed(event)
+            case e.PublishFailed():
+                if not event.is_finite:
+                    self.known.do(Discard(event.module))
+                strand.publish_failed(event)
+            case e.ComputeFailed():
+                strand.compute_failed(event)
+            case e.FetchFailed():
+                strand.fetch_failed(event)
             case e.Checked():
-                self._adoption.on_checked(event, self._outer.running)
-            case e.Offered():
-                self.known.meet([event.peer])
-                self._keeping.on_offered(event)
-            case e.OfferAnswered():
-                if event.is_kept:
-                    self.known.meet([event.peer])
-                self._keeping.on_offer_answered(event)
-            case e.Stepped():
-                self.position.stepped()
-            case e.Admitted() | e.Revoked():
-                self.known.doubts.guests.note(event)
+                strand.checked(event)
+
+    def _on_told(self, event: e.Told) -> None:
+        if event.module not in self.strands:
+            mailboxes = sum(s.role is Role.MAILBOX for s in self.strands.values())
+            if mailboxes >= MOST_MAILBOXES or not self.known.grid.has_module(event.module):
+                return
+        strand = self._strand(event.module)
+        strand.hear_steps(event.steps, event.peer)
+        strand.hear_rows(event.rows, event.peer)
+        if event.keep:
+            self._copies.asked_to_keep(strand)
 
     # -- the swarm was read
 
@@ -187,181 +219,172 @@ class Member:
             self._on_look()
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
-        self.known.tell_isolation()
-        if self._phase is _Phase.TRAINING:
-            self._outer.on_view()
-            self._adoption.look(self._outer.running)
-        self._keeping.on_view()
-        if not event.is_answer:
-            self.known.call_unknown()
+        for strand in list(self.strands.values()):
+            strand.on_view()
+        self._copies.on_view()
+        longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
+        for module, strand in list(self.strands.items()):
+            if strand.role is Role.MAILBOX and not strand.is_wanted and strand.age_s > longest_s:
+                del self.strands[module]
 
     def _on_look(self) -> None:
-        if self._joining.claiming.is_under_way:
-            self._joining.claiming.on_view()
+        if self._joining.is_claiming:
+            self._joining.on_view()
         elif self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self._move_if_better()
         elif self._thinks and self._phase is _Phase.TRAINING:
             self._thinks = False
-            if self._outer.running:
-                self._horizon.settle()
-            else:
-                self._move_if_better()
+            self._move_if_better()
 
     def _on_look_failed(self, event: e.LookFailed) -> None:
-        self._joining.claiming.on_look_failed()
+        self._joining.on_look_failed()
         self._thinks = False
         if self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
             self.known.do(Warn(f"thinks about moving another time: {event.reason}"))
 
-    def _on_call_answered(self, event: e.CallAnswered) -> None:
-        known = self.known
-        known.on_call_answered(event)
-        self._chains.on_called(event)
-        if self._phase is _Phase.TRAINING:
-            for module in known.anchors:
-                self._adoption.on_chain(module, self._outer.running)
-        self._keeping.on_chain()
-
     # -- one turn
 
     def _on_turn(self, turn: e.Turn) -> None:
         """Say what the shell does now: an inner step, or wait, or leave."""
-        known = self.known
+        for strand in list(self.strands.values()):
+            strand.on_time()
         if self._phase is _Phase.NEW:
-            self._phase = _Phase.PAUSED if known.settings.trains else _Phase.SERVING
-            if self._pausing.reason:
-                self._pausing.begin()
-        if self._phase is _Phase.PAUSED and not self._pausing.reason:
+            self._phase = _Phase.PAUSED if self.known.settings.trains else _Phase.SERVING
+            if self._pause_reason:
+                self._joining.pause(self._pause_reason)
+        if self._phase is _Phase.PAUSED and not self._pause_reason:
             self._phase = _Phase.JOINING
             self._joining.begin()
         if self._phase is _Phase.JOINING:
             self._turn_joining()
-        if self._phase is _Phase.TRAINING:
-            self._turn_training(turn)
-        elif self._phase is _Phase.THINKING:
-            known.do(Wait("a new view of the swarm", 0.0))
-        elif self._phase is _Phase.SERVING:
-            known.do(Wait("", 0.0))
-        elif self._phase is _Phase.PAUSED:
-            self._turn_paused()
-        elif self._phase is _Phase.PARTING:
-            self._turn_parting(turn)
-        elif self._phase is _Phase.LEAVING:
-            self._turn_leaving()
+        match self._phase:
+            case _Phase.TRAINING:
+                self._turn_training(turn)
+            case _Phase.THINKING:
+                self.known.do(Wait("a new view of the swarm", 0.0))
+            case _Phase.SERVING:
+                self.known.do(Wait("", 0.0))
+            case _Phase.PAUSED:
+                self._turn_paused()
+            case _Phase.PARTING:
+                self._turn_parting()
+            case _Phase.LEAVING:
+                self._turn_leaving()
 
     def _turn_joining(self) -> None:
-        joining = self._joining
+        joining, before = self._joining, self._trained()
         joining.on_turn()
         if joining.has_begun:
-            self._begun()
+            for strand in before:
+                if strand not in self._trained():
+                    strand.follow(Role.KEEPER)
+            self._rounds_on_path = 0
+            self._phase = _Phase.TRAINING
+            self._enter_round()
+            joining.train()
+            assert self.known.path is not None
+            self.known.do(Begun(self.known.path, self.rounds.round_index))
         elif joining.failure and self.known.path is None:
             self._error = joining.failure
             self._leave(to_successor=False)
         elif joining.failure:
             self._stay(joining.failure)
 
-    def _begun(self) -> None:
-        known = self.known
-        assert known.path is not None
-        self._adoption.begin_path()
-        self._outer.begin_path()
-        self._rounds_on_path = 0
-        self._phase = _Phase.TRAINING
-        self._enter_round()
-        self._joining.claiming.train()
-        known.do(Begun(known.path, self.position.round_index))
-
     def _enter_round(self) -> None:
-        """Take part from now on; with fixed steps also a peer that moves never goes back."""
-        round_index = max(self.position.round_index, self.known.round_after_anchors())
-        self.position.enter(self.known.now_s, round_index)
+        newest = max((s.link.round_index for s in self._trained()), default=-1)
+        self.rounds.enter(self.known.now_s, newest + 1)
 
     def _turn_training(self, turn: e.Turn) -> None:
-        """Start what is due, apply what is here, then step or wait.
-
-        What is here is applied before a boundary takes its copy: a level's next round starts from
-        the new anchor. An adoption waits while its level averages.
-        """
-        known, position, outer = self.known, self.position, self._outer
-        self._adoption.apply(outer.running)
-        if self._adoption.is_checking:
-            # A boundary that comes first would leave it for the end of another round.
-            known.do(Wait("", 0.0))
-            return
-        if known.schedule.fixed_steps and known.now_s < position.opens_s:
+        """Begin what is due, end what is over, then step or wait."""
+        known, rounds = self.known, self.rounds
+        if known.schedule.fixed_steps and known.now_s < rounds.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             if have == need:
-                position.open(known.now_s)
-        # Where steps are long the next round of a level begins at every turn.
-        has_ended = position.round_ended(outer.running)
-        if not has_ended:
-            outer.on_turn(turn.step_s)
-        if has_ended or position.round_ended(outer.running):
+                rounds.open(known.now_s)
+        for boundary in rounds.due(known.now_s, turn.step_s):
+            self._begin_round(boundary)
+        self._close_rounds()
+        if rounds.has_ended():
             self._end_round()
-            if self._phase is _Phase.LEAVING:
-                self._turn_leaving()
-                return
             if self._phase is not _Phase.TRAINING:
-                known.do(Wait("", 0.0))
+                if self._phase is _Phase.LEAVING:
+                    self._turn_leaving()
+                else:
+                    known.do(Wait("", 0.0))
                 return
-        if has_ended:
-            outer.on_turn(turn.step_s)
-        if position.may_step(known.now_s):
-            self._waits_since_s = 0.0
+        if rounds.may_step(known.now_s):
+            self._waits_since_s = -1.0
             rank = None
-            if position.steps_in_round == 0:
+            if rounds.steps_in_round == 0:
                 # Once a round, when claims have settled: replicas of a path draw other batches.
                 rank = lead_rank(known.view, known.me, known.path or 0)
-            known.do(TakeStep(position.slack_s(known.now_s, turn.step_s), rank))
+            known.do(TakeStep(rounds.slack_s(known.now_s), rank))
         else:
-            self._wait_to_step(turn)
+            self._wait_to_step()
 
-    def _wait_to_step(self, turn: e.Turn) -> None:
+    def _begin_round(self, boundary: Boundary) -> None:
+        for strand in self._trained():
+            if strand.level == boundary.level:
+                strand.carry_on("no step came")
+                strand.begin(boundary.round_index, boundary.time_s)
+
+    def _close_rounds(self) -> None:
+        """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
+        limit_s = self.known.schedule.duration_s
+        for strand in self._trained():
+            fixed = self.known.schedule.fixed_steps
+            if fixed and strand.is_open and self.known.now_s > strand.boundary_s + limit_s:
+                strand.carry_on("no step came within the limit")
+            if not strand.is_open:
+                self.rounds.over(strand.level)
+
+    def _wait_to_step(self) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
-        known, position = self.known, self.position
-        start_s = known.schedule.start_s
-        slack_s = position.slack_s(known.now_s, turn.step_s)
-        if known.now_s < start_s:
-            known.do(Wait("the run to start", start_s - known.now_s))
+        known, rounds = self.known, self.rounds
+        slack_s = rounds.slack_s(known.now_s)
+        if known.now_s < known.schedule.start_s:
+            known.do(Wait("the run to start", known.schedule.start_s - known.now_s))
             return
-        self._waits_since_s = self._waits_since_s or known.steady_s
-        if known.steady_s - self._waits_since_s < SHORT_WAIT_S:
+        if self._waits_since_s < 0:
+            self._waits_since_s = known.now_s
+        if known.now_s - self._waits_since_s < SHORT_WAIT_S:
             known.do(Wait("", 0.0, slack_s))
             return
-        if known.now_s < position.opens_s:
+        if known.now_s < rounds.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             what = f"a trainer for every path: have {have} of {need}"
-            until_s = position.opens_s
-        else:
-            what, until_s = self._outer.waiting_for(turn.together)
-        known.do(Wait(what, max(0.0, until_s - known.now_s), slack_s))
+            known.do(Wait(what, rounds.opens_s - known.now_s, slack_s))
+            return
+        waiting = [strand for strand in self._trained() if strand.is_open]
+        what = ", ".join(strand.waits_for() for strand in waiting)
+        until_s = max((s.boundary_s for s in waiting), default=known.now_s)
+        left_s = until_s + known.schedule.duration_s - known.now_s
+        known.do(Wait(what, max(0.0, left_s), slack_s))
 
     # -- the end of a round
 
     def _end_round(self) -> None:
         """Go on to the next round, leave, or think about moving."""
-        known, position = self.known, self.position
-        ended = position.round_index
+        known, ended = self.known, self.rounds.round_index
         self.rounds_done += 1
         self._rounds_on_path += 1
-        position.next_round(known.now_s, self.known.round_after_anchors())
-        known.do(EndRound(ended, position.round_index, known.is_save_due(ended)))
+        self.rounds.next_round()
+        is_saved = (ended + 1) % known.plan.rounds.save_every_rounds == 0
+        known.do(EndRound(ended, self.rounds.round_index, is_saved))
         most = known.settings.max_rounds
         if most and self.rounds_done >= most:
             self._leave(to_successor=False)
-        elif self._successor and known.settings.follows:
+        elif self._has_successor and known.settings.follows:
             self._leave(to_successor=True)
-        elif known.settings.pinned is None and not self._outer.running:
+        elif known.settings.pinned is None:
             self._think_of_moving()
 
     def _think_of_moving(self) -> None:
         """See whether another path needs this peer more, after a look at more of them."""
-        known = self.known
-        if known.schedule.fixed_steps:
-            # Counted rounds may be shorter than the time between two views, and one of many
-            # rounds ago says of a path that it waits when another peer has taken it since.
+        if self.known.schedule.fixed_steps:
+            # Counted rounds may be shorter than the time between two views.
             self._phase = _Phase.THINKING
             self._horizon.look(anew=True)
         elif self._horizon.is_whole:
@@ -373,96 +396,109 @@ class Member:
     def _move_if_better(self) -> None:
         self._moving = self._horizon.better_path(self._rounds_on_path)
         if self._moving is not None:
-            self._phase = _Phase.PARTING
-            self._parting.begin(self.known.plan.rounds.window_s, waits_for_boundaries=False)
-
-    def _move(self, decision: Decision) -> None:
-        known = self.known
-        assert known.path is not None
-        self._moving = None
-        known.do(Move(known.path, decision.path, decision.reason))
-        self._phase = _Phase.JOINING
-        self._joining.begin(decision)
+            self._part()
 
     def _stay(self, reason: str) -> None:
         """Go on with the present path after a move failed: its model is untouched."""
-        known = self.known
-        assert known.path is not None
+        assert self.known.path is not None
         self._rounds_on_path = 0
         self._phase = _Phase.TRAINING
-        self._joining.claiming.take_back(known.path)
+        self._joining.take_back(self.known.path)
         self._enter_round()
-        known.do(Stay(known.path, reason))
+        self.known.do(Stay(self.known.path, reason))
 
-    # -- pausing
+    # -- parting: for another path, a pause, or for good
+
+    def _part(self) -> None:
+        """Take a last step of what nobody else trains, before its work is gone."""
+        known = self.known
+        self._phase, self._part_s = _Phase.PARTING, known.now_s
+        if known.schedule.fixed_steps:
+            return
+        for strand in self._trained():
+            begun_s = self.rounds.next_s(strand.level) - known.schedule.duration_s
+            is_worth_it = known.now_s - begun_s >= LEAST_SHARE * known.schedule.duration_s
+            if known.claimants(strand.module) <= {known.me} and is_worth_it and not strand.is_open:
+                boundary = self.rounds.take_early(strand.level, known.now_s)
+                strand.begin(boundary.round_index, boundary.time_s)
+
+    def _turn_parting(self) -> None:
+        left_s = self._part_s + LAST_STEP_BUDGET_S - self.known.now_s
+        if 0 < left_s <= LAST_STEP_BUDGET_S and any(s.is_open for s in self._trained()):
+            self.known.do(Wait("the last step of what nobody else trains", left_s))
+            return
+        if self._leave_s is not None:
+            self._leave(to_successor=False)
+            self._turn_leaving()
+        elif self._moving is not None:
+            assert self.known.path is not None
+            self.known.do(Move(self.known.path, self._moving.path, self._moving.reason))
+            decision, self._moving = self._moving, None
+            self._phase = _Phase.JOINING
+            self._joining.begin(decision)
+            self._turn_joining()
+        else:
+            self._pause()
+            self._turn_paused()
+
+    def _pause(self) -> None:
+        known = self.known
+        self.known.do(SaveAll())
+        for strand in self._trained():
+            strand.follow(Role.KEEPER)
+        known.do(Pause(known.path, self._pause_reason))
+        known.path = None
+        self._phase = _Phase.PAUSED
+        self._joining.pause(self._pause_reason)
 
     def _pause_or_resume(self, reason: str) -> None:
-        """Train nothing as long as there is a reason, once last work is merged (design 4.5)."""
-        was_wanted, self._pausing.reason = bool(self._pausing.reason), reason
+        """Train nothing as long as there is a reason."""
+        was_wanted, self._pause_reason = bool(self._pause_reason), reason
         if not reason or was_wanted or self._leave_s is not None:
             return
         if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
-            self._phase, self._moving = _Phase.PARTING, None
-            self._parting.begin(MERGE_BUDGET_S, waits_for_boundaries=True)
+            self._moving = None
+            self._part()
         elif self._phase is _Phase.JOINING:
-            self._phase = _Phase.PAUSED
-            self._pausing.begin()
+            self._joining.stop()
+            self._pause()
 
     def _turn_paused(self) -> None:
-        if self._successor and self.known.settings.follows:
+        if self._has_successor and self.known.settings.follows:
             self._leave(to_successor=True)
             self._turn_leaving()
         else:
             self.known.do(Wait("", 0.0))
 
-    # -- leaving
-
     def _part_or_leave(self) -> None:
-        """Leave, once last work is merged if there is any: all in ten seconds (promise 10)."""
+        """Leave, after a last step if there is one to take: all in ten seconds (promise 10)."""
         if self._leave_s is not None:
             return
-        self._leave_s, self._moving = self.known.steady_s, None
+        self._leave_s, self._moving = self.known.now_s, None
         if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
-            self._phase = _Phase.PARTING
-            self._parting.begin(MERGE_BUDGET_S, waits_for_boundaries=True)
+            self._part()
         else:
             self._leave(to_successor=False)
-
-    def _turn_parting(self, turn: e.Turn) -> None:
-        if not self._parting.on_turn(turn.step_s):
-            self.known.do(Wait("the last work on this path to be merged", self._parting.left_s))
-        elif self._moving is not None:
-            self._move(self._moving)
-            self._turn_joining()
-        elif self._leave_s is None:
-            self._phase = _Phase.PAUSED
-            self._pausing.begin()
-            self._turn_paused()
-        else:
-            self._leave(to_successor=False)
-            self._turn_leaving()
 
     def _leave(self, *, to_successor: bool) -> None:
         """Withdraw the claim, save, hand over."""
-        self._phase = _Phase.LEAVING
+        self._phase, self._to_successor = _Phase.LEAVING, to_successor
         if self._leave_s is None:
-            self._leave_s = self.known.steady_s
-        self._to_successor = to_successor
-        self._outer.is_leaving = True
-        self._joining.beginning.stop()
-        self._joining.claiming.leave()
+            self._leave_s = self.known.now_s
+        self._joining.leave()
         self.known.do(SaveAll())
         if not to_successor:
-            self._keeping.hand_over(self._leave_s + LEAVE_BUDGET_S - self.known.steady_s)
+            self._copies.hand_over()
 
     def _turn_leaving(self) -> None:
-        known, keeping = self.known, self._keeping
-        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.steady_s
-        if keeping.is_handing_over and left_s > 0:
+        known, copies = self.known, self._copies
+        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.now_s
+        if copies.is_handing_over and 0 < left_s <= LEAVE_BUDGET_S:
+            copies.ask_holders()
             known.do(Wait("others to take over the newest states", left_s))
             return
-        if keeping.left_behind:
+        if copies.left_behind:
             what = "nobody took over the newest state in time; it stays on this disk"
-            known.do(Warn(f"{', '.join(keeping.left_behind)}: {what}"))
+            known.do(Warn(f"{', '.join(copies.left_behind)}: {what}"))
         self._phase = _Phase.GONE
-        known.do(Left(tuple(sorted(keeping.handed_over)), self._to_successor, self._error))
+        known.do(Left(tuple(sorted(copies.handed_over)), self._to_successor, self._error))

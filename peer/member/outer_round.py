@@ -1,0 +1,401 @@
+"""One module's outer rounds, from the boundary to the step: publish, gather, propose (design 4.2
+and 4.3). What comes of it is taken in `taking`.
+
+A peer follows a module as its *trainer*, who contributes, as a *keeper* of a copy, or as a
+*mailbox* only, who knows the chain, the rows and the files, and no state. All three do the same
+but for what the table says:
+
+                     publishes   gathers   proposes          takes steps
+    trainer          yes         yes       as a mailbox      computes or fetches the state
+    keeper           no          yes       as a mailbox      the same
+    mailbox          no          yes       as a mailbox      knows them
+
+A round of a module, as it goes when nothing is wrong:
+
+1. The boundary comes: `begin`. The shell encodes what was trained and signs the row: `published`.
+2. The row is told to all who follow the module, and so are theirs here: `hear_rows`. Every file is
+   gathered as soon as its row is known.
+3. The first mailbox holds all files that it awaits: `propose` makes the step and tells it.
+4. The others hear of it: `hear_steps`. It is on the heaviest chain, so all take it.
+
+What does not arrive is asked for: `ask_if_due`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from dipaco.dht.chain import MAX_ROWS, Head, Row, Step
+from dipaco.dht.chain_book import ChainBook, Link
+
+from .actions import Ask, CarryOn, Gather, Publish, Put, Tell
+from .events import Answered, GatherFailed, Published, PublishFailed
+from .knowledge import Knowledge, mailbox_order
+
+# Steps whose contributors say who matters now.
+RECENT_STEPS = 3
+# Rounds without a step after which a proposal needs no quorum.
+ROUNDS_IN_VAIN = 2
+# Peers that take rows and files of a round.
+MAILBOXES = 2
+# A peer that cannot be called asks at these shares of `gather_s` after the boundary, then on.
+ASKS_OF_CLOSED = (0.45, 1.1, 1.5, 2.3)
+# Rows of so many rounds, and of so many peers in each, are remembered.
+REMEMBERED_ROUNDS, REMEMBERED_PEERS = 3, 512
+# A parent that is not known is asked for once in so many seconds.
+ASK_AGAIN_S = 2.0
+# Branches that parted so many steps ago are forgotten.
+REMEMBERED_STEPS = 64
+
+
+class Role(Enum):
+    """What a peer has to do with a module."""
+
+    MAILBOX = auto()
+    KEEPER = auto()
+    TRAINER = auto()
+
+
+class OuterRound:
+    """The rounds of one module. `Taking` (its subclass) moves the head along the chain."""
+
+    def __init__(self, known: Knowledge, module: str) -> None:
+        self.known, self.module = known, module
+        self.level = known.grid.level_of(module)
+        self.role = Role.MAILBOX
+        self.book = ChainBook(known.plan.run_id, [module])
+        self.head: Head | None = None
+        """The state that is held; None of a mailbox."""
+        self.stand = self.book.genesis(module)
+        """Name of the step that this peer stands on; of a mailbox the heaviest that it knows."""
+        self.round_index = -1
+        self.boundary_s = -math.inf
+        self.is_open = False
+        """A trainer's round has begun and is not over."""
+        self.in_vain = 0
+        """Rounds in a row that brought no step."""
+        self.last_told_s = known.now_s
+        self.files: set[str] = set()
+        self._refused_files: set[str] = set()
+        self._rows: dict[tuple[int, str], dict[str, Row]] = {}
+        self._asked_for: dict[str, float] = {}
+        """File to when it was last wanted."""
+        self._asked_s: dict[str, float] = {}
+        self._proposed = -1
+        self._asks = 0
+
+    # -- 1. publish
+
+    def begin(self, round_index: int, boundary_s: float) -> None:
+        """The boundary of a trainer came: contribute."""
+        known = self.known
+        if known.schedule.fixed_steps:
+            round_index = self.link.round_index + 1
+        if round_index <= self.link.round_index:
+            return  # Others' step of this round is here already.
+        self.open_round(round_index, boundary_s)
+        self.is_open = True
+        known.do(Publish(self.module, round_index, self.stand, boundary_s))
+
+    def open_round(self, round_index: int, boundary_s: float) -> None:
+        """A round that is newer than the last one begins here."""
+        if round_index <= self.round_index:
+            return
+        if self.round_index >= 0:
+            self.in_vain = 0 if self.link.round_index >= self.round_index else self.in_vain + 1
+        self.round_index, self.boundary_s, self._asks = round_index, boundary_s, 0
+        for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
+            for row in self._rows.pop(key).values():
+                self.files.discard(row.file)
+                self._refused_files.discard(row.file)
+                self._asked_for.pop(row.file, None)
+
+    def published(self, event: Published) -> None:
+        """The own file is here, and the row that names it."""
+        row = event.row
+        self.files.add(row.file)
+        self._note(row)
+        if self._propose_if_due():
+            return
+        boxes = self.mailboxes()
+        self.known.do(Tell(self.audience(), self.module, rows=(row,)))
+        if not self.known.can_be_called and boxes:
+            self.known.do(Put(tuple(boxes[:MAILBOXES]), row))
+
+    def publish_failed(self, event: PublishFailed) -> None:
+        """Nothing of this peer is in the round; others' step is taken all the same."""
+        if self.role is Role.TRAINER and self.known.trainers(self.module) <= {self.known.me}:
+            self.carry_on(event.reason)
+
+    def carry_on(self, reason: str) -> None:
+        """End the round here without a step: `anchor - local` still holds all work."""
+        if self.is_open:
+            self.is_open = False
+            expected = len(self.awaited())
+            self.known.do(CarryOn(self.module, self.round_index, reason, expected))
+
+    # -- 2. gather
+
+    def hear_rows(self, rows: Iterable[Row], teller: str) -> None:
+        """Rows of others are here, unasked or as an answer: get their files."""
+        wanted: list[Row] = []
+        for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
+            if row.parent not in self.book:
+                if teller:
+                    self.ask(teller)
+            elif self._is_of_a_later_round(row) and self.role is not Role.TRAINER:
+                self.open_round(row.round_index, self.known.now_s)
+            if row.round_index <= self.round_index - REMEMBERED_ROUNDS or not self._note(row):
+                continue
+            if row.parent in self.book:
+                wanted.append(row)
+        self.last_told_s = self.known.now_s
+        self.gather(wanted, (teller,) if teller else ())
+
+    def _is_of_a_later_round(self, row: Row) -> bool:
+        """Tell whether a row can follow its parent; with fixed steps rounds are counted."""
+        parent = self.book.link(row.parent)
+        if self.known.schedule.fixed_steps:
+            return row.round_index == parent.round_index + 1
+        return row.round_index > parent.round_index
+
+    def _note(self, row: Row) -> bool:
+        """Take a row in; of a peer, a round and a parent the first counts."""
+        found = self._rows.setdefault((row.round_index, row.parent), {})
+        if row.peer in found or len(found) >= REMEMBERED_PEERS or len(self._rows) > 16:
+            return False
+        found[row.peer] = row
+        return True
+
+    def gather(self, rows: Iterable[Row], others: tuple[str, ...] = ()) -> None:
+        """Have files fetched that are not here: from their owners, mailboxes and `others`."""
+        now_s = self.known.now_s
+        missing = [
+            row
+            for row in rows
+            if row.file not in self.files
+            and row.file not in self._refused_files
+            and now_s - self._asked_for.get(row.file, -math.inf) > self.known.gather_s
+        ]
+        if missing:
+            self._asked_for.update((row.file, now_s) for row in missing)
+            boxes = [box for box in self.mailboxes() if box != self.known.me]
+            others = tuple(dict.fromkeys((*others, *boxes)))
+            self.known.do(Gather(self.module, tuple(missing), {r.file: others for r in missing}))
+
+    def gathered(self, file: str) -> None:
+        """A file is here and checked."""
+        self.files.add(file)
+        self._propose_if_due()
+
+    def gather_failed(self, event: GatherFailed) -> None:
+        """A file is no contribution, or nobody gave it; then it may be asked for again."""
+        self._asked_for.pop(event.file, None)
+        if event.is_refused:
+            self._refused_files.add(event.file)
+
+    def is_refused(self, row: Row) -> bool:
+        """Tell whether the file of a row came and was none."""
+        return row.file in self._refused_files
+
+    # -- 3. propose
+
+    def mailboxes(self) -> list[str]:
+        """Return who takes rows and files of this round and proposes, the first in front.
+
+        Those whose rows are in the last steps, who still train the module and can be called; before
+        the first step all its trainers. Fewer than two are filled up with who keeps a copy, then
+        with anybody.
+        """
+        known = self.known
+        trainers = known.trainers(self.module)
+        recent = self.book.contributors(self.stand, RECENT_STEPS) & trainers or trainers
+        boxes = self._in_order(recent)
+        for more in (trainers, frozenset(known.holders(self.module))):
+            if len(boxes) < MAILBOXES:
+                boxes += self._in_order(more - set(boxes))
+        if len(boxes) < MAILBOXES:
+            boxes += self._in_order({*known.callable_others(), known.me} - set(boxes))[:MAILBOXES]
+        return boxes
+
+    def _in_order(self, peers: set[str] | frozenset[str]) -> list[str]:
+        able = {peer for peer in peers if self.known.is_callable(peer)}
+        return mailbox_order(self.module, self.round_index, able)
+
+    def awaited(self) -> frozenset[str]:
+        """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
+        has just come."""
+        known = self.known
+        trainers = known.trainers(self.module)
+        recent = self.book.contributors(self.stand, RECENT_STEPS)
+        young = {
+            peer
+            for peer in trainers
+            if peer == known.me or known.view.rounds_held(known.view.claims[peer]) < ROUNDS_IN_VAIN
+        }
+        return trainers & (recent | young)
+
+    def is_good(self, peers: frozenset[str], parent: str) -> bool:
+        """Tell whether more than half of those who count are among some contributors."""
+        if self.in_vain >= ROUNDS_IN_VAIN or parent not in self.book:
+            return True
+        recent = self.book.contributors(parent, RECENT_STEPS)
+        voters = recent & self.known.trainers(self.module)
+        return not voters or 2 * len(voters & peers) > len(voters)
+
+    def _is_good_link(self, link: Link) -> bool:
+        return link.step is not None and self.is_good(link.step.peers, link.parent)
+
+    def _ready_rows(self) -> dict[str, Row]:
+        """Return the rows of this round that stand where this peer stands, with files here."""
+        rows = self._rows.get((self.round_index, self.stand), {})
+        return {peer: row for peer, row in rows.items() if row.file in self.files}
+
+    def _propose_if_due(self) -> bool:
+        """Make a step of what is here, if it is this peer's turn; returns whether it did."""
+        known = self.known
+        link, rows = self.link, self._ready_rows()
+        if not rows or self._proposed >= self.round_index:
+            return False
+        if link.round_index >= self.round_index or not self._is_my_turn(rows):
+            return False
+        if not self.is_good(frozenset(rows), self.stand):
+            return False
+        best = self.heaviest()
+        if best.weight >= link.weight + len(rows):
+            return False
+        if best.round_index >= self.round_index and self._is_good_link(best):
+            return False  # It is on its way here.
+        self._proposed = self.round_index
+        step = Step.of(self._chosen(list(rows.values())))
+        known.do(Tell(self.audience(), self.module, steps=(step,)))
+        self.hear_steps((step,), known.me)
+        return True
+
+    def _is_my_turn(self, rows: dict[str, Row]) -> bool:
+        known, boxes = self.known, self.mailboxes()
+        awaited = self.awaited()
+        if awaited <= {known.me}:
+            return True
+        late_s = known.now_s - self.boundary_s - known.gather_s
+        if known.me not in boxes:
+            return not boxes and late_s >= 4 * known.grace_s
+        place = boxes.index(known.me)
+        heard = {p for (r, _), found in self._rows.items() if r == self.round_index for p in found}
+        stray = heard - self._rows.get((self.round_index, self.stand), {}).keys()
+        if place == 0 and awaited <= rows.keys() | stray:
+            return True
+        limit_s = place * known.grace_s
+        if known.schedule.fixed_steps and self.in_vain < ROUNDS_IN_VAIN:
+            # Exactly what one process computes: everybody is waited for, as long as it takes.
+            limit_s += known.schedule.duration_s / 2
+        return late_s >= limit_s
+
+    def _chosen(self, rows: list[Row]) -> list[Row]:
+        """Return as many rows as a step may have: first of those who were in none lately."""
+        if len(rows) <= MAX_ROWS:
+            return rows
+        recent = self.book.contributors(self.stand, RECENT_STEPS)
+        order = mailbox_order(self.module, self.round_index, {row.peer for row in rows})
+        place = {peer: number for number, peer in enumerate(order)}
+        return sorted(rows, key=lambda row: (row.peer in recent, place[row.peer]))[:MAX_ROWS]
+
+    def audience(self) -> tuple[str, ...]:
+        """Return who is told of rows and steps: who follows the module and can be called."""
+        known = self.known
+        peers = {*known.claimants(self.module), *known.holders(self.module), *self.mailboxes()}
+        return tuple(p for p in sorted(peers - {known.me}) if known.is_callable(p))
+
+    # -- 4. steps
+
+    def hear_steps(self, steps: Iterable[Step], teller: str) -> None:
+        """Steps of others are here, oldest first: they may make a chain heavier than the own."""
+        for step in steps:
+            try:
+                is_added = self.book.add(step)
+            except ValueError:
+                return  # No honest peer says so.
+            if not is_added:
+                if teller != self.known.me:
+                    self.ask(teller)
+                return
+            self.note_teller(step.name, teller)
+        self.last_told_s = self.known.now_s
+        self.consider()
+
+    # -- asking
+
+    def ask(self, peer: str, again_s: float = ASK_AGAIN_S) -> None:
+        """Ask a peer for the steps after the own chain and for rows, if it was not just now."""
+        now_s = self.known.now_s
+        if peer == self.known.me or now_s - self._asked_s.get(peer, -math.inf) < again_s:
+            return
+        self._asked_s[peer] = now_s
+        self.known.do(Ask(peer, self.module, self.book.locator(self.heaviest().name)))
+
+    def ask_if_due(self) -> None:
+        """Ask a mailbox for what this round brought, as long as it brought nothing here."""
+        known = self.known
+        if self.role is not Role.TRAINER or not self.is_open or self.is_moving:
+            return
+        passed_s = known.now_s - self.boundary_s
+        due_s = known.gather_s + (3 + self._asks * 4) * known.grace_s
+        if not known.can_be_called:
+            shares = ASKS_OF_CLOSED
+            number = min(self._asks, len(shares) - 1)
+            due_s = known.gather_s * (shares[number] + max(0, self._asks - number))
+        if passed_s < due_s:
+            return
+        others = [box for box in self.mailboxes() if box != known.me][: 2 * MAILBOXES]
+        if others:
+            self.ask(others[self._asks % len(others)])
+        self._asks += 1
+
+    def answered(self, event: Answered) -> None:
+        """Take in what a peer answered."""
+        if event.is_silent:
+            return
+        if event.held is not None:
+            self.note_held(event.held, event.peer)
+        self.hear_steps(event.steps, event.peer)
+        self.hear_rows(event.rows, event.peer)
+        if event.has_more and event.steps and event.steps[-1].name in self.book:
+            locator = self.book.locator(event.steps[-1].name)
+            self.known.do(Ask(event.peer, self.module, locator))
+
+    def on_time(self) -> None:
+        """Time has passed."""
+        self._propose_if_due()
+        self.ask_if_due()
+
+    # -- the chain
+
+    @property
+    def link(self) -> Link:
+        """The step that this peer stands on."""
+        return self.book.link(self.stand)
+
+    def heaviest(self) -> Link:
+        """Return the heaviest chain that may be taken; see `Taking`."""
+        return self.book.heaviest(self.module)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether another state is about to be taken; see `Taking`."""
+        return False
+
+    def consider(self) -> None:
+        """Take the heaviest chain if it is not the own; see `Taking`."""
+
+    def note_teller(self, step: str, peer: str) -> None:
+        """Remember who told of a step; see `Taking`."""
+
+    def note_held(self, head: Head, peer: str) -> None:
+        """Remember which state a peer can serve; see `Taking`."""
+
+    def waits_for(self) -> str:
+        """Return what an open round waits for, for the person at the machine."""
+        awaited, rows = self.awaited(), self._ready_rows()
+        return f"the step of {self.module}: have {len(awaited & rows.keys())} of {len(awaited)}"

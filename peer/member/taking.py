@@ -1,0 +1,438 @@
+"""How a peer takes the heaviest chain of a module (design 4.4): replay, or fetch; check; adopt.
+
+The usual case is the next step on top of the own head. A chain that parted from the own one, a
+newcomer's first state and one that was missed for long are the same: whichever is fewer bytes is
+done, steps are computed from their files or the state is fetched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from dipaco.dht.chain import Head, Row, Step
+from dipaco.dht.chain_book import Link
+
+from .actions import Adopt, Check, Compute, FetchState, Forget, Keep, Serve, Warn
+from .events import (
+    Answered,
+    Checked,
+    Computed,
+    ComputeFailed,
+    FetchFailed,
+    GatherFailed,
+    StateFetched,
+)
+from .knowledge import Knowledge, genesis_head
+from .outer_round import RECENT_STEPS, REMEMBERED_STEPS, OuterRound, Role
+
+# A state that makes the held-out loss worse by more nats than this is not believed.
+MUCH_WORSE_NATS = 0.5
+# Steps that are replayed at most: the files of older ones are gone anywhere.
+GREATEST_REPLAY = 3
+# What could not be had is left alone for so long.
+UNAVAILABLE_S, UNAVAILABLE_ROUNDS = 15.0, 4
+TELLERS = 8
+# A newcomer waits so long for holders to say what their chain is.
+ANSWER_LIMIT_S = 6.0
+
+
+@dataclass
+class _Taking:
+    """A chain that is about to be taken."""
+
+    target: str
+    steps: tuple[Step, ...] = ()
+    """To be computed on top of `base`; none if the state is fetched."""
+    base: str = ""
+    missing: dict[str, Row] = field(default_factory=dict)
+    """Files that are not here yet."""
+    is_working: bool = False
+    """The shell computes or fetches."""
+    head: Head | None = None
+    """The state, once it is here."""
+
+
+class Strand(OuterRound):
+    """All that a member knows and does of one module."""
+
+    def __init__(self, known: Knowledge, module: str) -> None:
+        super().__init__(known, module)
+        self.is_wanted = False
+        """A state is wanted to begin with; it waits in `ready`."""
+        self.ready: Head | None = None
+        self._taking: _Taking | None = None
+        self._kept: Head | None = None
+        """The anchor before the present one, which is on the disk."""
+        self._refused: set[str] = set()
+        self._unavailable: dict[str, float] = {}
+        self._tellers: dict[str, dict[str, None]] = {}
+        self._held: dict[str, Head] = {}
+        """States as their holders say them, by step."""
+        self._corrected = ""
+        self._to_answer: set[str] = set()
+        self._wanted_s = 0.0
+
+    # -- what is heaviest
+
+    def heaviest(self) -> Link:
+        """Return the heaviest chain that is not refused and can be had at the moment."""
+        now_s = self.known.now_s
+        if any(until_s <= now_s for until_s in self._unavailable.values()):
+            self._unavailable = {n: s for n, s in self._unavailable.items() if s > now_s}
+        return self.book.heaviest(self.module, self._refused | self._unavailable.keys())
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether another state is about to be taken."""
+        return self._taking is not None
+
+    def note_teller(self, step: str, peer: str) -> None:
+        """Remember who told of a step: it may have the state."""
+        tellers = self._tellers.setdefault(step, {})
+        if len(tellers) < TELLERS and peer != self.known.me:
+            tellers[peer] = None
+
+    def note_held(self, head: Head, peer: str) -> None:
+        """Remember which state a peer can serve."""
+        self._held.setdefault(head.step, head)
+        self.note_teller(head.step, peer)
+
+    # -- taking
+
+    def consider(self) -> None:
+        """Take the heaviest chain if it is not the own, or if a first state is wanted."""
+        best = self.heaviest()
+        if self._taking is not None:
+            taken = self.book.link(self._taking.target)
+            if best.rank >= taken.rank and taken.name not in self._refused:
+                return
+            self._give_up()
+        if self.role is Role.MAILBOX and not self.is_wanted:
+            self._stand_on(best)
+            return
+        if self.is_wanted and self._is_waiting_for_answers():
+            return
+        current = self.ready if self.is_wanted else self.head
+        if current is None or best.rank < self.book.link(current.step).rank:
+            self._begin_to_take(best)
+
+    def _is_waiting_for_answers(self) -> bool:
+        """Tell whether holders that were asked for the chain may still answer."""
+        return bool(self._to_answer) and self.known.now_s - self._wanted_s < ANSWER_LIMIT_S
+
+    def answered(self, event: Answered) -> None:
+        """Take in what a peer answered; a state that is wanted may wait for it."""
+        if not event.has_more:
+            self._to_answer.discard(event.peer)
+        super().answered(event)
+        if self.is_wanted and event.is_silent:
+            self.consider()
+
+    def on_time(self) -> None:
+        """Time has passed."""
+        super().on_time()
+        if self.is_wanted and self.ready is None and self._taking is None:
+            self.consider()
+
+    def _stand_on(self, link: Link) -> None:
+        """Of a mailbox: know the chain, without a state."""
+        if link.name != self.stand:
+            self.stand = link.name
+            self.known.do(Serve(self.module, link.name))
+            self.book.prune(self.module, link.name, REMEMBERED_STEPS)
+
+    def _begin_to_take(self, best: Link) -> None:
+        base = self._base_for(best)
+        if base is None:
+            self._fetch(best)
+            return
+        steps = self.book.steps_between(base.step, best.name)
+        rows = {row.file: row for step in steps for row in step.rows}
+        if any(self.is_refused(row) for row in rows.values()):
+            self._refuse(best.name, "a file in it is no contribution")
+            return
+        missing = {file: row for file, row in rows.items() if file not in self.files}
+        if base.bytes and sum(row.bytes for row in missing.values()) > base.bytes:
+            self._fetch(best)
+            return
+        self._taking = _Taking(best.name, steps, base.step, missing)
+        if missing:
+            self.gather(missing.values(), tuple(self._tellers.get(best.name, ())))
+        self._compute_if_whole()
+
+    def _base_for(self, best: Link) -> Head | None:
+        """Return a state that is here and from which a few steps lead to `best`."""
+        for base in (self.ready or self.head, self._kept):
+            if base is None or best.version - base.version > GREATEST_REPLAY:
+                continue
+            if self.book.stands_on(best.name, base.step):
+                return base
+        return None
+
+    def _compute_if_whole(self) -> None:
+        taking = self._taking
+        if taking is not None and taking.steps and not taking.missing and not taking.is_working:
+            taking.is_working = True
+            self.known.do(Compute(self.module, taking.base, taking.steps))
+
+    def gathered(self, file: str) -> None:
+        """A file is here: it may be the last one."""
+        self.files.add(file)
+        if self._taking is not None:
+            self._taking.missing.pop(file, None)
+            self._compute_if_whole()
+        super().gathered(file)
+
+    def gather_failed(self, event: GatherFailed) -> None:
+        """A file that a step needs is no contribution, or nobody has it: then the state is."""
+        super().gather_failed(event)
+        taking = self._taking
+        if taking is None or event.file not in taking.missing:
+            return
+        if event.is_refused:
+            self._give_up()
+            self._refuse(taking.target, "a file in it is no contribution")
+        else:
+            self._fetch(self.book.link(taking.target))
+
+    def compute_failed(self, event: ComputeFailed) -> None:
+        """What was gathered is gone again, or no state comes out of it."""
+        if self._taking is not None and self._taking.target == event.step:
+            self._fetch(self.book.link(event.step))
+
+    def _fetch(self, link: Link) -> None:
+        """Fetch the state after a step from who holds it."""
+        known, view = self.known, self.known.view
+        self._taking = _Taking(link.name, is_working=True)
+        if link.step is None:
+            known.do(FetchState(genesis_head(self.module, link.name), ()))
+            return
+        announced = view.agreed_head(self.module, link.name)
+        head = announced or self._held.get(link.name)
+        told = (*view.holders(self.module, link.name), *self._tellers.get(link.name, ()))
+        holders = tuple(peer for peer in dict.fromkeys(told) if peer != known.me)
+        if head is None:
+            # Somebody who told of the step may hold it, and says so when asked.
+            for peer in holders[:2]:
+                self.ask(peer)
+            self._taking = None
+            self._leave_alone(link.name)
+            return
+        exact = replace(
+            head, version=link.version, weight=link.weight, round_index=link.round_index
+        )
+        known.do(FetchState(exact, holders))
+
+    def fetch_failed(self, event: FetchFailed) -> None:
+        """Nobody gave the state: try again later, or what is heaviest by then."""
+        if self._taking is not None and self._taking.target == event.step:
+            self._taking = None
+            self._held.pop(event.step, None)
+            self._leave_alone(event.step)
+            self.consider()
+
+    def _leave_alone(self, step: str) -> None:
+        """What nobody announces is hardly there: some rounds pass before it is tried again."""
+        is_announced = bool(self.known.view.holders(self.module, step))
+        rounds_s = UNAVAILABLE_ROUNDS * self.known.schedule.duration_s
+        self._unavailable[step] = self.known.now_s + (
+            UNAVAILABLE_S if is_announced or self.is_wanted else rounds_s
+        )
+
+    def _give_up(self) -> None:
+        taking, self._taking = self._taking, None
+        if taking is not None and taking.head is not None:
+            self.known.do(Forget(self.module, taking.target))
+
+    def _refuse(self, step: str, reason: str) -> None:
+        """Take a step, and what stands on it, never again."""
+        self._refused.add(step)
+        self.known.do(Warn(f"{self.module}: a state is refused: {reason}"))
+        self.consider()
+
+    # -- a state is here
+
+    def here(self, event: Computed | StateFetched) -> None:
+        """The state is here: check it where it comes from elsewhere, then take it."""
+        head, taking = event.head, self._taking
+        if self._corrected and head.step == self.stand and self.head is not None:
+            self._take(head)
+            return
+        if taking is None or head.step != taking.target:
+            self.known.do(Forget(self.module, head.step))
+            return
+        taking.head, taking.is_working = head, False
+        if self._is_to_be_checked(head.step):
+            self.known.do(Check(self.module, head.step))
+        else:
+            self._taken(head)
+
+    def _is_to_be_checked(self, step: str) -> bool:
+        """Tell whether a state was made by others without this peer's chain in it."""
+        if self.is_wanted:
+            return self.book.link(step).version > 0
+        is_fork = not self.book.stands_on(step, self.stand)
+        return self.role is Role.TRAINER and is_fork
+
+    def checked(self, event: Checked) -> None:
+        """Held-out documents say what the state is worth."""
+        taking = self._taking
+        if taking is None or taking.head is None or event.step != taking.target:
+            return
+        before, after = event.loss_before, event.loss_after
+        is_worse = before is not None and after is not None and not after < before + MUCH_WORSE_NATS
+        if is_worse and not self._is_of_most(event.step):
+            self._give_up()
+            self._refuse(event.step, f"held-out loss {before:.3f}, with it {after:.3f}")
+        else:
+            self._taken(taking.head)
+
+    def _is_of_most(self, step: str) -> bool:
+        """Tell whether most of those who counted where two chains parted are in one of them."""
+        if self.is_wanted:
+            return False
+        fork = self.book.ancestor(step, self.stand).name
+        voters = self.book.contributors(fork, RECENT_STEPS)
+        made: set[str] = set()
+        for found in self.book.steps_between(fork, step):
+            made |= found.peers
+        return bool(voters) and 2 * len(voters & made) > len(voters)
+
+    def _taken(self, head: Head) -> None:
+        self._taking = None
+        if self.is_wanted:
+            self.ready = head
+        else:
+            self._take(head)
+        self.consider()
+
+    def _take(self, head: Head) -> None:
+        """Make a state the one that this peer stands on."""
+        known, before = self.known, self.stand
+        is_next = self.book.stands_on(head.step, before)
+        steps = self.book.steps_between(before, head.step) if is_next else ()
+        if self.role is Role.TRAINER:
+            is_round = self.is_open and head.round_index >= self.round_index
+            last = self.book.link(head.step).step
+            known.do(
+                Adopt(
+                    head,
+                    round_index=head.round_index if is_round else -1,
+                    rows=len(last.rows) if last is not None else 0,
+                    expected=len(self.awaited()),
+                    is_own_in=any(known.me in step.peers for step in steps),
+                    save=known.plan.rounds.save_every_rounds == 1
+                    or head.version % known.plan.rounds.save_every_rounds == 0,
+                )
+            )
+            self.is_open = self.is_open and not is_round
+        else:
+            known.do(Keep(head))
+        if head.step != before:
+            self._kept = self.head
+        self.head, self.stand = head, head.step
+        known.do(Serve(self.module, head.step))
+        self.book.prune(self.module, head.step, REMEMBERED_STEPS)
+        self._tellers = {n: t for n, t in self._tellers.items() if n in self.book}
+        self._held = {n: h for n, h in self._held.items() if n in self.book}
+
+    # -- the view
+
+    def on_view(self) -> None:
+        """See whether somebody holds a heavier chain, or another state after the same step."""
+        known, view = self.known, self.known.view
+        if not view.covers_module(self.module):
+            return
+        for step, until_s in list(self._unavailable.items()):
+            is_long = until_s > known.now_s + UNAVAILABLE_S
+            if is_long and view.holders(self.module, step):
+                del self._unavailable[step]
+        mine = self.heaviest().rank
+        heavier = {
+            holding.peer_id: holding.head.rank
+            for holding in view.holdings.get(self.module, ())
+            if holding.head.rank < mine
+            and holding.peer_id != known.me
+            and holding.head.step not in self._refused
+        }
+        for peer in sorted(heavier, key=lambda peer: (heavier[peer], peer))[:2]:
+            self.ask(peer, known.gather_s)
+        self.consider()
+        self._compare_digests()
+
+    def _compare_digests(self) -> None:
+        """A digest that most others do not have is that of a broken machine: fetch theirs."""
+        head, view = self.head, self.known.view
+        if head is None or self.is_moving or self._corrected == head.step:
+            return
+        others = [
+            h.head.digest
+            for h in view.holdings.get(self.module, ())
+            if h.head.step == head.step and h.peer_id != self.known.me
+        ]
+        agreed = view.agreed_head(self.module, head.step)
+        if agreed is None or agreed.digest == head.digest or others.count(agreed.digest) < 2:
+            return
+        self._corrected = head.step
+        self.known.do(
+            Warn(
+                f"{self.module}: this machine computed another state than {len(others)} others; "
+                "its memory or processor may be broken; takes theirs"
+            )
+        )
+        self.known.do(FetchState(agreed, self.known.view.holders(self.module, head.step)))
+
+    # -- roles
+
+    def want(self) -> None:
+        """Get a state to begin with; what is held is as good as the chain that it is of."""
+        self.is_wanted, self.ready, self._wanted_s = True, None, self.known.now_s
+        self.ready = self.head
+        self._to_answer = set(self._first_holders())
+        for peer in sorted(self._to_answer):
+            self.ask(peer)
+
+    def _first_holders(self) -> tuple[str, ...]:
+        view = self.known.view
+        found = sorted(
+            (h for h in view.holdings.get(self.module, ()) if h.peer_id != self.known.me),
+            key=lambda h: (h.head.rank, not self.known.is_callable(h.peer_id), h.peer_id),
+        )
+        return tuple(dict.fromkeys(h.peer_id for h in found))[:3]
+
+    def follow(self, role: Role) -> None:
+        """Train the module from `ready` on, or keep it, or only know it."""
+        self.role, self.is_wanted = role, False
+        if role is Role.TRAINER and self.ready is not None:
+            self.head, self.stand = self.ready, self.ready.step
+            self.known.do(Serve(self.module, self.stand))
+        if role is Role.MAILBOX:
+            self.head = self._kept = None
+        self.ready, self.is_open = None, False
+        self._give_up()
+
+    def keep(self) -> None:
+        """Hold a copy from now on."""
+        if self.head is None and self.role is Role.MAILBOX:
+            self.role, self.is_wanted = Role.KEEPER, False
+            self._begin_to_take(self.heaviest())
+
+    def restore(self, head: Head, steps: Collection[Step]) -> None:
+        """Begin with what is on this disk: the state is held, as a copy."""
+        for step in steps:
+            self.book.add(step)
+        if head.step in self.book:
+            self.head, self.stand, self.role = head, head.step, Role.KEEPER
+            self.known.do(Serve(self.module, head.step))
+
+    def last_step(self) -> tuple[Step, ...]:
+        """Return the step that the head is of, if it is not the genesis."""
+        step = self.link.step
+        return () if step is None else (step,)
+
+    @property
+    def age_s(self) -> float:
+        """How long nobody has told anything of the module."""
+        return self.known.now_s - self.last_told_s if self.last_told_s > -math.inf else math.inf
