@@ -41,9 +41,18 @@ class Result:
 
 def real_member(machine: Machine) -> Decider:
     """Return the member that real peers have."""
+    from dipaco.peer.member.knowledge import MemberSettings
     from dipaco.peer.member.member import Member
 
-    raise NotImplementedError(Member)
+    world, store = machine.world, machine.store
+    steps = (
+        step
+        for head in store.held.values()
+        for step in store.book.steps_between(store.book.genesis(head.module), head.step)
+    )
+    settings = MemberSettings(machine.peer, trains=machine.trains)
+    held = tuple(store.held.values())
+    return Member(settings, world.plan, world.grid, steps=steps, held=held)
 
 
 def run_history(
