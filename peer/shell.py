@@ -12,9 +12,18 @@ from collections.abc import Callable
 
 from .member.actions import Action, Left, TakeStep, Wait
 from .member.events import Event, Turn
+from .member.knowledge import MemberSettings
 from .member.member import Member
+from .node import Node
 
 Instruction = TakeStep | Wait | Left
+
+
+def start_member(node: Node, settings: MemberSettings) -> Member:
+    """Return the member of a node, which knows what lies on this disk."""
+    held = node.held.all()
+    steps = (step for head in held for step in node.chains.steps_to(head.module, head.step))
+    return Member(settings, node.plan, node.grid, steps=steps, held=held)
 
 
 class Shell:

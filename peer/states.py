@@ -111,19 +111,26 @@ class States:
     # -- what is held
 
     def hold(self, head: Head) -> ModuleState:
-        """Serve a state that waits from now on, from memory. Raises KeyError."""
+        """Serve a state that waits, or lies on the disk, from now on. Raises KeyError."""
         with self._lock:
-            state = self._waiting.get(head.module, {}).pop(head.step)
+            state = self._waiting.get(head.module, {}).pop(head.step, None)
+            is_new = state is not None
+            state = state or self.find(head.module, head.step)
+            if state is None or state.digest != head.digest:
+                raise KeyError(head.step)
             before = self._held.get(head.module)
             if before is not None and before.digest != head.digest:
                 self._in_memory.pop(before.digest, None)
             self._held[head.module] = head
-            self._in_memory[head.digest] = state
-            self._remember(state)
+            if is_new:
+                self._in_memory[head.digest] = state
+                self._remember(state)
         self._tell_of(head.module, head.step, head)
         return state
 
     def _tell_of(self, module: str, step: str, head: Head | None) -> None:
+        if self._chains.served(module) == (step, head):
+            return
         try:
             self._chains.serve(module, step, head)
         except StorageError as error:
