@@ -35,7 +35,7 @@ def make_run(folder: Path, operator: Path | None = None, **changes: object) -> R
     values = {**run.plan().model_dump(), "admission": None, "start_s": time.time()}
     blobs = {**values["blobs"], **changes.pop("blobs", {})}  # type: ignore[dict-item]
     plan = RunPlan.model_validate({**values, **changes, "blobs": blobs})
-    sign_tiny_run(run, plan)
+    sign_tiny_run(run, plan, by_invitation=True)
     key = load_or_create_operator_key(run.path / "operator.pem")
     invite_own_nodes(run.path, plan, key, print)
     return run

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.bootstrap.invite import invite, invite_own_nodes
+from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import (
     ContributionsConfig,
@@ -131,13 +133,26 @@ def make_tiny_run(
     return run
 
 
-def sign_tiny_run(run: RunFolder, plan: RunPlan) -> None:
-    """Sign `plan` with the run's operator key and write it as the manifest.
+def sign_tiny_run(run: RunFolder, plan: RunPlan, *, by_invitation: bool = False) -> RunPlan:
+    """Sign `plan` with the run's operator key and write it as the manifest; returns what was
+    signed. Unless it is by invitation, everybody is in.
 
     For tests that change a plan, for instance to start it now.
     """
     key = load_or_create_operator_key(run.path / "operator.pem")
+    plan = plan.model_copy(update={"admission": None})
+    if not by_invitation:
+        plan = opened(plan, key)
     run.manifest_path.write_bytes(sign_manifest(plan, key))
+    return plan
+
+
+def invited_tiny_run(run: RunFolder, *, places: int, **changes: Any) -> str:
+    """Sign the plan again, with changes and for the invited only; returns an invitation."""
+    plan = sign_tiny_run(run, run.plan().model_copy(update=changes), by_invitation=True)
+    key = load_or_create_operator_key(run.path / "operator.pem")
+    invite_own_nodes(run.path, plan, key, lambda line: None)
+    return invite(run.path, places)
 
 
 def tiny_shard(
