@@ -114,7 +114,7 @@ def _open(
     with storage_errors(path):
         manifest = verify_manifest(path.read_bytes())
     gate = Gate.of(manifest)
-    if gate is None:
+    if manifest.plan.admission is not None:
         raise ConfigurationError(
             f"run '{manifest.plan.name}' is open, so everybody counts in it; prepare one with "
             "--admission invitation"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import sum_losses
@@ -371,11 +372,16 @@ class Preparation:
             check_start(plan, self.predecessor.plan)
         if start_in_s is None and self.folder.manifest_path.exists():
             signed = self.folder.plan()
-            if signed.model_copy(update={"start_s": plan.start_s}) == plan:
+            same = {"start_s": plan.start_s}
+            if self._is_open and signed.admission is not None:
+                same["admission"] = None
+            if signed.model_copy(update=same) == plan:
                 return signed, False
         key = load_or_create_operator_key(self.operator_key)
+        if self._is_open:
+            plan = opened(plan, key)
         atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
-        if plan.admission == "invitation":
+        if not self._is_open:
             if self.predecessor:
                 keep_revocations(self.predecessor.folder.path, self.out)
             invite_own_nodes(self.out, plan, key, self.display.say)
@@ -384,11 +390,17 @@ class Preparation:
     def _admission(self) -> dict[str, str | None]:
         """Return who counts: as is asked for, or as before. Who is in stays in the successor."""
         before = self.predecessor.plan if self.predecessor else None
-        kind = self.admission or (before.admission if before else "open")
         since = None
-        if before is not None and kind == before.admission == "invitation":
-            since = before.invitations_of or before.run_id
-        return {"admission": kind, "invitations_of": since}
+        if before is not None and before.admission is None and not self._is_open:
+            since = before.admission_scope
+        return {"admission": None, "invitations_of": since}
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether everybody is in: as is asked for, or as before."""
+        if self.admission is not None:
+            return self.admission == "open"
+        return self.predecessor is None or self.predecessor.plan.admission is not None
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()

@@ -15,7 +15,6 @@ import hashlib
 import json
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.modules.errors import AdmissionError
 from dipaco.modules.files import canonical_json
+from dipaco.modules.plan import RunPlan
 
 from .identity import (
     PUBLIC_KEY_BYTES,
@@ -119,6 +119,16 @@ def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:
     return Invitation(terms, seed, signature)
 
 
+def opened(plan: RunPlan, operator: Ed25519PrivateKey, places: int = MOST_PLACES) -> RunPlan:
+    """Return the plan of an open run: with an invitation in it by which everybody is in.
+
+    Called before a manifest is signed; without it a run is by invitation.
+    """
+    plan = plan.model_copy(update={"admission": None, "invitations_of": None})
+    invitation = make_invitation(Terms(plan.admission_scope, places, 0), operator)
+    return plan.model_copy(update={"admission": invitation.to_text()})
+
+
 def read_invitation(text: str) -> Invitation:
     """Read what a volunteer pasted. Raises `AdmissionError`; the operator's signature is checked
     by the `Gate` of the run, which knows the operator."""
@@ -174,12 +184,6 @@ class Admission:
     admitted_s: int
 
 
-def places_filled(admissions: Iterable[Admission]) -> int:
-    """Return for how many admitted peers some count: of an invitation, for its places at most."""
-    count = Counter((found.invitation, found.places) for found in admissions)
-    return sum(min(number, places) for (_, places), number in count.items())
-
-
 def counted(admissions: Iterable[tuple[str, Admission]]) -> frozenset[str]:
     """Return which of some admitted peers count: those of an invitation that came first.
 
@@ -217,12 +221,9 @@ class Gate:
             self.revoke(envelope)
 
     @classmethod
-    def of(cls, manifest: SignedManifest) -> Gate | None:
-        """Return the gate of a run; None for an open one."""
-        plan = manifest.plan
-        if plan.admission != "invitation":
-            return None
-        return cls(plan.invitations_of or plan.run_id, manifest.operator_key)
+    def of(cls, manifest: SignedManifest) -> Gate:
+        """Return the gate of a run."""
+        return cls(manifest.plan.admission_scope, manifest.operator_key)
 
     def __getstate__(self) -> tuple[str, bytes, bytes | None]:
         return self.run_id, self._operator_key, self.envelope
@@ -261,7 +262,7 @@ class Gate:
         `even_revoked`.
         """
         if type(data) is not bytes or len(data) != ADMISSION_BYTES:
-            raise RecordError("it has no admission: this run is by invitation")
+            raise RecordError("it has no admission to this run")
         name = invitation_of(data)
         if name in self._revoked and not even_revoked:
             raise RecordError(f"the invitation {name} was revoked by the operator")
@@ -328,11 +329,6 @@ class Gate:
                 if name not in self._revoked
                 for peer, (_, admission) in known.items()
             }
-
-    def weigh(self, peers: Collection[str]) -> int:
-        """Return for how many peers some count that signed a chain, for who only reads."""
-        admitted = self.admitted()
-        return places_filled(admitted[peer] for peer in peers if peer in admitted)
 
     def counted_of(
         self, seen: Collection[str], own: tuple[str, bytes] | None = None

@@ -90,14 +90,13 @@ class ChainBook:
 
         Steps in `without`, and what stands on them, do not count.
         """
-        found = min(
+        return min(
             (
                 self._newest_without(tip, without) if without else self._links[tip]
                 for tip in self._tips[module]
             ),
             key=lambda link: link.rank,
         )
-        return found
 
     def _newest_without(self, tip: str, without: Collection[str]) -> Link:
         """Return the newest link of the chain to `tip` below everything in `without`."""
@@ -116,7 +115,7 @@ class ChainBook:
             link = self._links.get(link.parent)
 
     def ancestor(self, one: str, other: str) -> Link:
-        """Return the newest step that two chains have in common. Raises KeyError if none is known."""
+        """Return the newest step that two chains have in common. Raises KeyError for none."""
         a, b = self._links[one], self._links[other]
         while a.name != b.name:
             if a.version >= b.version:
@@ -208,3 +207,18 @@ class ChainBook:
                 branch.append(link.name)
         if not self._tips[module]:
             self._tips[module] = {keep}
+
+    def keep_heaviest(self, module: str, count: int, served: str) -> int:
+        """Forget all branches of a module but the `count` heaviest and the chain to `served`.
+
+        Returns how many steps are left beside that chain. What strangers invent stays bounded.
+        """
+        chain = {link.name for link in self.back_from(served)}
+        tips = sorted(self._tips[module], key=lambda tip: self._links[tip].rank)[:count]
+        kept = chain | {link.name for tip in tips for link in self.back_from(tip)}
+        for name in [n for n, link in self._links.items() if link.module == module]:
+            if name not in kept:
+                del self._links[name]
+        parents = {self._links[name].parent for name in kept}
+        self._tips[module] = kept - parents
+        return len(kept - chain)

@@ -36,10 +36,8 @@ from .records import (
     ProgressRecord,
     Record,
     RecordError,
-    ScoresRecord,
 )
 from .repetition import Complaints
-from .score_request import SignedScoreRequest, verify_score_request
 from .view import SwarmView, view_of_records
 
 logger = logging.getLogger("dipaco.dht.directory")
@@ -67,7 +65,7 @@ class _Entry:
 class Directory:
     """Reads and writes the records of one run. Thread-safe.
 
-    :param gate: of a run by invitation, whose records count by it
+    :param gate: of the run, whose records count by it; None before a run is known
     """
 
     def __init__(
@@ -135,24 +133,6 @@ class Directory:
     def publish_blob(self, record: BlobRecord, life_s: float) -> bool:
         """Say that this peer serves a blob."""
         return self._publish("blobs", record.sha256, record, life_s)
-
-    def publish_scores(self, record: ScoresRecord, life_s: float) -> bool:
-        """Say which paths this peer scores for a request, and which of their scores it serves."""
-        return self._publish("scores", record.request, record, life_s)
-
-    def withdraw_scores(self, request_id: str) -> bool:
-        """Take back what was said about a request: claims and scores."""
-        return self._withdraw("scores", request_id)
-
-    def store_score_request(self, envelope: bytes, life_s: float) -> bool:
-        """Store the operator's score request; anybody may, since it certifies itself.
-
-        Raises `ScoreRequestError` for one that no node would take.
-        """
-        request_id = verify_score_request(envelope, run_id=self.run_id).request_id
-        subkey = record_subkey("requests", self.run_id, request_id, b"")
-        life_s = min(life_s, KINDS["requests"].max_life_s)
-        return self._store((record_key("requests", self.run_id), subkey), envelope, life_s)
 
     def publish_manifest(self, envelope: bytes, life_s: float, run_id: str | None = None) -> bool:
         """Store a run's manifest again; any peer may, since it certifies itself.
@@ -333,32 +313,6 @@ class Directory:
         if self._expirations.get(name, 0.0) - get_dht_time() > (1 - RENEWED_AFTER) * life_s:
             return True
         return self._store(name, envelope, life_s)
-
-    def score_requests(self, operator_fingerprint: str) -> tuple[SignedScoreRequest, ...]:
-        """Return the requests of the run's operator that have not expired, the newest first.
-
-        Requests that others signed are left out silently: anybody may store one.
-        """
-        key = record_key("requests", self.run_id)
-        requests = []
-        for subkey, envelope in (self._get_many((key,)).get(key) or {}).items():
-            try:
-                address = parse_subkey(subkey)
-                if address.key != key or not isinstance(envelope, bytes):
-                    raise RecordError("it is not a score request's record")
-                request = verify_score_request(envelope, run_id=self.run_id)
-                if request.request_id != address.item:
-                    raise RecordError(f"it is not the request {address.item}")
-            except DipacoError as error:
-                self._complain(key, "a score request", error)
-                continue
-            if request.operator_fingerprint == operator_fingerprint:
-                requests.append(request)
-        return tuple(sorted(requests, key=lambda r: (-r.request.made_s, r.request_id)))
-
-    def scores(self, request_id: str) -> tuple[ScoresRecord, ...]:
-        """Return what all peers score, and have scored, for a request."""
-        return self._read("scores", request_id, ScoresRecord)
 
     def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
         """Return the peers, other than this one, that serve a blob."""

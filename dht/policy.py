@@ -3,7 +3,7 @@
 Every peer decides for itself, among the paths that its view covers: of the others it is not known
 whether they wait. Peers with the same view decide compatibly; peers whose views differ slightly
 share a path for a moment at worst. What is kept where, and which state wins, is in
-`keeping.py` and `agreement.py`.
+`keeping.py` and `chain_book.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from dataclasses import dataclass
 
 from dipaco.modules.grid import Grid
 
-from .agreement import possible_group
-from .records import Claim, Reachability
+from .records import Claim
 from .view import SwarmView
-
-# Ways to reach a peer on which it leads no group: so much is nothing for a relay.
-CANNOT_LEAD: tuple[Reachability, ...] = ("relayed", "outgoing")
 
 
 @dataclass(frozen=True)
@@ -43,81 +39,30 @@ def choose_path(
     *,
     pinned: int | None = None,
     exclude: Collection[int] = (),
-    can_lead: bool = True,
 ) -> Decision:
     """Choose the path with the least service: fewest trainers, then longest waited, then hash.
 
-    Of paths with as many trainers, who cannot be called and so `can_lead` no group avoids those
-    with a module whose trainers can all not be called, and anybody else goes there first. `exclude`
-    holds while it leaves a path.
+    `exclude` holds while it leaves a path.
     """
     if pinned is not None:
         return Decision(pinned, "asked for by --path")
     paths = [path for path in view.paths(grid) if path not in exclude] or list(view.paths(grid))
     others = {path: _others(view, path, me) for path in paths}
-
     least = min(others.values())
-    fewest = [path for path in paths if others[path] == least]
-    chosen = _best_fit(view, grid, fewest, me, can_lead=can_lead)
+    chosen = _best_fit(view, [path for path in paths if others[path] == least], me)
     return Decision(chosen, _reason(view, chosen, others[chosen]))
 
 
-def _best_fit(
-    view: SwarmView, grid: Grid, paths: Collection[int], peer: str, *, can_lead: bool
-) -> int:
-    """Return the path that fits a peer best, then the one that has waited longest; of several the
-    one that rendezvous hashing names."""
-    if len(paths) > 1:
-        fits = _fits(view, grid, paths, peer, can_lead=can_lead)
-        places = {path: (fits[path], view.last_round(path)) for path in paths}
-        first = min(places.values())
-        paths = [path for path, place in places.items() if place == first]
-    return min(paths, key=lambda path: rendezvous(peer, path))
+def _best_fit(view: SwarmView, paths: Collection[int], peer: str) -> int:
+    """Return the path that has waited longest; of several the one that rendezvous hashing names."""
+    first = min(view.last_round(path) for path in paths)
+    return min((p for p in paths if view.last_round(p) == first), key=lambda p: rendezvous(peer, p))
 
 
 def _others(view: SwarmView, path: int, me: str) -> int:
     mine = view.claims.get(me)
     is_mine = mine is not None and mine.path == path and mine.state != "leaving"
     return view.claim_count(path) - is_mine
-
-
-def _fits(
-    view: SwarmView, grid: Grid, paths: Collection[int], me: str, *, can_lead: bool
-) -> dict[int, int]:
-    """Return how ill a peer fits to each path, by its modules whose trainers can all not be called:
-    more of these never meet, and one that can be called has them meet."""
-    mine, leaders, stranded = view.claims.get(me), _leaders(view), set(_stranded(view, grid))
-    if mine is not None and mine.state != "leaving":
-        # Of its own modules only the others count.
-        for module in grid.modules_of_path(mine.path):
-            others = possible_group(view, grid, module) - {me}
-            if others and leaders.isdisjoint(others):
-                stranded.add(module)
-            else:
-                stranded.discard(module)
-    sign = -1 if can_lead else 1
-    return {path: sign * len(stranded.intersection(grid.modules_of_path(path))) for path in paths}
-
-
-def _stranded(view: SwarmView, grid: Grid) -> frozenset[str]:
-    """Return the modules whose trainers can all not be called."""
-    place = "stranded"
-    if place not in view.worked_out:
-        leaders, groups = _leaders(view), view.trainers(grid, joining=True)
-        view.worked_out[place] = frozenset(
-            module for module, group in groups.items() if leaders.isdisjoint(group)
-        )
-    return view.worked_out[place]
-
-
-def _leaders(view: SwarmView) -> frozenset[str]:
-    """Return those that can be called of all who claim a path."""
-    place = "leaders"
-    if place not in view.worked_out:
-        view.worked_out[place] = frozenset(
-            peer for peer in view.claims if view.reachable(peer) not in CANNOT_LEAD
-        )
-    return view.worked_out[place]
 
 
 def _reason(view: SwarmView, path: int, others: int) -> str:
@@ -152,9 +97,8 @@ def resolve_collision(
     for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
         least, place = min(trainers.values()), mine.path
         if trainers[place] > least:
-            can_lead = view.reachable(peer) not in CANNOT_LEAD
             fewest = [path for path, count in trainers.items() if count == least]
-            place = _best_fit(view, grid, fewest, peer, can_lead=can_lead)
+            place = _best_fit(view, fewest, peer)
         if peer == me:
             break
         trainers[place] += 1

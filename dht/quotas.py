@@ -24,7 +24,6 @@ from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 from .admission import Gate
 from .identity import PEER_ID_PREFIX, SIGNATURE_BYTES, peer_id_of_public_key
 from .record_keys import Address, parse_subkey
-from .score_request import stated_operator
 
 # Of one key: all of it has to fit into an answer of 4 MiB with others.
 KEY_RECORDS, KEY_BYTES = 1024, 2**20
@@ -51,7 +50,6 @@ QUOTAS = {
     "peers": Quota(64, 16_384, 2**24),
     "progress": Quota(256, 16_384, 2**24),
     "blobs": Quota(2048, 16_384, 2**24),
-    "scores": Quota(16, 1024, 2**24),
     "requests": Quota(64, 64, 2**17),
     "manifests": Quota(SERVED_RUNS, SERVED_RUNS, 2**20),
     "revocations": Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
@@ -71,11 +69,11 @@ class ServedRun:
     private_modules: int
     """As many as paths if anything is private to a path, else 0."""
     buckets: int
-    gate: Gate | None = None
-    """Of a run by invitation: who is in."""
+    gate: Gate
+    """Who is in."""
 
     def has(self, address: Address, value: bytes) -> bool:
-        """Tell whether this run has the key of a record, or such a score request, and its owner."""
+        """Tell whether this run has the key of a record, and its owner."""
         item, kind = address.item or "", address.kind.name
         if not self._is_owner_in(address, value):
             return False
@@ -85,13 +83,11 @@ class ServedRun:
             return self._has_module(item)
         if kind in ("peers", "progress"):
             return int(item) < self.buckets
-        if kind == "requests":
-            return stated_operator(MSGPackSerializer.loads(value)) == self.operator
         return True
 
     def _is_owner_in(self, address: Address, value: bytes) -> bool:
         """Tell whether the owner of a record may have records here, by what the record carries."""
-        if self.gate is None or address.public_key is None:
+        if address.public_key is None:
             return True
         if len(value) > address.kind.max_bytes + SIGNATURE_BYTES:
             return False
@@ -104,19 +100,9 @@ class ServedRun:
 
     def _is_list_of_operator(self, value: bytes) -> bool:
         """Tell whether a list of revoked invitations is of this run, and as new as is known."""
-        if self.gate is None:
-            return False
         envelope = MSGPackSerializer.loads(value)
         self.gate.revoke(envelope)
         return bool(envelope == self.gate.envelope)
-
-    def owner_of(self, address: Address) -> tuple[bytes | None, int]:
-        """Return by whom a record counts, and as how many: of an invitation, all of its peers."""
-        if self.gate is not None and address.public_key is not None:
-            found = self.gate.admission_of(peer_id_of_public_key(address.public_key))
-            if found is not None:
-                return found.invitation.encode(), found.places
-        return address.public_key, 1
 
     def _has_module(self, name: str) -> bool:
         match = _MODULE.fullmatch(name)
@@ -238,7 +224,7 @@ class HeldRecords:
         Until the first call a node does not know its run yet, and takes what others hand over.
         """
         before = (self._runs or {}).get(run.run_id)
-        if run.gate is not None and before is not None and before.gate is not None:
+        if before is not None:
             run.gate.learn_from(before.gate)
         runs = {name: known for name, known in (self._runs or {}).items() if name != run.run_id}
         self._runs = dict([*runs.items(), (run.run_id, run)][-SERVED_RUNS:])
@@ -356,9 +342,8 @@ class HeldRecords:
             return None
         if entry is not None and not entry.box.fits(size, is_passed, old):
             return None
-        run = (self._runs or {}).get(address.run_id)
-        owner, places = (address.public_key, 1) if run is None else run.owner_of(address)
-        if old is None and not self._has_room_for_one_more(address, owner, places, passed_by):
+        owner = address.public_key
+        if old is None and not self._has_room_for_one_more(address, owner, passed_by):
             return None
         return _Held(address, size, expiration_time, passed_by, kind_box, owner)
 
@@ -369,13 +354,13 @@ class HeldRecords:
             return True
 
     def _has_room_for_one_more(
-        self, address: Address, owner: bytes | None, places: int, passed_by: bytes | None
+        self, address: Address, owner: bytes | None, passed_by: bytes | None
     ) -> bool:
         """Tell whether an owner may have one more record, and its sender hand one more over."""
         kind = address.kind.name
         if owner is not None:
             of_owner = self._of_owner.get((owner, kind), 0)
-            if of_owner >= QUOTAS[kind].of_owner * places:
+            if of_owner >= QUOTAS[kind].of_owner:
                 return False
         return passed_by is None or self._of_sender.get(passed_by, 0) < SENDER_RECORDS
 

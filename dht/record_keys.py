@@ -1,7 +1,7 @@
 """Where records stand in the DHT: their kinds, keys and subkeys, and what may stand there.
 
 Signed kinds carry the owner's public key in their subkey, so only the owner can change them, and
-the peer id inside must be the owner's. Manifests and score requests certify themselves, so any
+the peer id inside must be the owner's. Manifests and revocations certify themselves, so any
 peer may store them again.
 """
 
@@ -26,9 +26,7 @@ from .records import (
     ProgressRecord,
     Record,
     RecordError,
-    ScoresRecord,
 )
-from .score_request import MAX_SCORE_REQUEST_BYTES
 
 NAMESPACE = f"dipaco/{PROTOCOL_VERSION}"
 # In every protocol: a newcomer is to learn which one a run speaks.
@@ -57,12 +55,10 @@ _HASH = r"[0-9a-f]{64}"
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("modules", ModuleRecord, 768, 2400.0, r"[LP][0-9.E]{1,12}", "module"),
+        Kind("modules", ModuleRecord, 1024, 2400.0, r"[LP][0-9.E]{1,12}", "module"),
         Kind("peers", PeerRecord, 2304, 2400.0, _BUCKET),
         Kind("progress", ProgressRecord, 24_832, 2 * DAY_S, _BUCKET),
         Kind("blobs", BlobRecord, 640, 6 * 3600.0, _HASH, "sha256"),
-        Kind("scores", ScoresRecord, 33_024, 2400.0, r"[0-9a-f]{16}", "request"),
-        Kind("requests", None, MAX_SCORE_REQUEST_BYTES, 2 * DAY_S),
         Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),
         Kind("revocations", None, MAX_LIST_BYTES, 2 * DAY_S),
     )
@@ -80,13 +76,13 @@ _ANY_PROTOCOL = re.compile(rf"dipaco/(?!{PROTOCOL_VERSION}/)(?P<version>[0-9]{{1
 _MANIFEST_SUBKEY = re.compile(rf"{MANIFESTS_KEY}/(?P<run>[0-9a-f]{{16}})".encode())
 _UNSIGNED_SUBKEY = re.compile(
     rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/"
-    r"(?:requests/(?P<request>[0-9a-f]{16})|revocations/(?P<version>[0-9]{8}))".encode()
+    r"revocations/(?P<version>[0-9]{8})".encode()
 )
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a subkey says: kind, run, item (a module, bucket, hash, request or version), owner."""
+    """What a subkey says: kind, run, item (a module, bucket, hash or version), owner."""
 
     kind: Kind
     run_id: str
@@ -109,7 +105,7 @@ def record_key(kind: str, run_id: str, item: str | None = None) -> str:
     """Return the DHT key of a kind of record of a run."""
     if kind == "manifests":
         return MANIFESTS_KEY
-    if kind in ("requests", "revocations"):
+    if kind == "revocations":
         return f"{NAMESPACE}/{run_id}/{kind}"
     return f"{NAMESPACE}/{run_id}/{kind}" + (f"/{item}" if item else "")
 
@@ -118,7 +114,7 @@ def record_subkey(kind: str, run_id: str, item: str | None, public_key: bytes) -
     """Return the subkey of a record; `public_key` is the owner's, or empty if it has none."""
     if kind == "manifests":
         return f"{MANIFESTS_KEY}/{run_id}".encode()
-    if kind in ("requests", "revocations"):
+    if kind == "revocations":
         return f"{NAMESPACE}/{run_id}/{kind}/{item}".encode()
     return record_key(kind, run_id, item).encode() + b"@" + public_key
 
@@ -138,9 +134,8 @@ def _parse_subkey(subkey: bytes) -> Address:
         return Address(KINDS["manifests"], manifest["run"].decode(), None, None)
     unsigned = _UNSIGNED_SUBKEY.fullmatch(subkey)
     if unsigned:
-        kind = "requests" if unsigned["request"] else "revocations"
-        item = (unsigned["request"] or unsigned["version"]).decode()
-        return Address(KINDS[kind], unsigned["run"].decode(), item, None)
+        item = unsigned["version"].decode()
+        return Address(KINDS["revocations"], unsigned["run"].decode(), item, None)
     match = _SUBKEY.fullmatch(subkey)
     if not match and (other := _ANY_PROTOCOL.match(subkey)):
         raise OtherProtocolError(f"it is of protocol {other['version'].decode()}")

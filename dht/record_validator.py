@@ -31,7 +31,6 @@ from .manifest import envelope_run_id
 from .record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
 from .records import OtherProtocolError, RecordError
 from .repetition import Complaints
-from .score_request import ScoreRequestError, verify_score_request
 
 logger = logging.getLogger(__name__)
 
@@ -193,19 +192,6 @@ def _check_manifest(address: Address, envelope: Any) -> None:
         raise RecordError(f"the manifest of run {run_id} was stored as run {address.run_id}")
 
 
-def _check_request(address: Address, envelope: Any) -> None:
-    if not isinstance(envelope, bytes):
-        raise RecordError("a score request's record does not hold bytes")
-    try:
-        found = verify_score_request(envelope, run_id=address.run_id)
-    except ScoreRequestError as error:
-        raise RecordError(str(error)) from None
-    if found.request_id != address.item:
-        raise RecordError(
-            f"the score request {found.request_id} was stored as request {address.item}"
-        )
-
-
 def _check_revocations(address: Address, envelope: Any) -> None:
     if read_revocations(envelope).version != int(address.item or 0):
         raise RecordError(f"a list of revoked invitations was stored as version {address.item}")
@@ -213,7 +199,6 @@ def _check_revocations(address: Address, envelope: Any) -> None:
 
 _CHECKS = {
     "manifests": _check_manifest,
-    "requests": _check_request,
     "revocations": _check_revocations,
 }
 

@@ -15,8 +15,6 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -143,8 +141,11 @@ class RunPlan(Config):
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
     successor_of: str | None = None
-    admission: Literal["open", "invitation"] = Field(
-        "open", description="Who counts: everybody, or whom the operator has invited."
+    admission: str | None = Field(
+        None,
+        max_length=400,
+        description="The invitation by which everybody is in, of an open run; None: the operator "
+        "gives invitations out.",
     )
     invitations_of: str | None = Field(
         None,
@@ -163,18 +164,9 @@ class RunPlan(Config):
 
     @model_validator(mode="after")
     def _check_admission(self) -> Self:
-        if self.invitations_of is not None and self.admission != "invitation":
-            raise ValueError("invitations_of is for a run with admission = invitation")
+        if self.invitations_of is not None and self.admission is not None:
+            raise ValueError("invitations_of is for a run by invitation, not for an open one")
         return self
-
-    @model_serializer(mode="wrap")
-    def _spell(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """An open run is spelled without what only runs by invitation have: as it always was."""
-        values: dict[str, Any] = handler(self)
-        if self.admission == "open":
-            values.pop("admission", None)
-            values.pop("invitations_of", None)
-        return values
 
     def canonical_json(self) -> bytes:
         """Return the one byte string that is hashed and signed."""
@@ -190,6 +182,16 @@ class RunPlan(Config):
     def fingerprint(self) -> str:
         """SHA-256 of the plan, 64 hexadecimal digits."""
         return hashlib.sha256(self.canonical_json()).hexdigest()
+
+    @property
+    def admission_scope(self) -> str:
+        """What invitations name as the run that they are for: 16 hexadecimal digits.
+
+        The invitation of an open run stands in the plan, so it names the plan without it.
+        """
+        if self.invitations_of is not None:
+            return self.invitations_of
+        return self.model_copy(update={"admission": None}).run_id
 
     @property
     def run_id(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from dipaco.dht.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
@@ -14,8 +13,6 @@ from dipaco.dht.records import RecordError
 from dipaco.modules.errors import AdmissionError, StorageError
 from dipaco.modules.files import atomic_write
 
-from .member.events import Admitted, Event, Revoked
-
 logger = logging.getLogger("dipaco.peer.guests")
 
 # In a run's folder: the operator's newest list, and what its own nodes come in by.
@@ -23,11 +20,11 @@ REVOCATIONS, OWN_INVITATION = "revocations.json", "invitation.txt"
 MOST_INVITATION_BYTES = 4096
 
 
-def open_gate(manifest: SignedManifest, folder: Path) -> Gate | None:
-    """Return the gate of a run, with the operator's list that lies in its folder; None if open."""
+def open_gate(manifest: SignedManifest, folder: Path) -> Gate:
+    """Return the gate of a run, with the operator's list that lies in its folder."""
     gate, file = Gate.of(manifest), folder / REVOCATIONS
     try:
-        if gate is not None and file.exists():
+        if file.exists():
             gate.revoke(file.read_bytes())
     except (OSError, RecordError) as error:
         logger.warning("%s is not used: %s", file, error)
@@ -60,7 +57,8 @@ def given_invitation(given: str | None, own: Path | None = None) -> str | None:
 def admit(
     gate: Gate, identity: Identity, manifest: SignedManifest, now_s: float, invitation: str | None
 ) -> bytes:
-    """Return what says that this peer is in: by what is pasted, or as in an earlier life.
+    """Return what says that this peer is in: by what is pasted, as in an earlier life, or by the
+    invitation that stands in the manifest of an open run.
 
     The admission is kept beside the identity; the invitation, which is a secret, is not. Raises
     `AdmissionError` and `StorageError`.
@@ -70,6 +68,8 @@ def admit(
         kept = file.read_bytes() if file.exists() else None
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror}") from None
+    if invitation is None and kept is None:
+        invitation = manifest.plan.admission
     if invitation is not None:
         given = read_invitation(invitation)
         gate.check_invitation(given)
@@ -98,15 +98,6 @@ def _is_of(admission: bytes, identity: Identity, gate: Gate) -> bool:
     except RecordError:
         return False
     return True
-
-
-def tell_member(gate: Gate | None, report: Callable[[Event], None]) -> None:
-    """Report who is in, and what is revoked, from here on; before what these peers said."""
-    if gate is not None:
-        gate.listen(
-            lambda peer, admission: report(Admitted(peer, admission)),
-            lambda invitations: report(Revoked(tuple(sorted(invitations)))),
-        )
 
 
 class RevocationList:
