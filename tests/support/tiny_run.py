@@ -71,7 +71,8 @@ def make_tiny_run(
 
     `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `contributions` set
     further fields of those sections of the plan, other keywords those of `ModelConfig`. With
-    `imported`, the run begins with that checkpoint. The operator's key is `operator.pem` beside the manifest.
+    `imported`, the run begins with that checkpoint. The operator's key is `operator.pem` beside
+    the manifest.
     Raises ConfigurationError as these classes do.
     """
     run = RunFolder(folder)
