@@ -310,7 +310,7 @@ def contribution_norm(codec: Codec, data: Data, values: int) -> float:
 
 
 def _table(bits: int, numbers: list[int]) -> np.ndarray:
-    """Return the fp32 numbers [256, codes] that each byte of codes stands for, lowest bits first."""
+    """Return the fp32 numbers [256, codes] of each byte of codes, lowest bits first."""
     codes = 8 // bits
     return np.array(
         [[numbers[byte >> bits * k & 2**bits - 1] for k in range(codes)] for byte in range(256)],

@@ -1,12 +1,42 @@
-"""The chains that this peer can tell others, kept over restarts (skeleton)."""
+"""The chains that this peer can tell others, kept over restarts.
+
+What others tell is held in memory, bounded; the chain that is *served* is on disk too, in a log of
+each module to which it is appended: admissions of its peers, its steps, and which head is held. A
+log that was damaged, or half written when the power failed, is cut at its last whole entry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import os
+import threading
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dipaco.dht.chain import Head, Row, Step
+import msgpack
+from dipaco.dht.chain import Head, Row, Step, pack_step, unpack_step
+from dipaco.dht.chain_book import ChainBook
+from dipaco.dht.record_errors import RecordError
+from dipaco.modules.files import storage_errors
+
+logger = logging.getLogger("dipaco.peer.exchange.chain_store")
+
+# Of an answer: rows in its steps, of which one step always goes, and rows beside them.
+ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
+# Rows that are remembered of a module, and of one peer in it.
+MOST_ROWS, MOST_ROWS_OF_A_PEER = 256, 3
+MOST_ADMISSIONS = 50_000
+# Steps of a module that are known beside the served chain; beyond, only the heaviest tips stay.
+MOST_SIDE_STEPS, KEPT_TIPS = 4096, 8
+# Branches that parted earlier than this are forgotten.
+FORK_DEPTH = 64
+KEPT_HEADS = 8
+_HEAD_BYTES = 8
+_MOST_ENTRY_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -19,6 +49,19 @@ class Told:
     held: Head | None = None
 
 
+@dataclass
+class _Module:
+    """What is kept of one module beside its chains."""
+
+    served: str
+    held: Head | None = None
+    heads: deque[Head] = field(default_factory=lambda: deque(maxlen=KEPT_HEADS))
+    rows: OrderedDict[tuple[str, int, str], Row] = field(default_factory=OrderedDict)
+    saved: set[str] = field(default_factory=set)
+    """Steps and peers that are in the log."""
+    side_steps: int = 0
+
+
 class ChainStore:
     """Chains, recent rows and served heads of a run's modules. Thread-safe.
 
@@ -26,59 +69,247 @@ class ChainStore:
     """
 
     def __init__(self, run_id: str, modules: Iterable[str], folder: Path | None) -> None:
-        raise NotImplementedError
+        """Load what is on disk. Raises `StorageError`."""
+        self._lock = threading.RLock()
+        self._folder = folder
+        names = tuple(modules)
+        self._book = ChainBook(run_id, names)
+        self._modules = {name: _Module(self._book.genesis(name)) for name in names}
+        self._admissions: OrderedDict[str, bytes] = OrderedDict()
+        if folder is not None:
+            with storage_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                for name in names:
+                    if self._path(name).exists():
+                        self._load(name)
 
     # -- what is learned
 
     def add_verified(self, steps: Iterable[Step]) -> None:
-        """Take in steps whose rows were checked; those without a known parent are left out."""
-        raise NotImplementedError
+        """Take in steps whose rows were checked; those that cannot stand here are left out."""
+        with self._lock:
+            for step in steps:
+                known = step.name in self._book
+                try:
+                    if known or step.module not in self._modules or not self._book.add(step):
+                        continue
+                except ValueError as error:
+                    logger.debug("a step of %s: %s", step.module, error)
+                    continue
+                kept = self._modules[step.module]
+                kept.side_steps += 1
+                if kept.side_steps > MOST_SIDE_STEPS:
+                    left = self._book.keep_heaviest(step.module, KEPT_TIPS, kept.served)
+                    # What is left may be one long chain, which is wanted.
+                    kept.side_steps = min(left, MOST_SIDE_STEPS // 2)
 
     def note_rows(self, rows: Iterable[Row]) -> None:
-        """Take in checked rows of rounds that have no step yet. Bounded for each peer."""
-        raise NotImplementedError
+        """Take in checked rows. Of a peer's rows of one round and parent the first counts."""
+        with self._lock:
+            for row in rows:
+                kept = self._modules.get(row.module)
+                key = (row.peer, row.round_index, row.parent)
+                if kept is None or key in kept.rows:
+                    continue
+                own = [other for other in kept.rows if other[0] == row.peer]
+                for other in own[: max(0, len(own) - MOST_ROWS_OF_A_PEER + 1)]:
+                    del kept.rows[other]
+                kept.rows[key] = row
+                while len(kept.rows) > MOST_ROWS:
+                    kept.rows.popitem(last=False)
 
     def note_admissions(self, admissions: Mapping[str, bytes]) -> None:
-        """Keep the admissions of peers whose rows are here: they travel with the rows."""
-        raise NotImplementedError
+        """Keep checked admissions of peers whose rows are here: they travel with the rows."""
+        with self._lock:
+            self._admissions.update(admissions)
+            while len(self._admissions) > MOST_ADMISSIONS:
+                self._admissions.popitem(last=False)
 
     # -- what is served
 
     def serve(self, module: str, step: str, head: Head | None = None) -> None:
-        """Answer with the chain to `step` from now on; `head` is the state that is held of it, or
-        None for a mailbox, which has none. Written to disk. Raises KeyError for an unknown step."""
-        raise NotImplementedError
+        """Answer with the chain to `step` from now on, in place of another.
+
+        `head` is the state that is held of it; None for a mailbox, which has none. Raises KeyError
+        for a step that is not known, and `StorageError`.
+        """
+        with self._lock:
+            kept = self._modules[module]
+            if self._book.link(step).module != module:
+                raise KeyError(step)
+            self._save(module, step, head)
+            self._set_served(kept, step, head)
+            self._book.prune(module, step, FORK_DEPTH)
+            kept.side_steps = 0
+
+    def _set_served(self, kept: _Module, step: str, head: Head | None) -> None:
+        kept.served, kept.held = step, head
+        if head is not None and head not in kept.heads:
+            kept.heads.append(head)
 
     def served(self, module: str) -> tuple[str, Head | None]:
         """Return what `serve` said last, also in an earlier life; the genesis before that."""
-        raise NotImplementedError
+        with self._lock:
+            kept = self._modules[module]
+            return kept.served, kept.held
 
     def head_of(self, module: str, digest: str) -> Head | None:
-        """Return which head a state on this disk is, by its digest, if it was ever served."""
-        raise NotImplementedError
+        """Return which head a state on this disk is, by its digest, if it was served lately."""
+        with self._lock:
+            heads = self._modules[module].heads
+            return next((head for head in heads if head.digest == digest), None)
 
     def answer(self, module: str, locator: Sequence[str]) -> Told:
         """Return what fits in one answer to somebody whose chain has these names."""
-        raise NotImplementedError
+        with self._lock:
+            kept = self._modules.get(module)
+            if kept is None:
+                return Told()
+            steps, has_more = self._book.after(locator, kept.served, ANSWERED_STEPS)
+            fitting, left = 0, ANSWERED_STEP_ROWS
+            for step in steps:
+                left -= len(step.rows)
+                if fitting and left < 0:
+                    break
+                fitting += 1
+            rows = tuple(kept.rows.values())[-ANSWERED_ROWS:]
+            return Told(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:
         """Return the admissions of those peers whose admission is known."""
-        raise NotImplementedError
+        with self._lock:
+            return {peer: self._admissions[peer] for peer in peers if peer in self._admissions}
 
     # -- reading
 
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the served chain, oldest first."""
-        raise NotImplementedError
+        return self.steps_to(module, self.served(module)[0])
 
     def steps_to(self, module: str, step: str) -> tuple[Step, ...]:
         """Return the steps from the genesis to `step`, oldest first. Raises KeyError."""
-        raise NotImplementedError
+        with self._lock:
+            if step not in self._book:
+                raise KeyError(step)
+            return self._book.steps_between(self._book.genesis(module), step)
+
+    def has_step(self, step: str) -> bool:
+        """Tell whether a step or genesis is known."""
+        with self._lock:
+            return step in self._book
 
     def locator(self, module: str, step: str | None = None) -> tuple[str, ...]:
         """Return some names of the chain to `step`, or of the heaviest known."""
-        raise NotImplementedError
+        with self._lock:
+            return self._book.locator(step or self._book.heaviest(module).name)
+
+    def best(self, module: str, steps: Iterable[str]) -> str | None:
+        """Return the heaviest of some steps as the chains here say, leaving out unknown ones."""
+        with self._lock:
+            known = [self._book.link(step) for step in steps if step in self._book]
+            found = min(
+                (k for k in known if k.module == module), key=lambda k: k.rank, default=None
+            )
+            return None if found is None else found.name
+
+    def weight(self, step: str) -> tuple[int, int, int]:
+        """Return version, weight and round of a known step. Raises KeyError."""
+        with self._lock:
+            link = self._book.link(step)
+            return link.version, link.weight, link.round_index
 
     def recent_rows(self, module: str) -> tuple[Row, ...]:
-        """Return the rows of the last rounds."""
-        raise NotImplementedError
+        """Return the rows heard lately, oldest first."""
+        with self._lock:
+            return tuple(self._modules[module].rows.values())
+
+    # -- the log
+
+    def _path(self, module: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{module}.log"
+
+    def _save(self, module: str, step: str, head: Head | None) -> None:
+        """Append what the log has not of the chain to `step`, and which head is served."""
+        if self._folder is None:
+            return
+        kept = self._modules[module]
+        new: list[Step] = []
+        for link in self._book.back_from(step):
+            if link.step is None or link.name in kept.saved:
+                break
+            new.append(link.step)
+        entries: list[Any] = []
+        peers = sorted({peer for found in new for peer in found.peers} - kept.saved)
+        known = self.admissions_of(peers)
+        entries += [["a", peer, admission] for peer, admission in known.items()]
+        entries += [["s", pack_step(found)] for found in reversed(new)]
+        held = None if head is None else [head.version, head.weight, head.round_index]
+        if head is not None and held is not None:
+            held += [bytes.fromhex(head.digest), head.bytes]
+        entries.append(["h", bytes.fromhex(step), held])
+        with storage_errors(self._folder), self._path(module).open("ab") as file:
+            file.write(b"".join(map(_frame, entries)))
+        kept.saved |= {found.name for found in new} | known.keys()
+
+    def _load(self, module: str) -> None:
+        path, kept = self._path(module), self._modules[module]
+        data = path.read_bytes()
+        good = 0
+        for end, entry in _entries(data):
+            try:
+                self._take_entry(module, kept, entry)
+            except (RecordError, ValueError, KeyError, TypeError, IndexError):
+                break
+            good = end
+        if good < len(data):
+            logger.warning(
+                "the log of %s was damaged: %d of %d bytes are left", module, good, len(data)
+            )
+            os.truncate(path, good)
+        self._book.prune(module, kept.served, FORK_DEPTH)
+
+    def _take_entry(self, module: str, kept: _Module, entry: Any) -> None:
+        if entry[0] == "a":
+            self._admissions[entry[1]] = entry[2]
+            kept.saved.add(entry[1])
+        elif entry[0] == "s":
+            step = unpack_step(entry[1])
+            if step.module != module or not self._book.add(step):
+                raise ValueError("it does not stand on what is before it")
+            kept.saved.add(step.name)
+        elif entry[0] == "h":
+            name = entry[1].hex()
+            link, head = self._book.link(name), None
+            if link.module != module:
+                raise ValueError("a step of another module")
+            if entry[2] is not None:
+                version, weight, round_index, digest, size = entry[2]
+                head = Head(module, name, version, weight, round_index, digest.hex(), size)
+            self._set_served(kept, name, head)
+        else:
+            raise ValueError("another kind of entry")
+
+
+def _frame(entry: Any) -> bytes:
+    body: bytes = msgpack.packb(entry, use_bin_type=True)
+    return len(body).to_bytes(4, "big") + zlib.crc32(body).to_bytes(4, "big") + body
+
+
+def _entries(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the whole entries of a log, each with where it ends."""
+    begin = 0
+    while begin + _HEAD_BYTES <= len(data):
+        size = int.from_bytes(data[begin : begin + 4], "big")
+        end = begin + _HEAD_BYTES + size
+        body = data[begin + _HEAD_BYTES : end]
+        if size > _MOST_ENTRY_BYTES or len(body) < size:
+            return
+        if zlib.crc32(body) != int.from_bytes(data[begin + 4 : begin + 8], "big"):
+            return
+        try:
+            entry = msgpack.unpackb(body, raw=False)
+        except Exception:  # msgpack has no common base class for what it raises
+            return
+        yield end, entry
+        begin = end

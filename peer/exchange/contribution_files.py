@@ -1,40 +1,187 @@
-"""Files of contributions, own and others', by their hash: served to whoever gathers (design 4.2)."""
+"""Files of contributions, own and others', by their hash: served to whoever gathers (design 4.2).
+
+A file of somebody who cannot be called is put here and held for the others, as long and as many as
+there is room for.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.dht.chain import Row
+from dipaco.modules.blobs import BlobStore, is_sha256
+from dipaco.modules.files import atomic_write, storage_errors
+
+KEPT_ROUNDS = 3
+
+
+@dataclass
+class _File:
+    path: Path
+    module: str
+    round_index: int
+    peer: str
+    size: int
+    is_mail: bool = False
+    is_checked: bool = False
 
 
 class ContributionFiles:
     """`folder/<module>/<round>.<peer>.<sha256>`; kept for three rounds. Thread-safe.
 
-    :param most_bytes: of all files; the oldest rounds go first
-    :param most_mail_bytes: of files that others have put here, all together
+    :param most_bytes: of all files; the oldest rounds go first. Half of it is for what others put
+        here, and a sixteenth for what one of them does.
     """
 
-    def __init__(
-        self, folder: Path, *, most_bytes: int = 2**33, most_mail_bytes: int = 2**31
-    ) -> None:
-        raise NotImplementedError
+    def __init__(self, folder: Path, *, most_bytes: int = 2**33) -> None:
+        """Take up what an earlier life left. Raises `StorageError`."""
+        self.folder, self.most_bytes = folder, most_bytes
+        self._lock = threading.RLock()
+        self._files: dict[str, _File] = {}
+        self._promised: dict[str, Row] = {}
+        self._on_arrival: Callable[[str], None] = lambda sha256: None
+        self.incoming = BlobStore(folder / "incoming")
+        """Where downloads are collected."""
+        with storage_errors(folder):
+            for path in sorted(folder.glob("*/*.*.*")):
+                self._take_up(path)
+
+    def _take_up(self, path: Path) -> None:
+        round_text, peer, sha256 = path.name.split(".")
+        if round_text.isdigit() and is_sha256(sha256):
+            size = path.stat().st_size
+            self._files[sha256] = _File(path, path.parent.name, int(round_text), peer, size)
+
+    def listen(self, on_arrival: Callable[[str], None]) -> None:
+        """Tell the hash of every file that comes, on the thread that brings it."""
+        self._on_arrival = on_arrival
+
+    # -- coming and going
 
     def add(self, row: Row, data: bytes) -> Path:
         """Store an own contribution, which `row` names. Raises `StorageError`."""
-        raise NotImplementedError
+        path = self._path(row)
+        if self.find(row.file) is None:
+            atomic_write(path, data)
+        return self._note(row, path, is_mail=False, is_checked=True)
 
-    def install(self, row: Row, path: Path, *, is_mail: bool = False) -> Path:
+    def install(
+        self, row: Row, path: Path, *, is_mail: bool = False, is_checked: bool = False
+    ) -> Path:
         """Move a file here that was fetched or put, and whose hash was checked."""
-        raise NotImplementedError
+        target = self._path(row)
+        with storage_errors(self.folder):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+        return self._note(row, target, is_mail=is_mail, is_checked=is_checked)
 
-    def find(self, sha256: str) -> Path | None:
-        """Return a file by its hash."""
-        raise NotImplementedError
+    def _path(self, row: Row) -> Path:
+        return self.folder / row.module / f"{row.round_index:010d}.{row.peer}.{row.file}"
+
+    def _note(self, row: Row, path: Path, *, is_mail: bool, is_checked: bool) -> Path:
+        with self._lock:
+            known = self._files.get(row.file)
+            if known is not None and known.path != path:
+                # The same bytes under another name: the later round counts.
+                if known.round_index >= row.round_index:
+                    if path.exists():
+                        path.unlink()
+                    path = known.path
+                elif path.exists():
+                    known.path.unlink(missing_ok=True)
+                else:
+                    path = known.path
+            self._files[row.file] = _File(
+                path,
+                row.module,
+                row.round_index if known is None else max(known.round_index, row.round_index),
+                row.peer,
+                row.bytes,
+                is_mail,
+                is_checked or (known is not None and known.is_checked),
+            )
+            self._make_room(row.file)
+        self._on_arrival(row.file)
+        return path
+
+    def _make_room(self, newest: str) -> None:
+        """Remove the oldest rounds until the rest fits."""
+        total = sum(file.size for file in self._files.values())
+        order = sorted(self._files, key=lambda name: self._files[name].round_index)
+        for name in order:
+            if total <= self.most_bytes:
+                return
+            if name != newest:
+                total -= self._files[name].size
+                self.remove(name)
 
     def remove(self, sha256: str) -> None:
         """Remove a file: it is no contribution."""
-        raise NotImplementedError
+        with self._lock:
+            found = self._files.pop(sha256, None)
+            if found is not None:
+                with contextlib.suppress(OSError):
+                    found.path.unlink(missing_ok=True)
 
     def prune(self, module: str, round_index: int) -> None:
         """Remove the files of rounds of a module three or more before this one."""
-        raise NotImplementedError
+        with self._lock:
+            old = [
+                name
+                for name, file in self._files.items()
+                if file.module == module and file.round_index <= round_index - KEPT_ROUNDS
+            ]
+            for name in old:
+                self.remove(name)
+
+    def drop(self, module: str) -> None:
+        """Remove all files of a module."""
+        self.prune(module, 2**62)
+
+    # -- looking
+
+    def find(self, sha256: str) -> Path | None:
+        """Return a file by its hash."""
+        with self._lock:
+            found = self._files.get(sha256)
+            return None if found is None else found.path
+
+    def is_checked(self, sha256: str) -> bool:
+        """Tell whether a file is here that was found to be a contribution."""
+        with self._lock:
+            found = self._files.get(sha256)
+            return found is not None and found.is_checked
+
+    def set_checked(self, sha256: str) -> None:
+        """Remember that a file is a contribution."""
+        with self._lock:
+            if sha256 in self._files:
+                self._files[sha256].is_checked = True
+
+    # -- what others put here
+
+    def promise(self, row: Row) -> bool:
+        """Keep room for a file that somebody wants to put; false if there is none. `release` ends
+        it."""
+        with self._lock:
+            mail = [file for file in self._files.values() if file.is_mail]
+            waiting = list(self._promised.values())
+            if row.file in self._promised:
+                return False
+            own = sum(f.size for f in mail if f.peer == row.peer)
+            own += sum(other.bytes for other in waiting if other.peer == row.peer)
+            total = sum(f.size for f in mail) + sum(other.bytes for other in waiting)
+            if own + row.bytes > self.most_bytes // 16 or total + row.bytes > self.most_bytes // 2:
+                return False
+            self._promised[row.file] = row
+            return True
+
+    def release(self, row: Row) -> None:
+        """The file has come, or will not."""
+        with self._lock:
+            self._promised.pop(row.file, None)

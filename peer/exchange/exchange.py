@@ -1,43 +1,71 @@
-"""The exchange: tell, ask, get and put, a synchronous facade over one thread (skeleton)."""
+"""The exchange: tell, ask, get and put, a synchronous facade over one thread with an event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from dipaco.dht.chain import Head, Row, Step
+from dipaco.dht.chain import Head, Row, Step, pack_row, pack_step
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.errors import (
+    DipacoError,
+    IntegrityError,
+    NetworkError,
+    ProtocolVersionError,
+    StorageError,
+)
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.owner.uplink import Uplink
 
-from .chain_store import ChainStore
+from .calls import PROTOCOL_NAME, begin, call, conversation
 from .clock import ClockSample
-from .content import ContentSource
-from .contribution_files import ContributionFiles
-from .hello import Hello
-from .messages import CallBackReply
-from .transport import Transport
-from .verify import RowCheck
+from .hello import Hello, clock_samples, say_hello
+from .loop_thread import LoopThread, run_blocking
+from .messages import (
+    MAX_TOLD_ROWS,
+    MAX_TOLD_STEPS,
+    AskReply,
+    AskRequest,
+    CallBackReply,
+    CallBackRequest,
+    GetReply,
+    GetRequest,
+    PutReply,
+    PutRequest,
+    TellReply,
+    TellRequest,
+    decode,
+    read_frame,
+)
+from .service import ExchangeService, OnTold, ServedRun, checked
+from .transfer import (
+    ContentAbsent,
+    ContentStream,
+    MirrorSource,
+    OffsetBeyondEnd,
+    Source,
+    SourceBusy,
+    download,
+    spread,
+)
+from .transport import Stream, Transport
 
-CALL_TIMEOUT_S = 5.0
-CALL_BACK_TIMEOUT_S = 10.0
+logger = logging.getLogger("dipaco.peer.exchange")
 
-
-@dataclass(frozen=True)
-class ServedRun:
-    """What others are answered about a run, and what their answers are checked by."""
-
-    run_id: str
-    content: ContentSource
-    """States and blobs by hash: `HeldStates`. Contributions are looked up beside it."""
-    chains: ChainStore
-    check: RowCheck
-    contributions: ContributionFiles | None = None
-    """None: nothing is taken from others (`put` is refused)."""
-    admission: bytes | None = None
-    """This peer's own; None for who only reads."""
+CALL_TIMEOUT_S, TELL_TIMEOUT_S, CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
+STOP_TIMEOUT_S = 1.0
+# Downloads at once: of contributions and what is wanted now, and of everything.
+URGENT_AT_ONCE, AT_ONCE = 8, 6
+TELLS_AT_ONCE = 64
+CHUNK_BYTES = 2**17
+# A contribution that nobody has yet is asked for again so soon, and then less and less often.
+RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -48,14 +76,6 @@ class Answer:
     rows: tuple[Row, ...] = ()
     has_more: bool = False
     held: Head | None = None
-
-
-class OnTold(Protocol):
-    """Hears what others tell. Called on the exchange's thread; returns at once."""
-
-    def __call__(
-        self, peer: str, module: str, rows: tuple[Row, ...], steps: tuple[Step, ...], keep: bool
-    ) -> None: ...
 
 
 class Exchange:
@@ -69,52 +89,108 @@ class Exchange:
         protocol_version: int = PROTOCOL_VERSION,
         uplink: Uplink | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._transport = transport
+        self._uplink = uplink or transport.uplink
+        self._software, self._protocol_version = software, protocol_version
+        self._service = ExchangeService(transport, software)
+        self._thread = LoopThread("exchange", transport.check)
+        self._slots: asyncio.Semaphore | None = None
+        self._urgent_slots: asyncio.Semaphore | None = None
+        self._tells: asyncio.Semaphore | None = None
+        self._waiting = 0
+        self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
+        self._gathering: dict[str, set[str]] = {}
+        """Files that are on their way, with the peers that may have them."""
+
+    # -- life
 
     def start(self) -> None:
         """Start to answer others. Raises `NetworkError`."""
+        self._thread.start()
+        self._thread.call(self._attach(), 60.0)
+
+    async def _attach(self) -> None:
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._urgent_slots = asyncio.Semaphore(URGENT_AT_ONCE)
+        self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
+        await self._transport.start()
+        await self._transport.serve(PROTOCOL_NAME, self._service.handle)
 
     def stop(self) -> None:
         """Stop answering, within two seconds."""
+        self._checking.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(Exception):
+            self._thread.call(self._transport.close(), STOP_TIMEOUT_S)
+        self._thread.stop()
+
+    def serve_run(self, run: ServedRun) -> None:
+        """Answer about this run from now on, and ask others about it."""
+        self._service.serve(run)
+
+    def listen(self, on_told: OnTold) -> None:
+        """Tell of rows and steps that others tell, once they are checked; on another thread."""
+        self._service.on_told = on_told
 
     @property
     def peer_id(self) -> str:
         """This node's id."""
-        raise NotImplementedError
+        return self._transport.peer_id
 
     @property
     def bytes_up(self) -> int:
         """Sent since the start."""
-        raise NotImplementedError
+        return self._uplink.sent_bytes
 
     @property
     def bytes_down(self) -> int:
         """Received since the start."""
-        raise NotImplementedError
+        return self._uplink.received_bytes
 
     def connected_peers(self) -> tuple[str, ...]:
         """Return the ids of the peers that are connected. Raises `NetworkError`."""
-        raise NotImplementedError
 
-    def serve_run(self, run: ServedRun) -> None:
-        """Answer about this run from now on, and ask others about it."""
+        async def connected() -> tuple[str, ...]:
+            return tuple(await self._transport.connected())
 
-    def listen(self, on_told: OnTold) -> None:
-        """Tell of rows and steps that others tell, once they are checked."""
+        return self._thread.call(connected(), CALL_TIMEOUT_S + 5.0)
+
+    @property
+    def _run(self) -> ServedRun:
+        run = self._service.run
+        if run is None:
+            raise NetworkError("no run was joined yet")
+        return run
+
+    # -- hello and call back
 
     def hello(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Hello:
         """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
-        raise NotImplementedError
+        saying = say_hello(self._transport, peer, self._service.greeting, timeout_s)
+        hello = self._thread.call(saying, timeout_s + 1.0)
+        hello.check_protocol(self._software, self._protocol_version)
+        return hello
 
     def clock_samples(
         self, peers: Sequence[str], count: int, timeout_s: float
     ) -> dict[str, tuple[ClockSample, ...]]:
-        raise NotImplementedError
+        """Measure the clocks of several peers at once; those that do not answer have none."""
+        greeting = self._service.greeting
+
+        async def measure() -> list[tuple[ClockSample, ...]]:
+            one = (clock_samples(self._transport, p, count, greeting, timeout_s) for p in peers)
+            return await asyncio.gather(*one)
+
+        return dict(zip(peers, self._thread.call(measure(), timeout_s + 2.0), strict=True))
 
     def call_back(
         self, peer: str, addresses: Sequence[str], timeout_s: float = CALL_BACK_TIMEOUT_S
     ) -> CallBackReply:
-        raise NotImplementedError
+        """Ask a peer to call this one at these addresses. Raises `NetworkError`."""
+        request = CallBackRequest(addresses=tuple(addresses)[:4])
+        calling = call(self._transport, peer, request, CallBackReply, timeout_s)
+        return self._thread.call(calling, timeout_s + 1.0)
+
+    # -- tell and ask
 
     def tell(
         self,
@@ -125,16 +201,89 @@ class Exchange:
         keep: bool = False,
     ) -> None:
         """Tell peers of rows and steps; returns at once, what does not arrive is not reported."""
+        run = self._run
+        rows, steps = rows[:MAX_TOLD_ROWS], steps[-MAX_TOLD_STEPS:]
+        about = {row.peer for row in rows} | {row.peer for step in steps for row in step.rows}
+        request = TellRequest(
+            run=run.run_id,
+            module=module,
+            rows=[pack_row(row) for row in rows],
+            steps=[pack_step(step) for step in steps],
+            keep=keep,
+            admissions=self._admissions(run, about),
+        )
+
+        async def tell_all() -> None:
+            await asyncio.gather(*(self._tell_one(peer, request) for peer in peers))
+
+        self._thread.spawn(tell_all())
+
+    def _admissions(self, run: ServedRun, peers: set[str]) -> dict[str, bytes]:
+        found = run.chains.admissions_of(peers)
+        if run.admission is not None and self.peer_id in peers:
+            found[self.peer_id] = run.admission
+        return found
+
+    async def _tell_one(self, peer: str, request: TellRequest) -> None:
+        assert self._tells is not None
+        try:
+            async with self._tells:
+                await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
+        except (NetworkError, ProtocolVersionError) as error:
+            logger.debug("%s was not told of %s: %s", peer, request.module, error)
 
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
     ) -> Answer | None:
-        """Ask which steps come after some; blocks. None: the peer is silent."""
-        raise NotImplementedError
+        """Ask which steps come after some; blocks. None: the peer is silent, or talks nonsense."""
+        run = self._run
+        request = AskRequest(
+            run=run.run_id, module=module, locator=[bytes.fromhex(name) for name in locator[:64]]
+        )
 
-    def put(self, peer: str, row: Row, data: bytes | Path, timeout_s: float = 60.0) -> bool:
+        async def ask() -> Answer:
+            said = await call(self._transport, peer, request, AskReply, timeout_s)
+            rows, steps = await run_blocking(checked, run, module, said)
+            held = said.held.head(module) if said.held is not None else None
+            if held is not None and not run.check.is_plausible_head(held):
+                held = None
+            has_more = said.has_more and len(steps) == len(said.steps)
+            return Answer(steps, rows, has_more, held)
+
+        try:
+            return self._thread.call(ask(), timeout_s + 5.0)
+        except (NetworkError, ProtocolVersionError) as error:
+            logger.debug("%s does not answer about %s: %s", peer, module, error)
+            return None
+
+    # -- put
+
+    def put(self, peer: str, row: Row, data: bytes | Path, timeout_s: float = 600.0) -> bool:
         """Push the file of the own row to a mailbox; blocks. True when it has it."""
-        raise NotImplementedError
+        run = self._run
+        content = data if isinstance(data, bytes) else data.read_bytes()
+        request = PutRequest(
+            run=run.run_id, row=pack_row(row), admissions=self._admissions(run, {row.peer})
+        )
+
+        async def put() -> bool:
+            opened = conversation(self._transport, peer, request, PutReply, CALL_TIMEOUT_S)
+            async with opened as (stream, reply):
+                if reply.status != "send":
+                    return reply.status == "stored"
+                for start in range(0, len(content), CHUNK_BYTES):
+                    piece = memoryview(content)[start : start + CHUNK_BYTES]
+                    await stream.write(piece, timeout_s)
+                frame = await read_frame(stream, PutReply.max_bytes)
+                return decode(PutReply, frame).status == "stored"
+
+        try:
+            return self._thread.call(put(), timeout_s)
+        except Exception as error:
+            logger.debug("%s does not take the file of %s: %s", peer, row.module, error)
+            return False
+
+    # -- get
 
     def get(
         self,
@@ -148,8 +297,45 @@ class Exchange:
         is_urgent: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Path:
-        """Fetch content by hash; blocks. Raises `NetworkError`, `IntegrityError`, `StorageError`."""
-        raise NotImplementedError
+        """Fetch content by hash; blocks. Raises `NetworkError`, `IntegrityError`, `StorageError`.
+
+        Peers are asked in an order of each fetcher's own, then mirrors.
+        """
+        order = spread(sha256, peers, self.peer_id)
+        getting = self._get(
+            sha256, order, into, greatest_bytes, timeout_s, mirrors, is_urgent, on_progress
+        )
+        return self._thread.call(getting, timeout_s + 5.0)
+
+    async def _get(
+        self,
+        sha256: str,
+        peers: Sequence[str],
+        into: BlobStore,
+        greatest_bytes: int,
+        timeout_s: float,
+        mirrors: Sequence[str] = (),
+        is_urgent: bool = False,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Path:
+        sources: list[Source] = [_PeerSource(self._transport, peer) for peer in peers]
+        sources += [MirrorSource(address) for address in mirrors]
+        if not sources:
+            raise NetworkError(f"{sha256[:12]}: nobody is known to hold it")
+        slots = self._urgent_slots if is_urgent else self._slots
+        assert slots is not None
+        return await download(
+            sha256,
+            sources,
+            into,
+            max_bytes=greatest_bytes,
+            timeout_s=timeout_s,
+            slots=slots,
+            others_wait=slots.locked,
+            on_progress=on_progress,
+        )
+
+    # -- gather
 
     def gather(
         self,
@@ -167,3 +353,110 @@ class Exchange:
         :param on_done: hears, once for each row and on another thread, the reason why not (""), and
             whether the file came and was refused
         """
+        for row in rows:
+            peers = {row.peer, *others.get(row.file, ())} - {self.peer_id}
+            if row.file in self._gathering:
+                self._gathering[row.file] |= peers
+                continue
+            self._gathering[row.file] = peers
+            self._thread.spawn(self._gather_one(row, check, on_done, timeout_s))
+
+    async def _gather_one(
+        self,
+        row: Row,
+        check: Callable[[Row, Path], None],
+        on_done: Callable[[Row, str, bool], None],
+        timeout_s: float,
+    ) -> None:
+        reason, is_refused = "", False
+        try:
+            path = await self._file_of(row, timeout_s)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._checking, self._check_file, row, path, check)
+        except (IntegrityError, StorageError) as error:
+            reason, is_refused = str(error), isinstance(error, IntegrityError)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+        finally:
+            self._gathering.pop(row.file, None)
+        on_done(row, reason, is_refused)
+
+    def _check_file(self, row: Row, path: Path, check: Callable[[Row, Path], None]) -> None:
+        files = self._run.contributions
+        assert files is not None
+        if files.is_checked(row.file):
+            return
+        try:
+            if path.stat().st_size != row.bytes:
+                raise IntegrityError(f"the file has {path.stat().st_size} bytes, not {row.bytes}")
+            check(row, path)
+        except IntegrityError:
+            files.remove(row.file)
+            raise
+        files.set_checked(row.file)
+
+    async def _file_of(self, row: Row, timeout_s: float) -> Path:
+        """Return the file of a row, fetched if it is not here; who has it may not have it yet."""
+        files = self._run.contributions
+        if files is None:
+            raise NetworkError("this process takes no contributions")
+        until_s, wait_s = time.monotonic() + timeout_s, RETRY_S
+        while True:
+            found = files.find(row.file)
+            if found is not None:
+                return found
+            left_s = until_s - time.monotonic()
+            peers = self._gathering.get(row.file, set())
+            order = [row.peer] if row.peer in peers else []
+            order += spread(row.file, peers - {row.peer}, self.peer_id)
+            try:
+                path = await self._get(
+                    row.file, order, files.incoming, row.bytes, max(1.0, left_s), is_urgent=True
+                )
+                return await run_blocking(files.install, row, path)
+            except IntegrityError as error:
+                # Another file under this name says nothing of the row.
+                reason: DipacoError = NetworkError(str(error))
+            except NetworkError as error:
+                reason = error
+            if time.monotonic() + wait_s > until_s:
+                raise reason
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+
+class _PeerSource:
+    """A peer as something to download from."""
+
+    def __init__(self, transport: Transport, peer: str) -> None:
+        self._transport, self.name = transport, peer
+
+    async def open(self, sha256: str, offset: int) -> ContentStream:
+        """Ask for content. Raises what `transfer.Source` names, or what a call raises."""
+        request = GetRequest(sha256=bytes.fromhex(sha256), offset=offset)
+        stream, reply = await begin(
+            self._transport, self.name, request, GetReply, CALL_TIMEOUT_S * 2
+        )
+        if reply.status == "ok":
+            return _PeerStream(stream, reply.total_bytes)
+        stream.close()
+        if reply.status == "busy":
+            raise SourceBusy(reply.retry_after_s)
+        if reply.status == "beyond":
+            raise OffsetBeyondEnd
+        raise ContentAbsent
+
+
+class _PeerStream:
+    """What a peer sends."""
+
+    def __init__(self, stream: Stream, total_bytes: int) -> None:
+        self._stream, self.total_bytes = stream, total_bytes
+
+    async def read(self, count: int) -> bytes:
+        """Return up to `count` bytes, and b"" at the end."""
+        return await self._stream.read(count)
+
+    def close(self) -> None:
+        """End it."""
+        self._stream.close()

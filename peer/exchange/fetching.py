@@ -5,19 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-from dipaco.dht.certificates import Certificate, CertificateBook
+from dipaco.dht.chain import Head
+from dipaco.dht.chain_book import ChainBook
 from dipaco.dht.directory import Directory
-from dipaco.dht.view import SwarmView, plausible_state
-from dipaco.modules.best_parameters import (
-    BestParameters,
-    greatest_best_path_bytes,
-    path_layout,
-    read_best_parameters,
-)
+from dipaco.dht.view import SwarmView
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.config import ModelConfig
@@ -25,19 +19,12 @@ from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.progress import StageProgress
-from dipaco.modules.state import (
-    ModuleState,
-    StateReference,
-    greatest_state_bytes,
-    read_state,
-)
-from dipaco.peer.member.descent import Descent
+from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
 from dipaco.routing.token_files import token_dtype
 
-from .certifier import CHAIN_LIMIT_S, Certifier
 from .exchange import Exchange
 from .partial_file import prune_partial_files
-from .steps import StepReplay
+from .transfer import spread
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
@@ -49,10 +36,8 @@ ASK_AGAIN = "start again, other holders are then asked too"
 TURN_S = 0.5
 # Unfinished downloads of states that are kept for another attempt.
 MAX_SCRATCH_PARTIALS = 8
-# What a reader looks into: states of a module, at once, and for how long altogether.
-MAX_READ_STATES = 64
-CHAINS_AT_ONCE = 8
-CHAINS_LIMIT_S = 60.0
+# What a reader of a module asks: holders of so many heads, so many of each, and so many pages.
+HEADS_READ, HOLDERS_ASKED, GREATEST_PAGES = 4, 3, 1000
 
 
 class ContentFetcher:
@@ -68,12 +53,12 @@ class ContentFetcher:
         self._mirrors: tuple[str, ...] = ()
         self._plan: RunPlan | None = None
         self._grid: Grid | None = None
-        self._certifier: Certifier | None = None
-        self._replay: StepReplay | None = None
         self._now: Callable[[], float] = time.time
         self.say: Callable[[str], None] = logger.info
         self._all_blobs: tuple[str, ...] = ()
         self._greatest: dict[str, int] = {}
+        self.given_peers: tuple[str, ...] = ()
+        """Peers whose addresses were given: they are asked directly."""
 
     def use_plan(self, plan: RunPlan, grid: Grid, now: Callable[[], float]) -> None:
         """Learn the run's mirrors, shapes and clock once its manifest is verified."""
@@ -91,14 +76,6 @@ class ContentFetcher:
     def _progress(self, what: str) -> Callable[[int, int], None]:
         stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
         return stage.update
-
-    def use_certifier(self, certifier: Certifier) -> None:
-        """Fetch with every state the certificates that say where it comes from."""
-        self._certifier = certifier
-
-    def use_replay(self, replay: StepReplay) -> None:
-        """Make states of those before them, where that takes fewer bytes."""
-        self._replay = replay
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
@@ -144,11 +121,11 @@ class ContentFetcher:
             while not self.blobs.has(sha256):
                 with nullcontext(True) if shared is None else shared.turn(sha256) as is_my_turn:
                     if is_my_turn and not self.blobs.has(sha256):
-                        return self._exchange.fetch(
+                        return self._exchange.get(
                             sha256,
-                            self._directory.find_blob_holders(sha256),
+                            self._blob_sources(sha256),
                             self.blobs,
-                            max_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
+                            greatest_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
                             timeout_s=timeout_s,
                             mirrors=self._mirrors,
                             on_progress=self._progress(what),
@@ -171,36 +148,18 @@ class ContentFetcher:
         except DipacoError as error:
             raise type(error)(f"{error}; {ASK_AGAIN}") from None
 
-    def best_path(self, path: int, sha256: str) -> BestParameters:
-        """Fetch the best states of a path and check all but their score.
-
-        Raises `IntegrityError` or `NetworkError`; nothing is kept of what is bad.
-        """
-        assert self._grid is not None
-        prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
-        file = self._exchange.fetch(
-            sha256,
-            self._directory.find_blob_holders(sha256),
-            self._scratch,
-            max_bytes=greatest_best_path_bytes(self._grid),
-            timeout_s=FETCH_TIMEOUT_S,
-            on_progress=self._progress(f"the best states of path {path}"),
-        )
-        try:
-            return read_best_parameters(file, self._grid, sha256, path=path)
-        finally:
-            file.unlink(missing_ok=True)
+    def _blob_sources(self, sha256: str) -> tuple[str, ...]:
+        """Return whom to ask for a blob: those that announce it, and the given addresses too, as
+        records may be kept from a newcomer."""
+        found = self._directory.find_blob_holders(sha256)
+        return tuple(dict.fromkeys((*found, *self.given_peers)))
 
     def blob_holders(self, sha256: str) -> tuple[str, ...]:
         """Return the peers, other than this one, that serve a blob."""
         return self._directory.find_blob_holders(sha256)
 
-    def state(
-        self, wanted: StateReference, holders: Sequence[str], *, is_copy: bool = False
-    ) -> ModuleState:
+    def state(self, wanted: Head, holders: Sequence[str]) -> ModuleState:
         """Fetch one module state by its digest and check it against the module's shape.
-
-        A copy that is only to be kept for others waits for what this peer needs itself.
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
         """
@@ -211,33 +170,25 @@ class ContentFetcher:
         def read(path: Path) -> ModuleState:
             return read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)
 
+        shared = self._shared_state(wanted, read)
+        if shared is not None:
+            return shared
         prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
-        state = self._shared_state(wanted, read)
-        if state is None and self._replay is not None and self._replay.is_near(wanted):
-            if self._certifier is not None:
-                self._certifier.fetch_chain(wanted, holders)
-            state = self._replay.state(wanted, holders)
-        if state is None:
-            path = self._exchange.fetch(
-                wanted.digest,
-                tuple(holders),
-                self._scratch,
-                max_bytes=greatest_state_bytes(layout, len(paths)),
-                timeout_s=FETCH_TIMEOUT_S,
-                is_copy=is_copy,
-                on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
-            )
-            try:
-                state = read(path)
-            finally:
-                path.unlink(missing_ok=True)
-        self._check_plausible(state)
-        if self._certifier is not None:
-            self._certifier.fetch_chain(state.reference, holders)
-        return state
+        path = self._exchange.get(
+            wanted.digest,
+            tuple(holders),
+            self._scratch,
+            greatest_bytes=greatest_state_bytes(layout, len(paths)),
+            timeout_s=FETCH_TIMEOUT_S,
+            on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
+        )
+        try:
+            return read(path)
+        finally:
+            path.unlink(missing_ok=True)
 
     def _shared_state(
-        self, wanted: StateReference, read: Callable[[Path], ModuleState]
+        self, wanted: Head, read: Callable[[Path], ModuleState]
     ) -> ModuleState | None:
         """Return a state that another peer of this machine has saved, if it is undamaged."""
         if self.blobs.shared is None:
@@ -249,78 +200,69 @@ class ContentFetcher:
             logger.warning("state %s here: %s; it is fetched", wanted.digest[:12], error)
             return None
 
-    def _check_plausible(self, state: ModuleState) -> None:
-        """Refuse counts that cannot be: what was announced need not be what is inside."""
+    # -- for readers
+
+    def chains(self, module: str, view: SwarmView) -> ChainBook:
+        """Return the chains of a module as those who announce states of it tell, checked.
+
+        A holder's word for its weight is not taken: its steps are asked for from the genesis.
+        """
         assert self._plan is not None
-        assert self._grid is not None
-        if not plausible_state(state.reference, self._plan, self._grid, self._now()):
-            raise IntegrityError(
-                f"it says version {state.version} with {state.tokens} tokens behind it, more than "
-                "the run can have trained so far"
-            )
+        book = ChainBook(self._plan.run_id, [module])
+        announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
+        ranked = sorted(announced.values(), key=lambda head: head.rank)
+        for head in ranked[:HEADS_READ]:
+            for peer in spread(head.step, view.holders(module, head.step), "")[:HOLDERS_ASKED]:
+                if head.step in book:
+                    break
+                self._read_chain(book, module, peer)
+        return book
+
+    def _read_chain(self, book: ChainBook, module: str, peer: str) -> None:
+        """Ask one peer for its chain, page by page."""
+        locator = book.locator(book.heaviest(module).name)
+        for _ in range(GREATEST_PAGES):
+            answer = self._exchange.ask(peer, module, locator)
+            if answer is None:
+                return
+            try:
+                if not all(book.add(step) for step in answer.steps):
+                    return
+            except ValueError:
+                return
+            if not answer.has_more or not answer.steps:
+                return
+            locator = book.locator(answer.steps[-1].name)
 
     def winning_state(
         self,
         module: str,
         view: SwarmView,
         *,
-        own: StateReference | None = None,
-        stored: Callable[[StateReference], ModuleState | None] = lambda state: None,
+        stored: Callable[[Head], ModuleState | None] = lambda head: None,
     ) -> ModuleState | None:
-        """Fetch the announced state of `module` whose certified chain wins over the others and
-        over `own`, as trainers choose too (design 4.4).
+        """Fetch the announced state of `module` that stands on the heaviest chain.
 
-        What nobody signed is left out. A state that cannot be fetched or is wrong is skipped with
-        one log line. None: there is nothing better than `own`. What `stored` has is not fetched.
-        Called by readers.
+        A state that cannot be fetched or is wrong is skipped with one log line. None: nothing was
+        trained yet, or no state can be had. What `stored` has is not fetched.
         """
-        descent, among = self._certified(module, view)
-        for state in reversed(descent.in_order(among)):
-            if own is not None and not descent.wins(state, own, among):
+        book = self.chains(module, view)
+        announced = {h.head.step for h in view.holdings.get(module, ()) if h.head.step in book}
+        links = sorted((book.link(step) for step in announced), key=lambda link: link.rank)
+        for link in links:
+            head = view.agreed_head(module, link.name)
+            if head is None or link.step is None:
                 continue
             try:
-                return stored(state) or self.state(state, view.holders(state))
+                return stored(head) or self.state(head, view.holders(module, link.name))
             except (IntegrityError, NetworkError) as error:
-                logger.warning("state %s of %s: %s", state.digest[:12], module, error)
+                logger.warning("state %s of %s: %s", head.digest[:12], module, error)
         return None
 
-    def winning_chain(
-        self, module: str, view: SwarmView
-    ) -> tuple[StateReference | None, tuple[Certificate, ...]]:
-        """Return the announced state that wins, and what certificates there are of it and before
-        it, the newest first. For the ledger."""
-        descent, among = self._certified(module, view)
-        order = descent.in_order(among)
-        return (order[-1], descent.book.chain(module, order[-1].digest)) if order else (None, ())
 
-    def _certified(self, module: str, view: SwarmView) -> tuple[Descent, list[StateReference]]:
-        """Return the announced states of a module that somebody signed, and their descent."""
-        announced = {state.digest: state for state in view.states(module) if state.version}
-        # Those that many announce first; among inventions the order must not be their maker's.
-        states = sorted(
-            announced.values(), key=lambda state: (-len(view.holders(state)), state.digest)
-        )[:MAX_READ_STATES]
-        descent = self._learn_descent(states, view)
-        return descent, [state for state in states if descent.is_certified(state)]
-
-    def _learn_descent(self, states: Sequence[StateReference], view: SwarmView) -> Descent:
-        """Ask for the certificates of some states; bounded, however slow their holders are."""
-        assert self._certifier is not None
-        certifier, deadline = self._certifier, time.monotonic() + CHAINS_LIMIT_S
-
-        def learn(state: StateReference) -> None:
-            left_s = deadline - time.monotonic()
-            if left_s > 0:
-                certifier.fetch_chain(state, view.holders(state), min(left_s, CHAIN_LIMIT_S))
-
-        if states:
-            with ThreadPoolExecutor(max_workers=min(CHAINS_AT_ONCE, len(states))) as pool:
-                list(pool.map(learn, states))
-        book = CertificateBook()
-        for state in states:
-            book.add_all(certifier.chain(state.module, state.digest))
-        gate = certifier.gate
-        return Descent(book) if gate is None else Descent(book, gate.weigh)
+def path_values(grid: Grid) -> int:
+    """Return how many parameters one path has."""
+    return sum(grid.layout(level).size for level in grid.level_names)
 
 
 def core_blobs(plan: RunPlan) -> tuple[str, ...]:
@@ -339,7 +281,7 @@ def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     blobs, model = plan.blobs, plan.model
     greatest = {
         blobs.shards: 2**16 + 1024 * grid.path_count,
-        blobs.base: 2**22 + 4 * path_layout(grid).size,
+        blobs.base: 2**22 + 4 * path_values(grid),
         blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
         # At most two numbers for each feature and path, in eight bytes.
         blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,

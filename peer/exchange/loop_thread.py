@@ -93,6 +93,16 @@ class LoopThread:
         finally:
             future.cancel()
 
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the loop, whatever becomes of it; from any thread, also the loop's."""
+        loop = self._loop
+        try:
+            if loop is None:
+                raise RuntimeError
+            asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:
+            coroutine.close()
+
     def stop(self, timeout_s: float = 1.0) -> None:
         """Cancel everything on the loop and end the thread. May be called twice."""
         loop, thread = self._loop, self._thread

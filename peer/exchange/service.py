@@ -1,328 +1,361 @@
-"""What a node answers to others: hello, what it holds, offers, and content by its hash.
+"""What others are answered: tell, ask, get, put, hello and call back, each on a stream of its own.
 
-One service per process; a peer and a bootstrap node run the same. Small requests are unary calls
-of a Hivemind servicer. Content goes over a raw libp2p stream of our own framing (`messages.py`):
-Hivemind's protobuf streams accept a message of any length, so that a hostile peer could fill the
-memory of whoever reads one, and they copy every byte several times.
-
-Failure modes: an upload to a peer that stops reading is broken off; requests beyond the slots are
-answered "busy" with a time to come back; a malformed request is refused with one log line a
-minute and peer.
+Everything is bounded: streams and uploads in number, of each peer and of strangers together; what
+is sent in bytes a second for each peer; what is read in size and time. The side that asked closes
+the stream: when this end does, p2pd may lose the last of the answer.
 """
 
-# No postponed annotations here: Hivemind reads the types of the rpc_* methods at run time.
+from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import os
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from dipaco.dht.certificate_check import encode_certificate
-from dipaco.dht.certificates import Certificate
+from dipaco.dht.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
+from dipaco.dht.record_errors import RecordError
+from dipaco.dht.records import HeldState
 from dipaco.dht.repetition import Complaints
-from dipaco.modules.state import StateReference
-from dipaco.peer.owner.uplink import StreamMeter, Uplink
-from hivemind.p2p import P2P, P2PContext, ServicerBase
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.proto import runtime_pb2
+from dipaco.modules.plan import PROTOCOL_VERSION
 
+from .chain_store import ChainStore
 from .content import ContentShelf, ContentSource, OpenContent
+from .contribution_files import ContributionFiles
+from .hello import Greeting
+from .limits import Bounds, ByteBuckets, Slot, Slots
+from .loop_thread import run_blocking
 from .messages import (
-    MAX_CERTIFICATES_BYTES,
+    MAX_REQUEST_BYTES,
+    AskReply,
+    AskRequest,
     CallBackRequest,
-    CertificatesReply,
-    CertificatesRequest,
-    FetchReply,
-    FetchRequest,
-    HeldContent,
+    GetReply,
+    GetRequest,
     HelloReply,
     HelloRequest,
-    HoldingsReply,
-    HoldingsRequest,
     Message,
     MessageError,
-    OfferReply,
-    OfferRequest,
-    decode,
-    encode,
-    read_message,
-    write_message,
+    PutReply,
+    PutRequest,
+    Request,
+    TellReply,
+    TellRequest,
+    decode_request,
+    framed,
+    read_frame,
 )
 from .reachability import CallingBack
-from .upload_slots import Upload, UploadSlots
+from .transport import Stream, Transport
+from .verify import RowCheck
 
 logger = logging.getLogger("dipaco.peer.exchange.service")
 
-# These names and that of the class are the names of the service on the wire.
-NAMESPACE = "dipaco"
-FETCH_HANDLE = "dipaco::fetch/1"
-
-CHUNK_BYTES = 2**19
-# Read from disk at once, on another thread; a multiple of a chunk.
-READ_BYTES = 2**22
-REQUEST_TIMEOUT_S = 10.0
-CHUNK_TIMEOUT_S = 30.0
-MAX_UPLOADS = 8
-MAX_UPLOADS_PER_PEER = 2
-# Streams with a fetch, those that are told "busy" among them.
-MAX_STREAMS = 256
-MAX_STREAMS_PER_PEER = 16
+REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
+STREAMS = Bounds(
+    most=256, most_of_a_peer=16, most_of_strangers=64, most_of_a_stranger=4, grace_s=20
+)
+UPLOADS = Bounds(most=16, most_of_a_peer=4, most_of_strangers=6, most_of_a_stranger=2, grace_s=20)
 RETRY_AFTER_S = 1.0
-COMPLAINT_PERIOD_S = 60.0
-MAX_COMPLAINTS = 100
-HANDLER_TIMEOUT_S = 10.0
-
-MessageT = TypeVar("MessageT", bound=Message)
-OfferHandler = Callable[[str, StateReference], bool]
-
-
-class RunContent(ContentSource, Protocol):
-    """What a process holds of a run: `HeldStates`."""
-
-    def get(self, module: str) -> StateReference | None:
-        """Return the newest state held of a module. Quick, from any thread."""
-        ...
+READ_BYTES, CHUNK_BYTES = 2**20, 2**17
+# What one peer is sent: so much at once, and so much a second. A state of 400 MB takes less than
+# a minute.
+BURST_BYTES, RATE_BYTES_S, LONGEST_WAIT_S = 2.0**29, 2.0**24, 60.0
+# A file that is put has to come at this rate at least.
+LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
+COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 256
 
 
-class ChainSource(Protocol):
-    """What a process knows of where states come from: the certifier."""
+@dataclass(frozen=True)
+class ServedRun:
+    """What others are answered about a run, and what their answers are checked by."""
 
-    def chain(self, module: str, digest: str) -> Sequence[Certificate]:
-        """Return the certificates of a state and of those before it. Quick, from any thread."""
-        ...
+    run_id: str
+    content: ContentSource
+    """States and blobs by hash. Contributions are looked up beside it."""
+    chains: ChainStore
+    check: RowCheck
+    contributions: ContributionFiles | None = None
+    """None: nothing is taken from others (`put` is refused)."""
+    admission: bytes | None = None
+    """This peer's own; None for a process that only reads."""
+
+    def lookup(self, sha256: str) -> Path | bytes | None:
+        """Return what is served by hash."""
+        if self.contributions is not None:
+            found = self.contributions.find(sha256)
+            if found is not None:
+                return found
+        return self.content.lookup(sha256)
 
 
-def refuse_offer(peer: str, offered: StateReference) -> bool:
-    """Refuse: the offer handler of a process that keeps nothing for others."""
-    return False
+OnTold = Callable[[str, str, tuple[Row, ...], tuple[Step, ...], bool], None]
+"""Hears the peer, the module, rows, steps, and whether a copy is to be kept. Returns at once."""
 
 
-class ExchangeService(ServicerBase):
-    """Answers other peers. Lives on the exchange's event loop."""
+class ExchangeService:
+    """Answers streams. Lives on the exchange's event loop."""
 
-    # ServicerBase caches these on the class and would let a subclass inherit stale ones.
-    _rpc_handlers = None
-    _stub_type = None
-
-    def __init__(
-        self,
-        *,
-        software: str,
-        protocol_version: int,
-        max_uploads: int = MAX_UPLOADS,
-        max_uploads_per_peer: int = MAX_UPLOADS_PER_PEER,
-        uplink: Uplink | None = None,
-        system_time: Callable[[], float] = time.time,
-    ) -> None:
-        self.software = software
-        self.protocol_version = protocol_version
-        self.run_id: str | None = None
-        self.held: RunContent | None = None
-        self.chains: ChainSource | None = None
-        self.offer_handler: OfferHandler = refuse_offer
-        self.bytes_up = 0
-        self._uplink = uplink or Uplink()
-        self._slots = UploadSlots(max_uploads, max_uploads_per_peer)
-        self._system_time = system_time
+    def __init__(self, transport: Transport, software: str) -> None:
+        self._transport, self._software = transport, software
+        self.run: ServedRun | None = None
+        self.on_told: OnTold = lambda peer, module, rows, steps, keep: None
         self._shelf = ContentShelf()
-        self._calling_back = CallingBack()
-        self._p2p: P2P | None = None
-        self._streams: Counter[str] = Counter()
+        self._calling = CallingBack()
+        self._streams, self._uploads = Slots(STREAMS), Slots(UPLOADS)
+        self._buckets = ByteBuckets(BURST_BYTES, RATE_BYTES_S)
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
-    def set_source(self, held: RunContent, run_id: str, chains: ChainSource | None = None) -> None:
-        """Serve a run's content from now on."""
-        self._shelf.source = held
-        self.held, self.run_id, self.chains = held, run_id, chains
+    @property
+    def greeting(self) -> Greeting:
+        """What this node says of itself."""
+        admission = self.run.admission if self.run is not None else None
+        return Greeting(self._software, PROTOCOL_VERSION, admission)
 
-    async def attach(self, p2p: P2P) -> None:
-        """Register with the node's libp2p daemon."""
-        self._p2p = p2p
-        adding = self.add_p2p_handlers(p2p, namespace=NAMESPACE)
-        await asyncio.wait_for(adding, HANDLER_TIMEOUT_S)
-        adding = p2p.add_binary_stream_handler(FETCH_HANDLE, self._serve_fetch)
-        await asyncio.wait_for(adding, HANDLER_TIMEOUT_S)
+    def serve(self, run: ServedRun) -> None:
+        """Answer about this run from now on."""
+        self.run = run
+        self._shelf.source = run
 
-    async def detach(self, p2p: P2P, timeout_s: float) -> None:
-        """Take the service back, if the daemon still answers."""
-        removing = asyncio.gather(
-            self.remove_p2p_handlers(p2p, namespace=NAMESPACE),
-            p2p.remove_binary_stream_handler(FETCH_HANDLE),
-            return_exceptions=True,
-        )
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(removing, timeout_s)
+    def _is_stranger(self, peer: str) -> bool:
+        return self.run is None or not self.run.check.is_in(peer)
 
-    async def rpc_hello(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> runtime_pb2.ExpertResponse:
-        """Tell the time and who this is; the same in every version of the protocol."""
-        received_s = self._system_time()
-        self._parse(HelloRequest, request, context)
-        return _response(
-            HelloReply(
-                protocol=self.protocol_version,
-                software=self.software[:64],
-                received_s=received_s,
-                sent_s=self._system_time(),
-                run=self.run_id,
-            )
-        )
-
-    async def rpc_holdings(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> runtime_pb2.ExpertResponse:
-        """Tell what is held of a module at this moment, fresher than the DHT can."""
-        asked = self._parse(HoldingsRequest, request, context)
-        held = None
-        if self.held is not None and asked.run == self.run_id:
-            held = self.held.get(asked.module)
-        return _response(HoldingsReply(held=HeldContent.of(held) if held is not None else None))
-
-    async def rpc_certificates(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> runtime_pb2.ExpertResponse:
-        """Tell who made a state out of which, and the same of those before it."""
-        asked = self._parse(CertificatesRequest, request, context)
-        chain: Sequence[Certificate] = ()
-        if self.chains is not None and asked.run == self.run_id:
-            chain = self.chains.chain(asked.module, asked.digest)[: asked.count]
-        return _response(CertificatesReply(certificates=_as_fits(chain)))
-
-    async def rpc_offer(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> runtime_pb2.ExpertResponse:
-        """Take note of a state that the caller asks us to fetch from it."""
-        offer = self._parse(OfferRequest, request, context)
-        accepted = False
-        if self.run_id is not None and offer.run == self.run_id:
-            try:
-                peer = context.remote_id.to_base58()
-                accepted = bool(self.offer_handler(peer, offer.held.reference))
-            except Exception as error:
-                self._complain(context.remote_id.to_base58(), "an offer", error)
-        return _response(OfferReply(accepted=accepted))
-
-    async def rpc_call_back(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> runtime_pb2.ExpertResponse:
-        """Try to open a new connection to the caller, where it says that it can be called."""
-        asked = self._parse(CallBackRequest, request, context)
-        seen: list[str] = []
-        if self._p2p is not None:
-            found = await asyncio.wait_for(self._p2p.list_peers(), HANDLER_TIMEOUT_S)
-            caller = (info for info in found if info.peer_id == context.remote_id)
-            seen = [str(address) for info in caller for address in info.addrs]
-        peer = context.remote_id.to_base58()
-        return _response(await self._calling_back.answer(peer, asked.addresses, seen))
-
-    def _parse(
-        self, message: type[MessageT], request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> MessageT:
-        try:
-            return decode(message, request.metadata)
-        except MessageError as error:
-            self._complain(context.remote_id.to_base58(), f"a {message.__name__}", error)
-            raise
-
-    def _complain(self, peer: str, what: str, error: Exception) -> None:
-        """Log a refusal, once a minute for each peer."""
-        logger.log(self._complaints.level(peer), "refused %s from %s: %s", what, peer, error)
-
-    async def _serve_fetch(
-        self, stream: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Answer one fetch: a request, a reply, and the bytes."""
-        peer = stream.peer_id.to_base58()
-        if self._streams[peer] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_STREAMS:
-            writer.transport.abort()
+    async def handle(self, stream: Stream) -> None:
+        """Answer one stream."""
+        slot = self._streams.take(stream.peer, self._is_stranger(stream.peer), stream.abort)
+        if slot is None:
+            stream.abort()
             return
-        self._streams[peer] += 1
         try:
-            request = await read_message(reader, FetchRequest, REQUEST_TIMEOUT_S)
-            await self._answer_fetch(peer, request, writer)
-            # Who asked closes the stream: when this end does, p2pd may lose the last of the answer.
-            await asyncio.wait_for(reader.read(1), CHUNK_TIMEOUT_S)
-            writer.close()
+            data = await asyncio.wait_for(read_frame(stream, MAX_REQUEST_BYTES), REQUEST_TIMEOUT_S)
+            received_s = time.time()
+            await self._answer(stream, decode_request(data), received_s, slot)
+            await asyncio.wait_for(stream.read(1), CLOSE_TIMEOUT_S)
+            stream.close()
         except MessageError as error:
-            self._complain(peer, "a FetchRequest", error)
-            writer.close()
+            level = self._complaints.level(stream.peer)
+            logger.log(level, "refused a message from %s: %s", stream.peer, error)
+            stream.close()
         except (TimeoutError, OSError, EOFError, RuntimeError) as error:
-            logger.debug("upload to %s ended: %r", peer, error)
-            writer.transport.abort()
+            logger.debug("a stream of %s ended: %r", stream.peer, error)
+            stream.abort()
         except asyncio.CancelledError:
-            writer.transport.abort()
+            stream.abort()
             raise
         finally:
-            self._streams -= Counter([peer])
+            self._streams.give_back(slot)
 
-    async def _answer_fetch(
-        self, peer: str, request: FetchRequest, writer: asyncio.StreamWriter
+    async def _answer(
+        self, stream: Stream, request: Request, received_s: float, slot: Slot
     ) -> None:
+        match request:
+            case HelloRequest():
+                await self._reply(stream, self._hello(stream.peer, request, received_s))
+            case CallBackRequest():
+                seen = (await self._transport.connected()).get(stream.peer, ())
+                answer = await self._calling.answer(stream.peer, request.addresses, seen)
+                await self._reply(stream, answer)
+            case TellRequest():
+                await self._reply(stream, TellReply())
+                run = self.run
+                if run is not None and request.run == run.run_id:
+                    await self._hear(run, stream.peer, request)
+            case AskRequest():
+                await self._reply(stream, await run_blocking(self._told, request))
+            case GetRequest():
+                await self._get(stream, request)
+            case PutRequest():
+                await self._put(stream, request, slot)
+
+    async def _hear(self, run: ServedRun, peer: str, request: TellRequest) -> None:
+        """Take in what is good of what a peer tells, and pass it on."""
+        rows, steps = await run_blocking(checked, run, request.module, request)
+        if rows or steps:
+            is_whole = len(steps) == len(request.steps)
+            self.on_told(peer, request.module, rows, steps, request.keep and is_whole)
+
+    async def _reply(self, stream: Stream, message: Message) -> None:
+        data = framed(message)
+        await self._buckets.pay(stream.peer, len(data), LONGEST_WAIT_S)
+        await stream.write(data, WRITE_TIMEOUT_S)
+
+    def _hello(self, peer: str, request: HelloRequest, received_s: float) -> HelloReply:
+        if request.admission is not None and self.run is not None:
+            self.run.check.admit(peer, request.admission)
+        return HelloReply(
+            protocol=PROTOCOL_VERSION,
+            software=self._software[:64],
+            received_s=received_s,
+            sent_s=time.time(),
+            run=self.run.run_id if self.run is not None else None,
+        )
+
+    # -- ask
+
+    def _told(self, request: AskRequest) -> AskReply:
+        run = self.run
+        if run is None or request.run != run.run_id or request.module not in run.check.modules:
+            return AskReply(steps=[], rows=[], has_more=False, held=None, admissions={})
+        told = run.chains.answer(request.module, [name.hex() for name in request.locator])
+        peers = {row.peer for step in told.steps for row in step.rows}
+        peers |= {row.peer for row in told.rows}
+        return AskReply(
+            steps=[pack_step(step) for step in told.steps],
+            rows=[pack_row(row) for row in told.rows],
+            has_more=told.has_more,
+            held=HeldState.of(told.held) if told.held is not None else None,
+            admissions=run.chains.admissions_of(peers),
+        )
+
+    # -- get
+
+    async def _get(self, stream: Stream, request: GetRequest) -> None:
         upload = None
-        if self._uplink.serves:
-            upload = self._slots.take(peer, writer.transport.abort)
+        if self._transport.uplink.serves:
+            upload = self._uploads.take(stream.peer, self._is_stranger(stream.peer), stream.abort)
         if upload is None:
-            await _reply(writer, FetchReply(status="busy", retry_after_s=RETRY_AFTER_S))
+            await self._reply(stream, GetReply(status="busy", retry_after_s=RETRY_AFTER_S))
             return
         try:
-            async with self._shelf.open(request.sha256) as content:
+            async with self._shelf.open(request.sha256.hex()) as content:
                 if content is None:
-                    await _reply(writer, FetchReply(status="absent"))
+                    await self._reply(stream, GetReply(status="absent"))
                 elif request.offset > content.size_bytes:
-                    beyond = FetchReply(status="beyond", total_bytes=content.size_bytes)
-                    await _reply(writer, beyond)
+                    beyond = GetReply(status="beyond", total_bytes=content.size_bytes)
+                    await self._reply(stream, beyond)
                 else:
-                    await _reply(writer, FetchReply(status="ok", total_bytes=content.size_bytes))
-                    await self._send(content, request.offset, writer, upload)
+                    await self._reply(stream, GetReply(status="ok", total_bytes=content.size_bytes))
+                    await self._send(content, request.offset, stream, upload)
         finally:
-            self._slots.give_back(upload)
+            self._uploads.give_back(upload)
 
-    async def _send(
-        self, content: OpenContent, offset: int, writer: asyncio.StreamWriter, upload: Upload
-    ) -> None:
-        meter = StreamMeter(self._uplink, is_reduce=False)
+    async def _send(self, content: OpenContent, offset: int, stream: Stream, upload: Slot) -> None:
         while offset < content.size_bytes:
             data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
             if not data:
                 raise EOFError("the file was cut off while it was served")
             view = memoryview(data)
-            start = 0
-            while start < len(view):
-                # What is known of the line changes while it is used.
-                step = min(CHUNK_BYTES, self._uplink.piece_bytes or CHUNK_BYTES)
-                chunk = view[start : start + step]
-                start += step
-                await self._uplink.content(len(chunk))
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
                 began_s = time.monotonic()
-                writer.write(chunk)
-                await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
-                meter.wrote(len(chunk), began_s, time.monotonic())
-                self.bytes_up += len(chunk)
-                self._slots.sent(upload, len(chunk))
+                await self._buckets.pay(stream.peer, len(chunk), LONGEST_WAIT_S)
+                upload.excuse(time.monotonic() - began_s)
+                await stream.write(chunk, WRITE_TIMEOUT_S)
+                upload.moved(len(chunk))
             offset += len(view)
 
+    # -- put
 
-def _as_fits(certificates: Sequence[Certificate]) -> list[bytes]:
-    """Return the bytes of as many certificates as fit in one reply, the first always."""
-    encoded: list[bytes] = []
-    left_bytes = MAX_CERTIFICATES_BYTES // 2
-    for certificate in certificates:
-        data = encode_certificate(certificate)
-        left_bytes -= len(data)
-        if encoded and left_bytes < 0:
+    async def _put(self, stream: Stream, request: PutRequest, slot: Slot) -> None:
+        run = self.run
+        row = await run_blocking(_row_to_store, run, stream.peer, request)
+        if run is None or row is None or run.contributions is None:
+            await self._reply(stream, PutReply(status="refused"))
+            return
+        files = run.contributions
+        if files.find(row.file) is not None:
+            await self._reply(stream, PutReply(status="stored"))
+            return
+        if not files.promise(row):
+            await self._reply(stream, PutReply(status="full"))
+            return
+        try:
+            await self._reply(stream, PutReply(status="send"))
+            limit_s = PUT_GRACE_S + row.bytes / LEAST_PUT_BYTES_S
+            is_stored = await asyncio.wait_for(_receive(stream, files, row, slot), limit_s)
+        finally:
+            files.release(row)
+        await self._reply(stream, PutReply(status="stored" if is_stored else "refused"))
+
+
+async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slot) -> bool:
+    """Write what is put to the disk; returns whether it is what the row names."""
+    handle, name = await run_blocking(_scratch, files)
+    hasher, left, path = hashlib.sha256(), row.bytes, Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            while left:
+                data = await stream.read(min(left, CHUNK_BYTES))
+                if not data:
+                    return False
+                left -= len(data)
+                slot.moved(len(data))
+                hasher.update(data)
+                await run_blocking(file.write, data)
+        if hasher.hexdigest() != row.file:
+            return False
+        await run_blocking(lambda: files.install(row, path, is_mail=True))
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _scratch(files: ContributionFiles) -> tuple[int, str]:
+    files.folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.mkstemp(dir=files.folder, prefix=".put-")
+
+
+def _row_to_store(run: ServedRun | None, peer: str, request: PutRequest) -> Row | None:
+    """Return the row of a put if its file may be stored: it is of who puts it, and admitted."""
+    if run is None or request.run != run.run_id:
+        return None
+    try:
+        row = unpack_row(request.row)
+    except RecordError as error:
+        logger.debug("a put of %s: %s", peer, error)
+        return None
+    if row.peer != peer:
+        return None
+    good = run.check.good_rows(row.module, (row,), request.admissions)
+    _keep(run, good, (), request.admissions)
+    return good[0] if good else None
+
+
+# -- what others say of rows and steps
+
+
+def unpack_rows(values: list[object]) -> tuple[Row, ...]:
+    """Read rows that came from elsewhere, leaving out what are none."""
+    found = []
+    for value in values:
+        with contextlib.suppress(RecordError):
+            found.append(unpack_row(value))
+    return tuple(found)
+
+
+def unpack_steps(values: list[object]) -> tuple[Step, ...]:
+    """Read steps that came from elsewhere, up to the first that is none."""
+    found = []
+    for value in values:
+        try:
+            found.append(unpack_step(value))
+        except RecordError:
             break
-        encoded.append(data)
-    return encoded
+    return tuple(found)
 
 
-def _response(message: Message) -> runtime_pb2.ExpertResponse:
-    return runtime_pb2.ExpertResponse(metadata=encode(message))
+def checked(
+    run: ServedRun, module: str, said: TellRequest | AskReply
+) -> tuple[tuple[Row, ...], tuple[Step, ...]]:
+    """Return the good rows and steps of what a peer says of a module, and take them in."""
+    if module not in run.check.modules:
+        return (), ()
+    rows = run.check.good_rows(module, unpack_rows(said.rows), said.admissions)
+    steps = run.check.good_steps(module, unpack_steps(said.steps), said.admissions)
+    _keep(run, rows, steps, said.admissions)
+    return rows, steps
 
 
-async def _reply(writer: asyncio.StreamWriter, message: FetchReply) -> None:
-    write_message(writer, message)
-    await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT_S)
+def _keep(
+    run: ServedRun, rows: tuple[Row, ...], steps: tuple[Step, ...], admissions: Mapping[str, bytes]
+) -> None:
+    peers = {row.peer for row in rows} | {row.peer for step in steps for row in step.rows}
+    run.chains.note_admissions({p: a for p, a in admissions.items() if p in peers})
+    run.chains.add_verified(steps)
+    run.chains.note_rows(rows)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.errors import NetworkError
+from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
@@ -23,27 +24,44 @@ DETACH_TIMEOUT_S = 0.4
 class Stream:
     """Bytes to and from one peer, whose id the transport vouches for.
 
-    The side that opened it closes it: what the other one wrote last may be lost otherwise.
+    The side that opened it closes it: what the other one wrote last may be lost otherwise. All
+    bytes are counted by the `uplink`, and wait for it.
     """
 
     def __init__(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        peer: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        uplink: Uplink,
     ) -> None:
         self.peer = peer
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._uplink = reader, writer, uplink
 
     async def read(self, count: int) -> bytes:
         """Return up to `count` bytes, and b"" at the end."""
-        return await self._reader.read(count)
+        data = await self._reader.read(count)
+        self._uplink.received_bytes += len(data)
+        return data
 
     async def read_exactly(self, count: int) -> bytes:
         """Return `count` bytes. Raises `asyncio.IncompleteReadError` when the stream ends."""
-        return await self._reader.readexactly(count)
+        data = await self._reader.readexactly(count)
+        self._uplink.received_bytes += len(data)
+        return data
 
     async def write(self, data: bytes | memoryview, timeout_s: float) -> None:
-        """Send; returns when there is room for more. Raises `TimeoutError` or an OSError."""
-        self._writer.write(data)
-        await asyncio.wait_for(self._writer.drain(), timeout_s)
+        """Send; returns when there is room for more.
+
+        Raises `TimeoutError` when the other side takes no bytes for `timeout_s`, or an OSError.
+        """
+        left = memoryview(data)
+        while left:
+            piece = left[: self._uplink.piece_bytes(len(left))]
+            await self._uplink.send(len(piece))
+            self._writer.write(piece)
+            await asyncio.wait_for(self._writer.drain(), timeout_s)
+            left = left[len(piece) :]
 
     def close(self) -> None:
         """End it once everything is sent. May be called twice."""
@@ -61,6 +79,9 @@ Handler = Callable[[Stream], Awaitable[None]]
 
 class Transport(Protocol):
     """What carries streams. Used on the exchange's event loop, but for `peer_id` and `check`."""
+
+    uplink: Uplink
+    """Counts and limits what all streams send."""
 
     @property
     def peer_id(self) -> str:
@@ -99,17 +120,13 @@ class Transport(Protocol):
 class HivemindTransport:
     """Streams of the p2pd that a node's DHT process runs."""
 
-    def __init__(self, dht: GuardedDHT) -> None:
-        self._dht = dht
-        self._p2p: P2P | None = None
+    def __init__(
+        self, dht: GuardedDHT | None, uplink: Uplink | None = None, p2p: P2P | None = None
+    ) -> None:
+        """`p2p`: a p2pd of one's own without a DHT, already started, whose owner ends it."""
+        self._dht, self._p2p = dht, p2p
+        self.uplink = uplink or Uplink()
         self._protocols: list[str] = []
-
-    @classmethod
-    def over(cls, p2p: P2P) -> HivemindTransport:
-        """Return one over a p2pd of one's own, without a DHT; its owner ends that."""
-        found = cls.__new__(cls)
-        found._p2p, found._protocols = p2p, []
-        return found
 
     @property
     def p2p(self) -> P2P:
@@ -125,11 +142,13 @@ class HivemindTransport:
 
     def check(self) -> None:
         """Raise `NetworkError` when the DHT process or p2pd is gone."""
-        self._dht.check()
+        if self._dht is not None:
+            self._dht.check()
 
     async def start(self) -> None:
         """Connect to p2pd. Raises `NetworkError`."""
-        self._p2p = await self._dht.replicate_p2p()
+        if self._dht is not None:
+            self._p2p = await self._dht.replicate_p2p()
 
     async def close(self) -> None:
         """Take the handlers back, if p2pd still answers."""
@@ -150,7 +169,7 @@ class HivemindTransport:
         async def handle(
             info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
-            await handler(Stream(info.peer_id.to_base58(), reader, writer))
+            await handler(Stream(info.peer_id.to_base58(), reader, writer, self.uplink))
 
         adding = self.p2p.add_binary_stream_handler(protocol, handle)
         try:
@@ -163,7 +182,7 @@ class HivemindTransport:
         """Open a stream; p2pd dials when there is no connection."""
         opening = self.p2p.call_binary_stream_handler(PeerID.from_base58(peer), protocol)
         _, reader, writer = await opening
-        return Stream(peer, reader, writer)
+        return Stream(peer, reader, writer, self.uplink)
 
     async def connected(self) -> Mapping[str, tuple[str, ...]]:
         """Ask p2pd for its connections."""

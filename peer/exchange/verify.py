@@ -1,13 +1,29 @@
-"""Whether rows and steps of others may be believed, before anybody decides on them (skeleton)."""
+"""Whether rows and steps of others may be believed, before anybody decides on them.
+
+A row counts when its peer is admitted and has signed it, and when so much work can have been done
+by now. In a step the peers of an invitation are no more than it has places, so that nobody makes a
+chain heavy with identities of its own. A row stays good when its peer is revoked: chains stand.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-from dipaco.dht.admission import Gate
-from dipaco.dht.chain import Row, Step
+from dipaco.dht.admission import Admission, Gate
+from dipaco.dht.chain import Head, Row, Step, verify_row
+from dipaco.dht.record_errors import RecordError
+from dipaco.dht.view import is_plausible_head, is_plausible_row
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+
+logger = logging.getLogger("dipaco.peer.exchange.verify")
+
+REMEMBERED_ROWS = 2**16
+REMEMBERED_ROUNDS = 4096
 
 
 class RowCheck:
@@ -26,20 +42,107 @@ class RowCheck:
         greatest_bytes: Callable[[str], int],
         now: Callable[[], float],
     ) -> None:
-        raise NotImplementedError
+        self._plan, self._grid, self._gate = plan, grid, gate
+        self._greatest_bytes, self._now = greatest_bytes, now
+        self._lock = threading.Lock()
+        self._signed: OrderedDict[bytes, None] = OrderedDict()
+        self._rounds: OrderedDict[tuple[str, int, str, str], set[str]] = OrderedDict()
+        """Peers by module, round, parent and invitation whose rows were let through."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules of the run."""
+        return tuple(self._grid.modules())
 
     def is_in(self, peer: str) -> bool:
         """Tell whether a peer is admitted and was not revoked."""
-        raise NotImplementedError
+        return self._gate.admission_of(peer) is not None
+
+    def admit(self, peer: str, admission: bytes) -> bool:
+        """Take note of an admission that came with a message; returns whether it is good."""
+        try:
+            self._gate.check(peer, admission, even_revoked=True)
+        except (RecordError, ValueError) as error:
+            logger.debug("the admission of %s: %s", peer, error)
+            return False
+        return True
 
     def good_rows(
         self, module: str, rows: Iterable[Row], admissions: Mapping[str, bytes]
     ) -> tuple[Row, ...]:
-        """Return the rows that may count; the others are left out."""
-        raise NotImplementedError
+        """Return the rows that may count in a step to come; the others are left out."""
+        good: list[Row] = []
+        for row in rows:
+            try:
+                self._check(row, module)
+                found = self._admission(row.peer, admissions, even_revoked=False)
+                self._check_places(row, found)
+            except RecordError as error:
+                logger.debug("a row is left out: %s", error)
+                continue
+            good.append(row)
+        return tuple(good)
 
     def good_steps(
         self, module: str, steps: Iterable[Step], admissions: Mapping[str, bytes]
     ) -> tuple[Step, ...]:
         """Return the steps up to the first that is bad."""
-        raise NotImplementedError
+        good: list[Step] = []
+        for step in steps:
+            try:
+                count: Counter[tuple[str, int]] = Counter()
+                for row in step.rows:
+                    self._check(row, module)
+                    found = self._admission(row.peer, admissions, even_revoked=True)
+                    count[found.invitation, found.places] += 1
+                if any(number > places for (_, places), number in count.items()):
+                    raise RecordError("more peers of an invitation in a step than it is for")
+            except RecordError as error:
+                logger.debug("a step is refused: %s", error)
+                break
+            good.append(step)
+        return tuple(good)
+
+    def is_plausible_head(self, head: Head) -> bool:
+        """Tell whether the run can have got so far by now."""
+        return is_plausible_head(head, self._plan, self._now())
+
+    def _check(self, row: Row, module: str) -> None:
+        """Check all but the admission. Raises `RecordError`."""
+        if row.module != module:
+            raise RecordError(f"a row of {row.module} among those of {module}")
+        if not is_plausible_row(row, self._plan, self._now()):
+            raise RecordError(f"a row of {row.peer} says more than it can have trained")
+        name = hashlib.sha256(row.statement + row.signature).digest()
+        with self._lock:
+            if name in self._signed:
+                self._signed.move_to_end(name)
+                return
+        verify_row(row, self._grid, greatest_bytes=self._greatest_bytes(module))
+        with self._lock:
+            self._signed[name] = None
+            while len(self._signed) > REMEMBERED_ROWS:
+                self._signed.popitem(last=False)
+
+    def _admission(
+        self, peer: str, admissions: Mapping[str, bytes], *, even_revoked: bool
+    ) -> Admission:
+        data = admissions.get(peer)
+        if data is not None:
+            return self._gate.check(peer, data, even_revoked=even_revoked)
+        found = self._gate.admission_of(peer)
+        if found is None:
+            raise RecordError(f"{peer} is not known to be admitted")
+        return found
+
+    def _check_places(self, row: Row, found: Admission) -> None:
+        """Let through so many rows of an invitation's peers as it has places."""
+        key = (row.module, row.round_index, row.parent, found.invitation)
+        with self._lock:
+            peers = self._rounds.setdefault(key, set())
+            self._rounds.move_to_end(key)
+            while len(self._rounds) > REMEMBERED_ROUNDS:
+                self._rounds.popitem(last=False)
+            if row.peer not in peers and len(peers) >= found.places:
+                raise RecordError(f"more than {found.places} peers of {found.invitation}")
+            peers.add(row.peer)

@@ -1,7 +1,7 @@
-"""What this peer may send: the limit that its owner has set (`--max-upload-mbps`).
+"""What this peer sends and receives, and the limit that its owner has set (`--max-upload-mbps`).
 
-p2pd has no limiter, so the exchange waits before it hands bytes to it. What the DHT says is small
-and not counted.
+p2pd has no limiter, so streams wait before they hand bytes to it. What the DHT says is small and
+not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Uplink:
         self._monotonic = monotonic
         self._free_s = 0.0
         self.sent_bytes = 0
+        """Since the start."""
+        self.received_bytes = 0
         """Since the start."""
         self.serves = True
         """Whether content is sent at all."""
