@@ -136,7 +136,7 @@ INVITE = Command(
     "invite",
     InviteSettings,
     run_invite,
-    summary="make an invitation to a run by invitation: one line for a volunteer",
+    summary="make an invitation to a run: one line for a volunteer",
     description="Print an invitation for so many peers, signed with the operator's key. Whoever "
     "has it can use it: give each volunteer one of their own.",
 )

@@ -1,4 +1,4 @@
-"""Inviting peers to a run by invitation, and ending invitations (design 4.7).
+"""Inviting peers to a run, and ending invitations (design 4.7).
 
 Both need the operator's key and the run folder alone, no network. What was revoked reaches the
 swarm by any node that serves the folder; `DIR/invitations.jsonl` is the operator's own list.
@@ -17,6 +17,7 @@ from dipaco.dht.admission import (
     Invitation,
     Terms,
     make_invitation,
+    read_invitation,
     read_revocations,
     sign_revocations,
 )
@@ -48,6 +49,11 @@ def invite(
     Raises ConfigurationError for an open run, ManifestError for the wrong key.
     """
     manifest, gate, key = _open(folder, operator_key)
+    if is_open(manifest.plan):
+        raise ConfigurationError(
+            f"run '{manifest.plan.name}' is open, so everybody counts in it; prepare one with "
+            "--admission invitation"
+        )
     expires_s = 0 if expires_days is None else int(time.time() + expires_days * DAY_S)
     invitation = make_invitation(Terms(gate.run_id, peers, expires_s), key)
     _note(folder, invitation, name or manifest.plan.name)
@@ -90,12 +96,20 @@ def keep_revocations(earlier: Path, folder: Path) -> None:
             atomic_write(file, [source.read_bytes()])
 
 
-def invite_own_nodes(
+def is_open(plan: RunPlan) -> bool:
+    """Tell whether everybody is in a run, by the invitation in its plan."""
+    return plan.admission is not None
+
+
+def note_admission(
     folder: Path, plan: RunPlan, key: Ed25519PrivateKey, say: Callable[[str], None]
 ) -> None:
-    """Put an invitation for the operator's own nodes into a run folder."""
-    terms = Terms(plan.invitations_of or plan.run_id, OWN_PLACES, 0)
-    invitation = make_invitation(terms, key)
+    """Note the invitation of an open run, or put one for the operator's own nodes into the folder
+    of a run by invitation."""
+    if plan.admission is not None:
+        _note(folder, read_invitation(plan.admission), "everybody")
+        return
+    invitation = make_invitation(Terms(plan.admission_scope, OWN_PLACES, 0), key)
     file = folder / OWN_INVITATION
     atomic_write(file, [invitation.to_text().encode() + b"\n"], mode=0o600)
     _note(folder, invitation, "bootstrap nodes")
@@ -114,11 +128,6 @@ def _open(
     with storage_errors(path):
         manifest = verify_manifest(path.read_bytes())
     gate = Gate.of(manifest)
-    if manifest.plan.admission is not None:
-        raise ConfigurationError(
-            f"run '{manifest.plan.name}' is open, so everybody counts in it; prepare one with "
-            "--admission invitation"
-        )
     file = operator_key or folder / "operator.pem"
     if not file.is_file():
         raise ManifestError(f"there is no {file}; give the operator's key with --operator-key")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.dht.admission import opened
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.errors import ConfigurationError
@@ -277,5 +278,6 @@ def _manifest_bytes(config: RunConfig) -> int:
         tokenizer=_ANY_SHA256, router=_ANY_SHA256, base=_ANY_SHA256, shards=_ANY_SHA256,
         genesis=_ANY_SHA256,
     )  # fmt: skip
-    plan = config.plan(blobs, start_s=2e9, successor_of=_ANY_SHA256[:16])
-    return len(sign_manifest(plan, Ed25519PrivateKey.generate()))
+    key = Ed25519PrivateKey.generate()
+    plan = opened(config.plan(blobs, start_s=2e9, successor_of=_ANY_SHA256[:16]), key)
+    return len(sign_manifest(plan, key))

@@ -37,7 +37,7 @@ from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
 from .display import Display
 from .import_base import ImportedBase
-from .invite import invite_own_nodes, keep_revocations
+from .invite import is_open, keep_revocations, note_admission
 from .local_scores import document_rows
 from .pieces import RoutingTools, base_model, encode, route
 from .predecessor import Predecessor, check_start, operator_key_file
@@ -367,40 +367,37 @@ class Preparation:
             blobs,
             round(time.time() + (start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
-        ).model_copy(update=self._admission())
+        ).model_copy(update={"invitations_of": self._invitations_of})
         if self.predecessor:
             check_start(plan, self.predecessor.plan)
         if start_in_s is None and self.folder.manifest_path.exists():
             signed = self.folder.plan()
-            same = {"start_s": plan.start_s}
-            if self._is_open and signed.admission is not None:
-                same["admission"] = None
-            if signed.model_copy(update=same) == plan:
+            same = {"start_s": plan.start_s, "admission": None}
+            if is_open(signed) == self._is_open and signed.model_copy(update=same) == plan:
                 return signed, False
         key = load_or_create_operator_key(self.operator_key)
         if self._is_open:
             plan = opened(plan, key)
         atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
-        if not self._is_open:
-            if self.predecessor:
-                keep_revocations(self.predecessor.folder.path, self.out)
-            invite_own_nodes(self.out, plan, key, self.display.say)
+        if self.predecessor and not self._is_open:
+            keep_revocations(self.predecessor.folder.path, self.out)
+        note_admission(self.out, plan, key, self.display.say)
         return plan, True
-
-    def _admission(self) -> dict[str, str | None]:
-        """Return who counts: as is asked for, or as before. Who is in stays in the successor."""
-        before = self.predecessor.plan if self.predecessor else None
-        since = None
-        if before is not None and before.admission is None and not self._is_open:
-            since = before.admission_scope
-        return {"admission": None, "invitations_of": since}
 
     @property
     def _is_open(self) -> bool:
         """Whether everybody is in: as is asked for, or as before."""
-        if self.admission is not None:
-            return self.admission == "open"
-        return self.predecessor is None or self.predecessor.plan.admission is not None
+        if self.admission is not None or self.predecessor is None:
+            return self.admission != "invitation"
+        return is_open(self.predecessor.plan)
+
+    @property
+    def _invitations_of(self) -> str | None:
+        """The run whose invitations count here too: who is in stays in the successor."""
+        before = self.predecessor.plan if self.predecessor else None
+        if before is None or self._is_open or is_open(before):
+            return None
+        return before.admission_scope
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()

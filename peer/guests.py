@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dipaco.dht.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
-from dipaco.dht.directory import Directory
 from dipaco.dht.identity import Identity
 from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.records import RecordError
 from dipaco.modules.errors import AdmissionError, StorageError
 from dipaco.modules.files import atomic_write
+
+if TYPE_CHECKING:
+    # The operator's tools read this file too, and need no network.
+    from dipaco.dht.directory import Directory
 
 logger = logging.getLogger("dipaco.peer.guests")
 

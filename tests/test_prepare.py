@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.bootstrap import cli, token_stage
 from dipaco.bootstrap import prepare as prepare_module
 from dipaco.bootstrap.display import Display
+from dipaco.bootstrap.invite import LIST_FILE
 from dipaco.bootstrap.prepare import check_shards, prepare
 from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
+from dipaco.dht.admission import MOST_PLACES, Gate, read_invitation
+from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
+from dipaco.dht.manifest import verify_manifest
+from dipaco.dht.records import RecordError
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import StageProgress
+from dipaco.peer.guests import OWN_INVITATION
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
@@ -199,6 +207,30 @@ def test_other_routers(
         assert len({(r["domain"], path) for r, path in zip(rows, paths.tolist(), strict=True)}) == 3
         with pytest.raises(ConfigurationError, match="--label-field"):
             router.route_texts(["a text"])
+
+
+def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    plan = prepared[1].plan()
+    assert plan.admission is not None
+    gate = Gate.of(verify_manifest(prepared[1].manifest_path.read_bytes()))
+    stranger = Ed25519PrivateKey.generate()
+    peer = peer_id_of_public_key(raw_public_key(stranger))
+    admission = read_invitation(plan.admission).admit(raw_public_key(stranger), time.time())
+    assert gate.check(peer, admission).places == MOST_PLACES
+    noted = [json.loads(line) for line in (folder / "out" / LIST_FILE).open()]
+    assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]
+
+    closed = _prepare(folder / "RUN.toml", folder / "out", admission="invitation")
+    assert closed.admission is None
+    assert closed.blobs == plan.blobs
+    assert (folder / "out" / OWN_INVITATION).read_text().startswith("dipaco-invitation-")
+    with pytest.raises(RecordError):
+        Gate.of(verify_manifest((folder / "out/manifest.json").read_bytes())).check(peer, admission)
+    again = _prepare(folder / "RUN.toml", folder / "out", admission="invitation")
+    assert again == closed
 
 
 def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from dipaco.bootstrap.invite import LIST_FILE, invite, invite_own_nodes, revoke
+from dipaco.bootstrap.invite import LIST_FILE, invite, note_admission, revoke
 from dipaco.dht.manifest import load_or_create_operator_key
 from dipaco.modules.errors import AdmissionError
 from dipaco.modules.files import canonical_json
@@ -37,7 +37,7 @@ def make_run(folder: Path, operator: Path | None = None, **changes: object) -> R
     plan = RunPlan.model_validate({**values, **changes, "blobs": blobs})
     sign_tiny_run(run, plan, by_invitation=True)
     key = load_or_create_operator_key(run.path / "operator.pem")
-    invite_own_nodes(run.path, plan, key, print)
+    note_admission(run.path, plan, key, print)
     return run
 
 
