@@ -13,14 +13,12 @@ import random
 import threading
 import time
 
-from dipaco.dht.ledger_file import LedgerFile
 from dipaco.dht.node import OPERATOR_MARK
 from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
-from dipaco.peer.ledger_cli import keeper_of
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
@@ -121,9 +119,6 @@ def _serve(
         archivist = Archivist(archive, node, display.say)
         period_s = settings.archive_period_s
         background.thread("archive", lambda: archivist.run(period_s, stopping)).start()
-    if settings.ledger is not None:
-        accountant = keeper_of(node, LedgerFile(settings.ledger, node.manifest))
-        background.thread("ledger", lambda: accountant.run(stopping, display.say)).start()
     try:
         server.run()
     finally:

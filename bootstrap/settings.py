@@ -177,10 +177,6 @@ class ServeSettings(NodeSettings):
         float, Option("seconds between two copies", "S", least=1, most=1e9)
     ] = 3600.0
     archive_copies: Annotated[int, Option("copies that are kept", "N", least=1, most=1000)] = 3
-    ledger: Annotated[
-        Path | None,
-        Option("keep in FILE who trained how many tokens, for dipaco-ledger FILE", "FILE"),
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dipaco.dht.chain import Head
+from dipaco.dht.chain import Head, Step
 from dipaco.dht.coverage import whole_scope
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
@@ -113,6 +113,11 @@ class ReadOnlyClient:
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
         return self._node.fetcher.needed_blob(sha256, what)
+
+    def chain(self, module: str) -> tuple[Step, ...]:
+        """Return the steps of the heaviest chain of a module that anybody serves, oldest first."""
+        book = self._node.fetcher.chains(module, self.view())
+        return book.steps_between(book.genesis(module), book.heaviest(module).name)
 
     def winning_state(self, module: str) -> ModuleState | None:
         """Fetch the state of a module whose chain is the heaviest; None when there is none yet.

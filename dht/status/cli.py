@@ -2,7 +2,6 @@
 
 dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --watch
 dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --serve 8090
-dipaco-status --replay logs/ --serve 8090
 """
 
 from __future__ import annotations
@@ -25,24 +24,13 @@ if TYPE_CHECKING:
 
 WATCH_PERIOD_S = 5.0
 MANIFEST_WAIT_S = 10.0
-MAX_REQUESTS_SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusSettings(RunSettings):
     """What `dipaco-status` can be told."""
 
-    initial_peers: Annotated[
-        tuple[str, ...], Option("addresses of any peers", "ADDR", alternative_to="the swarm")
-    ] = ()
-    replay: Annotated[
-        tuple[str, ...],
-        Option(
-            "event logs (--log-json) of a swarm that is gone, or folders of them",
-            "PLACE",
-            alternative_to="the swarm",
-        ),
-    ] = ()
+    initial_peers: Annotated[tuple[str, ...], Option("addresses of any peers", "ADDR")]
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("one JSON object instead of tables")] = False
     serve: Annotated[
@@ -55,22 +43,19 @@ class StatusSettings(RunSettings):
     history: Annotated[
         Path | None,
         Option(
-            "where --serve keeps what was (default: RUN.history.sqlite in "
-            "~/.local/state/dipaco; with --replay: nowhere)",
+            "where --serve keeps what was (default: RUN.history.sqlite in ~/.local/state/dipaco)",
             "FILE",
         ),
     ] = None
     ledger: Annotated[
         Path | None,
-        Option("show on the page what this file of dipaco-ledger says of each peer", "FILE"),
+        Option("show on the page what dipaco-ledger --json has written to this file", "FILE"),
     ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.serve is not None and (self.watch or self.json):
             raise ConfigurationError("--serve goes without --watch and --json: it has its own page")
-        if self.replay and self.watch:
-            raise ConfigurationError("--replay and --watch: what is gone does not change")
         for flag in ("history", "ledger"):
             if getattr(self, flag) is not None and self.serve is None:
                 raise ConfigurationError(f"--{flag} is for --serve; give --serve PORT too")
@@ -96,10 +81,8 @@ class StatusSettings(RunSettings):
 
 
 def run(settings: StatusSettings) -> int:
-    """Join as a client, read, print; again and again with --watch. Or serve, or replay."""
+    """Join as a client, read, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
-    if settings.replay:
-        return _replay(settings, listening)
     from dipaco.dht.admission import Gate
     from dipaco.dht.directory import Directory
     from dipaco.dht.identity import load_or_create_identity
@@ -125,22 +108,6 @@ def run(settings: StatusSettings) -> int:
             return _show(reader, manifest, settings)
         finally:
             dht.shutdown()
-
-
-def _replay(settings: StatusSettings, listening: socket.socket | None) -> int:
-    """Show how a swarm ended, or serve all of it."""
-    from .event_logs import EventLogs
-    from .serving import reading_shown, say_unread, serve_replay
-
-    with reading_shown("looking through the logs") as update:
-        logs = EventLogs.open([Path(place) for place in settings.replay], settings.run, update)
-    if listening is not None:
-        return serve_replay(logs, listening, settings.history, settings.ledger)
-    with reading_shown("playing the logs") as update:
-        status = logs.last_status(update)
-    say_unread(logs)
-    print(json.dumps(status, indent=2)) if settings.json else _print(status)
-    return 0 if status["healthy"] else 1
 
 
 def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:
@@ -182,7 +149,6 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     """Read everything once and return the status."""
     from dipaco.dht.coverage import whole_scope
     from dipaco.dht.manifest import newest_run
-    from dipaco.dht.scoring_policy import build_board
     from dipaco.modules.grid import Grid
 
     from .summary import status_of
@@ -190,16 +156,10 @@ def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any
     plan = manifest.plan
     grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
     view = directory.read_view(plan, grid, time.time(), whole_scope(grid))
-    boards = {
-        found.request_id: build_board(
-            found.request, grid.path_count, directory.scores(found.request_id), view.now_s
-        )
-        for found in directory.score_requests(manifest.operator_fingerprint)[:MAX_REQUESTS_SHOWN]
-    }
     newest = newest_run(manifest, directory.list_manifests())
     successor = newest if newest.plan.run_id != plan.run_id else None
-    gate = directory.gate
-    return status_of(view, manifest, grid, requests=boards, successor=successor, gate=gate)
+    assert directory.gate is not None
+    return status_of(view, manifest, grid, successor=successor, gate=directory.gate)
 
 
 def _print(status: dict[str, Any]) -> None:

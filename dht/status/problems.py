@@ -6,27 +6,24 @@ behind while it fetches the newest, is no problem; what lasts for rounds is.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dipaco.dht.certificates import CertificateBook
-from dipaco.dht.policy import CANNOT_LEAD
-from dipaco.dht.records import Claim, Holding
+from dipaco.dht.chain import Head
+from dipaco.dht.records import Claim
 from dipaco.dht.view import SwarmView, present_round
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import StateReference, heaviest
 
 ProblemKind = Literal[
-    "untrained", "stalled", "forked", "isolated", "copies", "waiting", "undialable"
+    "untrained", "stalled", "forked", "behind", "broken", "copies", "waiting", "undialable"
 ]
 
 # Rounds without a commit: one or two failed meetings are ordinary, and the work is carried on.
 STALLED_ROUNDS = 3
-# Who missed a commit has the state within two rounds (promise 8).
+# A peer that missed a step has the state within two rounds.
 BEHIND_ROUNDS = 2
 # Copies of a new state are there within two rounds (promise 7).
 COPYING_ROUNDS = 2
@@ -37,7 +34,7 @@ MOST_ALIKE = 3
 # Of many modules, paths or peers so many are named.
 NAMED = 3
 # How a peer without an address that others can call says so.
-CANNOT_BE_CALLED = ("outgoing",)
+CANNOT_BE_CALLED = ("outgoing", "relayed")
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,6 @@ class Problem:
         if self.since_round is not None:
             began = self.since_round < 0
             since = " since the run began" if began else f" since round {self.since_round}"
-            # Holders of two chains go on: when they parted is not in the newest states.
-            since += " or before" if self.kind in ("forked", "isolated") and not began else ""
         return f"{self.what}{since}; {self.remedy}"
 
 
@@ -72,7 +67,6 @@ class _Swarm:
     view: SwarmView
     plan: RunPlan
     grid: Grid
-    book: CertificateBook
     round_index: int
     claims: Mapping[str, tuple[Claim, ...]]
     """Module to the claims of those who train it."""
@@ -94,23 +88,13 @@ class _Swarm:
         turns = -(-self.grid.path_count // max(1, self.trainer_count)) + 1
         return turns * self.plan.rounds.dwell_rounds + 2
 
-    def held_by_trainers(self, module: str) -> list[Holding]:
-        trainers = {claim.peer_id for claim in self.claims.get(module, ())}
-        return [h for h in self.view.holdings.get(module, ()) if h.peer_id in trainers]
-
     def complete_rounds_since(self, round_index: int) -> int:
         """Return how many whole rounds have gone by after a round."""
         return max(0, self.round_index - round_index - 1)
 
 
-def problems(
-    view: SwarmView, plan: RunPlan, grid: Grid, *, book: CertificateBook | None = None
-) -> tuple[Problem, ...]:
-    """Return what is wrong, the worst first, at most `MOST_ALIKE` of each kind.
-
-    `book` holds what certificates the caller has. Where they are silent, two states are told to
-    be of different chains by their versions, rounds and tokens.
-    """
+def problems(view: SwarmView, plan: RunPlan, grid: Grid) -> tuple[Problem, ...]:
+    """Return what is wrong, the worst first, at most `MOST_ALIKE` of each kind."""
     trained: dict[str, list[Claim]] = {}
     for claim in view.claims.values():
         if claim.state == "training":
@@ -120,17 +104,13 @@ def problems(
         view=view,
         plan=plan,
         grid=grid,
-        book=book or CertificateBook(),
         round_index=present_round(plan, view),
         claims={module: tuple(claims) for module, claims in trained.items()},
     )
-    splits = {module: _split(swarm, module) for module in grid.modules()}
-    alone = _isolated(swarm, splits)
     return (
         *_untrained(swarm),
         *_stalled(swarm),
-        *_forked(splits, alone),
-        *_isolated_problems(splits, alone),
+        *_parted(swarm),
         *_copies(swarm),
         *_waiting(swarm),
         *_undialable(swarm),
@@ -185,16 +165,16 @@ def _untrained(swarm: _Swarm) -> tuple[Problem, ...]:
     return (Problem("untrained", what, remedy),)
 
 
-# -- modules without a commit
+# -- modules without a step
 
 
 def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
-    """Find modules that have not committed for rounds in which they were trained."""
+    """Find modules without a step for rounds in which they were trained."""
     found = []
     for module in swarm.grid.modules():
         claims = swarm.claims.get(module, ())
-        newest = heaviest(swarm.view.states(module))
-        last_round = newest.last_round if newest else -1
+        newest = swarm.view.heaviest(module)
+        last_round = newest.round_index if newest else -1
         # Told by those who have trained it for so long.
         held = int(max((swarm.view.rounds_held(claim) for claim in claims), default=0))
         missed = min(swarm.complete_rounds_since(last_round), held)
@@ -208,7 +188,7 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
             trainers = _named([short_peer(claim.peer_id) for claim in claims])
             problem = Problem(
                 kind="stalled",
-                what=f"{module} has not committed for {missed} rounds,",
+                what=f"{module} has had no step for {missed} rounds,",
                 remedy=f"look at what its trainers print: {trainers or 'they have moved on'}",
                 since_round=last_round,
                 subjects=(module,),
@@ -217,7 +197,7 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
     found.sort(key=lambda entry: entry[0])
     return _together(
         [problem for _, problem in found],
-        "{count} modules do not commit ({names}), the first of them",
+        "{count} modules have no steps ({names}), the first of them",
         "look at what their trainers print",
     )
 
@@ -225,158 +205,75 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
 # -- trainers of a module that hold different states
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How the trainers of a module differ, where more than a moment parts them."""
-
-    module: str
-    trainers: frozenset[str]
-    forked: tuple[StateReference, ...] = ()
-    """States of which none descends from another."""
-    behind: frozenset[str] = frozenset()
-    """Who has held an older state than the others for rounds."""
-    apart: frozenset[str] = frozenset()
-    """Who is not in a line with what more than half of the trainers hold, or is behind."""
-    holders: Mapping[str, int] = field(default_factory=dict)
-    """Digest to how many trainers hold it."""
-    since_round: int = -1
-
-    @property
-    def line(self) -> str:
-        if not self.forked:
-            count, others = len(self.behind), len(self.trainers) - len(self.behind)
-            hold = "holds" if count == 1 else "hold"
-            return (
-                f"{count} of {count + others} trainers of {self.module} {hold} an older state "
-                "than the others"
-            )
-        sides = [f"{s.digest[:8]} ({self.holders[s.digest]})" for s in self.forked]
-        count = len(self.trainers)
-        return f"{self.module} is forked: its {count} trainers hold {_named(sides)}"
-
-
-def _parted(book: CertificateBook, older: StateReference, newer: StateReference) -> bool:
-    """Tell whether two states are of different chains: neither is made from the other.
-
-    `older` has the lower version. By certificates where they reach; otherwise by what every
-    outer step adds to: the version, the last round and the tokens.
-    """
-    ancestor = book.common_ancestor(older.module, older.digest, newer.digest)
-    if ancestor is not None:
-        return ancestor not in (older.digest, newer.digest)
-    versions = newer.version - older.version
-    rounds = newer.last_round - older.last_round
-    return versions <= 0 or rounds < versions or newer.tokens < older.tokens
-
-
-def _split(swarm: _Swarm, module: str) -> _Split:
-    held = swarm.held_by_trainers(module)
-    trainers = frozenset(holding.peer_id for holding in held)
-    states = {holding.digest: holding.reference for holding in held}
-    if len(states) < 2:
-        return _Split(module, trainers)
-    line = sorted(states.values(), key=lambda s: (s.version, s.last_round, s.tokens, s.digest))
-    holders = {digest: sum(h.digest == digest for h in held) for digest in states}
-    pairs = [pair for pair in itertools.pairwise(line) if _parted(swarm.book, *pair)]
-    forked = dict.fromkeys(itertools.chain.from_iterable(pairs))
-    behind = _behind(swarm, held, line[-1])
-    common = max(line, key=lambda s: (holders[s.digest], s.version))
-    apart = set(behind)
-    if 2 * holders[common.digest] > len(trainers):
-        apart |= {
-            holding.peer_id
-            for holding in held
-            if holding.digest != common.digest
-            and _parted(swarm.book, *sorted((states[holding.digest], common), key=line.index))
-        }
-    earliest = min(
-        (h.reference.last_round for h in held if h.peer_id in behind or h.reference in forked),
-        default=-1,
-    )
-    return _Split(
-        module=module,
-        trainers=trainers,
-        forked=tuple(sorted(forked, key=lambda s: (-holders[s.digest], s.digest))),
-        behind=behind,
-        apart=frozenset(apart),
-        holders=holders,
-        since_round=earliest,
+def _parted(swarm: _Swarm) -> tuple[Problem, ...]:
+    """Find trainers that hold different states: on two chains, for rounds an old one, or a wrong
+    one."""
+    forked, behind, broken = [], [], []
+    for module in swarm.grid.modules():
+        held = _held_by_trainers(swarm, module)
+        newest = min(held.values(), key=lambda head: head.rank, default=None)
+        if newest is None:
+            continue
+        heads = set(held.values())
+        at_once = {head for head in heads if head.version == newest.version}
+        if len({head.step for head in at_once}) > 1:
+            sides = sorted({head.step[:8] for head in at_once})
+            what = f"{module} is forked: its trainers hold {_named(sides)}"
+            forked.append(_of_peers("forked", what, module, newest.round_index))
+        elif len(at_once) > 1:
+            agreed = swarm.view.agreed_head(module, newest.step)
+            wrong = sorted(p for p, head in held.items() if head in at_once and head != agreed)
+            names = _named([short_peer(peer) for peer in wrong])
+            what = f"{names} computed another {module} than most; that machine may be broken,"
+            broken.append(_of_peers("broken", what, module, newest.round_index))
+        late = [peer for peer, head in held.items() if _is_behind(swarm, peer, head, newest)]
+        if late:
+            names = _named([short_peer(peer) for peer in sorted(late)])
+            what = f"{len(late)} of {len(held)} trainers of {module} hold an older state ({names})"
+            oldest = min(held[peer].round_index for peer in late)
+            behind.append(_of_peers("behind", what, module, oldest))
+    many = "the trainers of {count} modules hold different states ({names}), the first of them"
+    return tuple(
+        problem
+        for found in (broken, forked, behind)
+        for problem in _together(found, many, _REMEDIES["forked"])
     )
 
 
-def _behind(swarm: _Swarm, held: Sequence[Holding], newest: StateReference) -> frozenset[str]:
-    """Return who has held an older state than `newest` for rounds.
-
-    Between two versions of a module lies at least a round.
-    """
-    behind = set()
-    for holding in held:
-        claim = swarm.view.claims[holding.peer_id]
-        missed = newest.version - holding.version - 1
-        missed += swarm.complete_rounds_since(newest.last_round)
-        missed = min(missed, int(swarm.view.rounds_held(claim)))
-        if holding.version < newest.version and missed >= BEHIND_ROUNDS + swarm.late_rounds:
-            behind.add(holding.peer_id)
-    return frozenset(behind)
+_REMEDIES = {
+    "forked": "if it lasts two rounds, check that these peers reach each other",
+    "behind": "check the network and the load of these peers",
+    "broken": "check memory and processor there",
+}
 
 
-def _forked(splits: Mapping[str, _Split], alone: frozenset[str]) -> tuple[Problem, ...]:
-    """Name forks, and old states in training; not the latter where an isolated peer explains it."""
-    shown = [s for s in splits.values() if s.forked or s.behind - alone]
-    shown.sort(key=lambda s: (not s.forked, s.since_round))
-    remedy = "if it lasts two rounds, check that these peers reach each other"
-    return _together(
-        [
-            Problem("forked", split.line, remedy, split.since_round, (split.module,))
-            for split in shown
-        ],
-        "the trainers of {count} modules hold different states ({names}), the first of them",
-        remedy,
-    )
+def _of_peers(kind: ProblemKind, what: str, module: str, since_round: int) -> Problem:
+    return Problem(kind, what, _REMEDIES[kind], since_round, (module,))
+
+
+def _held_by_trainers(swarm: _Swarm, module: str) -> dict[str, Head]:
+    trainers = {claim.peer_id for claim in swarm.claims.get(module, ())}
+    held = swarm.view.holdings.get(module, ())
+    return {holding.peer_id: holding.head for holding in held if holding.peer_id in trainers}
+
+
+def _is_behind(swarm: _Swarm, peer: str, head: Head, newest: Head) -> bool:
+    """Tell whether a peer has held an older state than `newest` for rounds."""
+    if head.version >= newest.version:
+        return False
+    missed = newest.version - head.version - 1 + swarm.complete_rounds_since(newest.round_index)
+    missed = min(missed, int(swarm.view.rounds_held(swarm.view.claims[peer])))
+    return missed >= BEHIND_ROUNDS + swarm.late_rounds
 
 
 def forked_modules(found: Sequence[Problem]) -> frozenset[str]:
     """Return the modules whose trainers hold different states for more than a moment."""
     return frozenset(
-        name for problem in found if problem.kind == "forked" for name in problem.subjects
+        name
+        for problem in found
+        if problem.kind in ("forked", "broken")
+        for name in problem.subjects
     )
-
-
-# -- peers on their own
-
-
-def _isolated(swarm: _Swarm, splits: Mapping[str, _Split]) -> frozenset[str]:
-    """Return the peers that differ from the others in every module that they share.
-
-    Of two who differ, nobody can tell which one is cut off; so those count that train a module
-    with two others at least.
-    """
-    apart: set[str] = set()
-    together: set[str] = set()
-    for split in splits.values():
-        if len(split.trainers) > 2:
-            few = split.apart if 2 * len(split.apart) < len(split.trainers) else frozenset()
-            apart |= few
-            together |= split.trainers - few
-    return frozenset(apart - together)
-
-
-def _isolated_problems(splits: Mapping[str, _Split], alone: frozenset[str]) -> tuple[Problem, ...]:
-    remedy = "check the network there, then start dipaco-peer again"
-    found = []
-    for peer in sorted(alone):
-        modules = [s for s in splits.values() if peer in s.apart and len(s.trainers) > 2]
-        names = _named([split.module for split in modules])
-        problem = Problem(
-            kind="isolated",
-            what=f"peer {short_peer(peer)} is on its own in all that it shares ({names})",
-            remedy=remedy,
-            since_round=min(split.since_round for split in modules),
-            subjects=(peer,),
-        )
-        found.append(problem)
-    found.sort(key=lambda problem: problem.since_round or 0)
-    return _together(found, "{count} peers are on their own ({names}), the first of them", remedy)
 
 
 # -- copies
@@ -403,20 +300,19 @@ def _few_copies(swarm: _Swarm, wanted: int) -> Iterator[tuple[str, int, str, str
         record.state != "leaving" and record.reachable not in CANNOT_BE_CALLED
         for record in swarm.view.peers.values()
     )
-    every = swarm.plan.rounds.replication_every_rounds
-    patience = every + COPYING_ROUNDS + swarm.late_rounds
+    patience = COPYING_ROUNDS + swarm.late_rounds
     for module, held in swarm.view.holdings.items():
-        newest = heaviest(holding.reference for holding in held)
+        newest = swarm.view.heaviest(module)
         if newest is None or newest.version == 0:
             continue
-        is_old = swarm.complete_rounds_since(newest.last_round) >= patience
+        is_old = swarm.complete_rounds_since(newest.round_index) >= patience
         if newest.version <= patience and not is_old:
             continue
         # While it is trained, copies come a little later than the state.
         holders = {
             holding.peer_id
             for holding in held
-            if holding.version >= newest.version - (every if is_old else patience)
+            if holding.head.version >= newest.version - (0 if is_old else patience)
         }
         if len(holders) >= wanted:
             continue
@@ -475,26 +371,12 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
 
 
 def _undialable(swarm: _Swarm) -> tuple[Problem, ...]:
-    """Name the modules whose trainers never meet, and the peers that others cannot call."""
-    apart = [
-        module
-        for module, claims in sorted(swarm.claims.items())
-        if len(claims) > 1 and all(swarm.view.reachable(c.peer_id) in CANNOT_LEAD for c in claims)
-    ]
-    found: tuple[Problem, ...] = ()
-    if apart:
-        what = f"nobody who trains {_named(apart)} can be called: they do not meet, and take turns"
-        remedy = "forward a port on one of them, or start a peer that can be called"
-        found = (Problem("undialable", what, remedy, None, tuple(apart)),)
-    peers = tuple(
-        peer
-        for peer, record in sorted(swarm.view.peers.items())
-        if record.state in ("training", "serving") and record.reachable in CANNOT_BE_CALLED
-    )
-    if not peers:
-        return found
-    who = f"peer {short_peer(peers[0])}"
-    if len(peers) > 1:
-        who = f"{len(peers)} peers ({_named([short_peer(peer) for peer in peers])})"
-    remedy = "training goes on; if others wait for them, forward a port and --announce-maddrs"
-    return *found, Problem("undialable", f"{who} cannot be called by others", remedy, None, peers)
+    """Say when there is no mailbox: then peers that cannot be called do not find each other."""
+    view = swarm.view
+    able = [p for p, r in view.peers.items() if r.reachable not in CANNOT_BE_CALLED]
+    closed = sorted(view.peers.keys() - set(able))
+    if able or len(closed) < 2:
+        return ()
+    what = f"none of {len(closed)} peers can be called, so they hear nothing of each other"
+    remedy = "start a bootstrap node, or forward a port on one of them"
+    return (Problem("undialable", what, remedy, None, tuple(closed)),)

@@ -56,13 +56,7 @@ def problem_lines(status: dict[str, Any]) -> list[Text]:
 
 def notes_of(status: dict[str, Any]) -> list[Text]:
     """Return what is no problem and in no table."""
-    notes = [
-        Text(
-            f"score request {one['request']}: have {len(one['done'])} of {one['paths']} scores, "
-            f"{len(one['scoring'])} in progress"
-        )
-        for one in status["score_requests"]
-    ]
+    notes = []
     successor = status["successor"]
     if successor is not None:
         notes.append(Text(f"succeeded by run {successor['name']} ({successor['id']})"))

@@ -115,7 +115,7 @@ class Credits:
 
     def put(self, ledger: dict[str, Any]) -> None:
         """Show a ledger as `dipaco.dht.ledger.exported` returns it."""
-        answer = Answer.of(ledger, f"ledger {ledger['tokens']} {ledger['tokens_alone']}")
+        answer = Answer.of(ledger, f"ledger {ledger['tokens']}")
         with self._lock:
             self._by_peer = {one["peer_id"]: one for one in ledger["peers"]}
             self._answer = answer
@@ -133,7 +133,7 @@ class Credits:
 
 
 class StatusService:
-    """The endpoints. Without a board it is a replay: what is newest in the history is shown."""
+    """The endpoints. Without a board what is newest in the history is shown."""
 
     def __init__(
         self, history: History, board: Board | None = None, credits: Credits | None = None

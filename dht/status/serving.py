@@ -1,29 +1,23 @@
-"""`dipaco-status --serve` and `--replay`: one thread reads, a server shows what was read."""
+"""`dipaco-status --serve`: one thread reads, a server shows what was read."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dipaco.dht.http_server import listen, serve_until_told
-from dipaco.dht.ledger import exported
-from dipaco.dht.ledger_file import read_credits
 from dipaco.dht.records import refresh_period_s
-from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.progress import bar_or_lines
-from rich.console import Console
 
-from .event_logs import EventLogs
 from .history import History, default_history_file
 from .service import Board, Credits, StatusService
 
@@ -114,59 +108,28 @@ def serve_swarm(
     return 0
 
 
-def serve_replay(
-    logs: EventLogs,
-    listening: socket.socket,
-    history_file: Path | None,
-    ledger_file: Path | None,
-) -> int:
-    """Serve the page of a swarm that is gone until told to end. Returns the exit code."""
-    credits = Credits()
-    _ledger_reader(ledger_file, logs.plan.run_id, credits)
-    history = History(history_file, logs.plan.run_id, is_thinned=False)
-    try:
-        say(f"run '{logs.plan.name}' ({logs.plan.run_id}), {len(logs.files)} logs")
-        count = 0
-        with reading_shown("playing the logs") as update:
-            for status in logs.statuses(update=update):
-                history.write(status)
-                count += 1
-        say_unread(logs)
-        say(f"{count} moments of {(logs.end_s - logs.begin_s) / 60:,.1f} minutes")
-        _serve(StatusService(history, None, credits), listening)
-    finally:
-        history.close()
-    return 0
-
-
 def _ledger_reader(file: Path | None, run_id: str, credits: Credits) -> Callable[[], None] | None:
-    """Read the ledger, if there is one, and return what reads it again. Raises StorageError."""
+    """Read what `dipaco-ledger --json` has written, and return what reads it again.
+
+    Raises StorageError.
+    """
     if file is None:
         return None
 
     def read() -> None:
-        found, tallies, sayings = read_credits(file)
+        try:
+            ledger = json.loads(file.read_text(encoding="utf-8"))
+            found = ledger["run"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"--ledger {file} is nothing of dipaco-ledger --json: {error}"
+            ) from None
         if found != run_id:
             raise StorageError(f"--ledger {file} is of run {found}, not of {run_id}")
-        credits.put(exported(run_id, tallies, sayings))
+        credits.put(ledger)
 
     read()
     return read
-
-
-@contextmanager
-def reading_shown(what: str) -> Iterator[Callable[[float, float], None]]:
-    """Show how far the reading of logs is, which may take minutes; yields what is told of it."""
-    console = Console(stderr=True, highlight=False)
-    with bar_or_lines(what, console, shown=lambda count: shown_bytes(int(count))) as progress:
-        yield progress.update
-
-
-def say_unread(logs: EventLogs) -> None:
-    """Name the lines that no peer writes."""
-    for unread in logs.unread.values():
-        if unread.count:
-            say(str(unread))
 
 
 def _serve(service: StatusService, listening: socket.socket) -> None:

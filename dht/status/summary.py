@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from dipaco.dht.admission import Gate
-from dipaco.dht.agreement import expected_group
 from dipaco.dht.manifest import SignedManifest
-from dipaco.dht.scoring_policy import ScoringBoard
 from dipaco.dht.view import SwarmView, present_round
 from dipaco.modules.grid import Grid
-from dipaco.modules.state import StateReference, heaviest
 
 from .problems import forked_modules, problems
 
@@ -26,14 +22,12 @@ def status_of(
     manifest: SignedManifest,
     grid: Grid,
     *,
-    requests: Mapping[str, ScoringBoard] | None = None,
     successor: SignedManifest | None = None,
-    gate: Gate | None = None,
+    gate: Gate,
 ) -> dict[str, Any]:
     """Return the status as plain values; its keys are part of the command's contract.
 
-    `requests` are the operator's score requests by id, the newest first, and `successor` the
-    newest run that succeeds this one, `gate` who is in, of a run by invitation.
+    `successor` is the newest run that succeeds this one, `gate` who is in.
     """
     plan = manifest.plan
     round_index = present_round(plan, view)
@@ -57,9 +51,8 @@ def status_of(
         "modules": modules,
         "peers": [_peer_status(view, peer) for peer in view.present],
         "validation": _validation(view),
-        "score_requests": [_request_status(id_, board) for id_, board in (requests or {}).items()],
         "successor": _successor_status(successor),
-        "admission": _admission_status(view, gate),
+        "admission": _admission_status(view, gate, is_open=plan.admission is not None),
         "healthy": not found,
         "problems": [
             {
@@ -78,7 +71,6 @@ def status_of(
 def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
     claims = view.claimants(path)
     service = view.progress.get(path)
-    bests = view.bests.get(path, ())
     rates = [view.peers[c.peer_id].tokens_per_s for c in claims if c.peer_id in view.peers]
     states = {claim.state for claim in claims}
     return {
@@ -90,39 +82,25 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
         "tokens": service.tokens if service else 0,
         "tokens_per_s": round(sum(rates), 1),
         "validation_loss": service.validation_loss if service else None,
-        "best_loss": bests[0].loss if bests else None,
-        "best_round": bests[0].round_index if bests else None,
     }
 
 
 def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) -> dict[str, Any]:
-    best = _shown_state(view, module)
-    trainers = expected_group(view, grid, module)
+    best = view.heaviest(module)
+    trainers = view.group(grid, module, joining=False)
     return {
         "module": module,
         "version": best.version if best else 0,
-        "tokens": best.tokens if best else 0,
+        "step": best.step if best else None,
+        "weight": best.weight if best else 0,
         "digest": best.digest if best else None,
-        "last_round": best.last_round if best else None,
-        "holders": list(view.holders(best)) if best else [],
+        "last_round": best.round_index if best else None,
+        "holders": list(view.holders(module, best.step)) if best else [],
         "trainers": len(trainers),
         "states": _announced_states(view, module, trainers),
         # A peer may be a version behind for a moment.
         "agree": not is_forked,
     }
-
-
-def _shown_state(view: SwarmView, module: str) -> StateReference | None:
-    """Return the newest state of a module; of two with equal tokens the one that more hold.
-
-    Which side of such a fork is taken in the end the certificates say, which are not read here.
-    """
-    states = view.states(module)
-    best = heaviest(states)
-    if best is None:
-        return None
-    tied = [state for state in states if state.tokens == best.tokens]
-    return min(tied, key=lambda state: (-len(view.holders(state)), state.digest))
 
 
 def _announced_states(
@@ -132,11 +110,12 @@ def _announced_states(
     holders: dict[str, list[str]] = {}
     states = {}
     for holding in view.holdings.get(module, ()):
-        holders.setdefault(holding.digest, []).append(holding.peer_id)
-        states[holding.digest] = holding.reference
+        holders.setdefault(holding.head.digest, []).append(holding.peer_id)
+        states[holding.head.digest] = holding.head
     order = sorted(states.values(), key=lambda s: (-s.version, -len(holders[s.digest]), s.digest))
     return [
         {
+            "step": state.step,
             "digest": state.digest,
             "version": state.version,
             "trainers": sum(peer in trainers for peer in holders[state.digest]),
@@ -167,15 +146,6 @@ def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
     }
 
 
-def _request_status(request_id: str, board: ScoringBoard) -> dict[str, Any]:
-    return {
-        "request": request_id,
-        "paths": board.path_count,
-        "done": sorted(board.done()),
-        "scoring": {str(path): list(peers) for path, peers in board.scoring().items()},
-    }
-
-
 def _successor_status(successor: SignedManifest | None) -> dict[str, Any] | None:
     if successor is None:
         return None
@@ -183,15 +153,13 @@ def _successor_status(successor: SignedManifest | None) -> dict[str, Any] | None
     return {"id": plan.run_id, "name": plan.name, "start_s": plan.start_s}
 
 
-def _admission_status(view: SwarmView, gate: Gate | None) -> dict[str, Any]:
+def _admission_status(view: SwarmView, gate: Gate, *, is_open: bool) -> dict[str, Any]:
     """Return how many peers are here by each invitation; an invitation that nobody uses is not
     known."""
-    if gate is None:
-        return {"kind": "open", "invitations": [], "revoked": 0}
     found = gate.admitted()
     used = Counter((found[p].invitation, found[p].places) for p in view.present if p in found)
     return {
-        "kind": "invitation",
+        "kind": "open" if is_open else "invitation",
         "invitations": [
             {"id": name, "peers": number, "places": places}
             for (name, places), number in sorted(used.items())

@@ -85,6 +85,10 @@ class OuterRound:
         self._asked_s: dict[str, float] = {}
         self._proposed = -1
         self._asks = 0
+        self._unanswered: set[str] = set()
+        """Peers that were asked and have not answered yet."""
+        self._has_asked = False
+        """Other mailboxes were asked for a step before a late proposal of this round."""
 
     # -- 1. publish
 
@@ -106,6 +110,7 @@ class OuterRound:
         if self.round_index >= 0:
             self.in_vain = 0 if self.link.round_index >= self.round_index else self.in_vain + 1
         self.round_index, self.boundary_s, self._asks = round_index, boundary_s, 0
+        self._has_asked = False
         for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
             for row in self._rows.pop(key).values():
                 self.files.discard(row.file)
@@ -213,7 +218,8 @@ class OuterRound:
         trainers = known.trainers(self.module)
         recent = self.book.contributors(self.stand, RECENT_STEPS) & trainers or trainers
         boxes = self._in_order(recent)
-        for more in (trainers, frozenset(known.holders(self.module))):
+        holders = {*known.holders(self.module), *([known.me] if self.head is not None else [])}
+        for more in (trainers, holders):
             if len(boxes) < MAILBOXES:
                 boxes += self._in_order(more - set(boxes))
         if len(boxes) < MAILBOXES:
@@ -268,6 +274,8 @@ class OuterRound:
             return False
         if best.round_index >= self.round_index and self._is_good_link(best):
             return False  # It is on its way here.
+        if not self._is_sure():
+            return False
         self._proposed = self.round_index
         step = Step.of(self._chosen(list(rows.values())))
         known.do(Tell(self.audience(), self.module, steps=(step,)))
@@ -292,6 +300,18 @@ class OuterRound:
             # Exactly what one process computes: everybody is waited for, as long as it takes.
             limit_s += known.schedule.duration_s / 2
         return late_s >= limit_s
+
+    def _is_sure(self) -> bool:
+        """Before a proposal out of turn or late, other mailboxes are asked: a step may have been
+        told in vain. True once each of them has answered, or was silent."""
+        known, boxes = self.known, [box for box in self.mailboxes() if box != self.known.me]
+        late_s = known.now_s - self.boundary_s - known.gather_s
+        is_first = self.mailboxes()[:1] == [known.me]
+        if not self._has_asked and not (is_first and late_s < known.grace_s):
+            self._has_asked = True
+            for box in boxes[:MAILBOXES]:
+                self.ask(box, 0.0)
+        return not self._has_asked or not self._unanswered
 
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """Return as many rows as a step may have: first of those who were in none lately."""
@@ -333,6 +353,7 @@ class OuterRound:
         if peer == self.known.me or now_s - self._asked_s.get(peer, -math.inf) < again_s:
             return
         self._asked_s[peer] = now_s
+        self._unanswered.add(peer)
         self.known.do(Ask(peer, self.module, self.book.locator(self.heaviest().name)))
 
     def ask_if_due(self) -> None:
@@ -355,6 +376,7 @@ class OuterRound:
 
     def answered(self, event: Answered) -> None:
         """Take in what a peer answered."""
+        self._unanswered.discard(event.peer)
         if event.is_silent:
             return
         if event.held is not None:
@@ -363,12 +385,13 @@ class OuterRound:
         self.hear_rows(event.rows, event.peer)
         if event.has_more and event.steps and event.steps[-1].name in self.book:
             locator = self.book.locator(event.steps[-1].name)
+            self._unanswered.add(event.peer)
             self.known.do(Ask(event.peer, self.module, locator))
 
     def on_time(self) -> None:
         """Time has passed."""
-        self._propose_if_due()
         self.ask_if_due()
+        self._propose_if_due()
 
     # -- the chain
 

@@ -1,0 +1,139 @@
+"""Who may have streams at the same time, and how many bytes in which time (design 4.10).
+
+Anybody who can make keys can have many identities. So those who are not admitted share few places,
+and nobody holds one for nothing: when all are taken, somebody who has several gives one to somebody
+who has fewer, and who takes bytes too slowly gives its place to anybody. That is no loss to a slow
+but honest peer: it goes on later where it was broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+REMEMBERED_PEERS = 4096
+
+
+@dataclass(eq=False)
+class Slot:
+    """One place that is taken."""
+
+    peer: str
+    is_stranger: bool
+    began_s: float
+    stop: Callable[[], None]
+    """Breaks off what it is for, also while that waits for the other side."""
+    moved_bytes: int = 0
+
+    def moved(self, count: int) -> None:
+        """Note that the other side has taken or sent so many bytes."""
+        self.moved_bytes += count
+
+    def excuse(self, seconds: float) -> None:
+        """Note that this side was what held it up for so long."""
+        self.began_s += seconds
+
+    def is_slow(self, now_s: float, grace_s: float, rate_bytes_s: float) -> bool:
+        """Tell whether it has lasted longer than what has moved allows at this rate."""
+        return now_s - self.began_s > grace_s + self.moved_bytes / rate_bytes_s
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many places there are, and how long one may be held."""
+
+    most: int
+    most_of_a_peer: int
+    most_of_strangers: int
+    """Of all who are not admitted, together."""
+    most_of_a_stranger: int
+    grace_s: float
+    """Everybody has this long, and the time for what it has moved at a rate."""
+    wanted_rate_bytes_s: float = 2.0**16
+    """That of a place that others want."""
+
+
+class Slots:
+    """Places, bounded in all, for each peer, and for strangers. Used on one event loop."""
+
+    def __init__(self, bounds: Bounds, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._bounds, self._monotonic = bounds, monotonic
+        self._taken: list[Slot] = []
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, peer: str, is_stranger: bool, stop: Callable[[], None]) -> Slot | None:
+        """Return a place, if need be that of another; None when there is none."""
+        bounds = self._bounds
+        own = sum(slot.peer == peer for slot in self._taken)
+        if own >= (bounds.most_of_a_stranger if is_stranger else bounds.most_of_a_peer):
+            return None
+        strangers = [slot for slot in self._taken if slot.is_stranger]
+        if is_stranger and len(strangers) >= bounds.most_of_strangers:
+            if not self._make_room(strangers, own):
+                return None
+        elif len(self._taken) >= bounds.most:
+            # Strangers have the last say, and whoever is admitted has a claim on their places.
+            others = strangers if is_stranger else self._taken
+            if not (self._make_room(strangers, own) or self._make_room(others, own)):
+                return None
+        slot = Slot(peer, is_stranger, self._monotonic(), stop)
+        self._taken.append(slot)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Free a place; nothing when it was taken away."""
+        if slot in self._taken:
+            self._taken.remove(slot)
+
+    def _make_room(self, among: list[Slot], own: int) -> bool:
+        """Take a place from somebody who has two more than the asker, or is slow."""
+        if not among:
+            return False
+        now_s, bounds = self._monotonic(), self._bounds
+        peer, most = Counter(slot.peer for slot in among).most_common(1)[0]
+        crowd = [slot for slot in among if slot.peer == peer] if most >= own + 2 else []
+        slow = [s for s in among if s.is_slow(now_s, bounds.grace_s, bounds.wanted_rate_bytes_s)]
+        if not slow and not crowd:
+            return False
+        victim = min(slow or crowd, key=lambda s: s.moved_bytes / max(1e-9, now_s - s.began_s))
+        self.give_back(victim)
+        victim.stop()
+        return True
+
+
+class ByteBuckets:
+    """For each peer so many bytes at once and so many a second. Used on one event loop."""
+
+    def __init__(
+        self,
+        burst_bytes: float,
+        rate_bytes_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.burst_bytes = burst_bytes
+        self._rate = rate_bytes_s
+        self._monotonic = monotonic
+        self._empty_at: OrderedDict[str, float] = OrderedDict()
+        """When each bucket would be full again, if nothing more were taken; the latest last."""
+
+    def take(self, peer: str, count: int) -> float:
+        """Take bytes out of a peer's bucket; return after how many seconds they are there."""
+        now_s = self._monotonic()
+        full_s = max(now_s, self._empty_at.pop(peer, now_s)) + count / self._rate
+        self._empty_at[peer] = full_s
+        while len(self._empty_at) > REMEMBERED_PEERS:
+            self._empty_at.popitem(last=False)
+        return max(0.0, full_s - now_s - self.burst_bytes / self._rate)
+
+    async def pay(self, peer: str, count: int, longest_s: float) -> None:
+        """Wait for the bytes. Raises `TimeoutError` at once when that takes too long."""
+        wait_s = self.take(peer, count)
+        if wait_s > longest_s:
+            raise TimeoutError("it asks for too much")
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
