@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.bootstrap.invite import invite, invite_own_nodes
+from dipaco.bootstrap.invite import invite, note_admission
 from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import (
@@ -152,7 +152,7 @@ def invited_tiny_run(run: RunFolder, *, places: int, **changes: Any) -> str:
     """Sign the plan again, with changes and for the invited only; returns an invitation."""
     plan = sign_tiny_run(run, run.plan().model_copy(update=changes), by_invitation=True)
     key = load_or_create_operator_key(run.path / "operator.pem")
-    invite_own_nodes(run.path, plan, key, lambda line: None)
+    note_admission(run.path, plan, key, lambda line: None)
     return invite(run.path, places)
 
 
