@@ -369,6 +369,7 @@ def _open_run(
         incoming = BlobStore(path / "incoming")
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
         fetcher.use_plan(plan, grid, membership.clock.now)
+        fetcher.given_peers = tuple(peer_of(a) for a in membership.initial_peers)
         chains = ChainStore(plan.run_id, grid.modules(), None if only_reads else path / "chains")
         check = RowCheck(
             plan,
