@@ -131,7 +131,6 @@ def lone(
         model,
         batch_sequences=batch,
         duration_s=max(8.0, chosen.seconds),
-        matchmaking_s=1.5,
         train_sequences=4096 if device == "cuda" else 256,
     )
     bare_arguments = (
@@ -141,7 +140,7 @@ def lone(
     with Swarm(folder, run) as swarm:
         address = swarm.start_bootstrap().address()
         return alternate(
-            lambda: run_json("bare_loop.py", *bare_arguments),
+            lambda: run_json("parts/bare_loop.py", *bare_arguments),
             lambda: peer_stay(swarm, address, batch * model.sequence_length, device, chosen),
             chosen.stays,
         )
@@ -183,7 +182,6 @@ def four_peers(folder: Path, model: ModelConfig, batch: int, device: str) -> dic
         start_s=time.time(),
         duration_s=12.0 if device == "cpu" else 24.0,
         inner_steps=4,
-        matchmaking_s=2.0,
     )
     with Swarm(folder, run) as swarm:
         address = swarm.start_bootstrap().address()

@@ -5,8 +5,8 @@
 Six `dipaco-peer` processes train a tiny run of four paths (2x2) by the clock, four of them and the
 bootstrap node in one network namespace, two in another; the cable between is cut for --rounds
 rounds and mended. Needs root and iproute2. Told are: what each side committed meanwhile, seconds
-and rounds from the mending until all peers hold one state of every module, which side took over
-the other's states, how much of the work of both sides is in the final states (counted as in
+and rounds from the mending until all peers hold one state of every module, how much of the work of
+both sides is in the final states (counted as in
 `churn.py`), and their held-out perplexity beside that of the same peers without a split, when
 their states count as many tokens. Exit code 1 when the peers do not agree in the end, or a peer
 ended by itself.
@@ -46,7 +46,8 @@ def main() -> int:
     chosen = parser.parse_args()
     if not can_split():
         parser.error("network namespaces need root and iproute2")
-    chosen.peers, chosen.closed, chosen.record = LARGE_SIDE + SMALL_SIDE, 0, False
+    chosen.peers, chosen.closed, chosen.calm = LARGE_SIDE + SMALL_SIDE, 0, False
+    chosen.bootstrap_dies = False
     with scratch_folder() as scratch:
         folder = chosen.out or scratch
         with split_network() as network:
@@ -125,7 +126,6 @@ class SplitWorld(World):
             "commits_while_split": self._commits(cut_s, mended_s),
             "agreed_after_s": round(agreed_s - mended_s, 1),
             "agreed_after_rounds": round((agreed_s - mended_s) / round_s, 2),
-            "took_over_the_others_state": self._adoptions(mended_s),
         }
 
     def _wait_until_agreed(self, mended_s: float) -> float:
@@ -167,26 +167,6 @@ class SplitWorld(World):
             )
             for side, peers in self._sides().items()
         }
-
-    def _adoptions(self, since_s: float) -> dict[str, int]:
-        """Return how many modules each side took over from the other behind the mending."""
-        sides = self._sides()
-        made = {
-            side: {event["digest"] for peer in peers for event in peer.of("commit")}
-            for side, peers in sides.items()
-        }
-        found = {}
-        for side, peers in sides.items():
-            foreign = set().union(*(made[other] for other in made if other != side)) - made[side]
-            adopted = [event for peer in peers for event in peer.of("adopt")]
-            found[side] = len(
-                {
-                    event["module"]
-                    for event in adopted
-                    if event["time_s"] > since_s and event["digest"] in foreign
-                }
-            )
-        return found
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_what_leaves_and_moves_leave_behind_is_a_loss() -> None:
     assert found.share == 80 / 140
 
 
-def test_a_fork_is_seen_and_its_loser_is_a_loss_until_it_is_put_back() -> None:
+def test_a_fork_is_seen_and_its_loser_is_a_loss() -> None:
     winner = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).commit("L0.E0", 0, "a", 20)
     loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).commit("L0.E0", 0, "z", 10)
     loser.adopt("L0.E0", 1, "a", 20, merged=False)
@@ -114,9 +114,6 @@ def test_a_fork_is_seen_and_its_loser_is_a_loss_until_it_is_put_back() -> None:
     # Of L0.E0 20 of 30 tokens are in; the other modules were never merged.
     assert (found.final_tokens, found.stayed_unmerged) == (20, 30)
     assert found.share == 20 / 30
-    # The next boundary says what was put back on top.
-    loser.boundary("L0.E0", 1, 10)
-    assert counted(winner.life("stayed"), loser.life("stayed")).share == 1.0
 
 
 def test_an_adoption_can_contain_own_work() -> None:

@@ -1,17 +1,15 @@
 """What becomes of a peer whose machine lets it down, and of those that it trains with.
 
-    python benchmarks/accidents.py [--only NAME ...] [--json]
-
 Three real `dipaco-peer` processes and a bootstrap node on loopback train a tiny run by the clock.
 To one of the peers something happens: one of its own processes is killed or hangs, all of them are
 suspended, its files cannot be written or are gone, its machine's clock is set. Then it has to
-commit again, or to end with one line that says what to do and a documented exit code; and the
-others have to go on committing. At the end all processes are killed at once and started again from
+step again, or to end with one line that says what to do and a documented exit code; and the
+others have to go on stepping. At the end all processes are killed at once and started again from
 their folders.
 
-Each accident happens to a peer that has committed since the one before; one that has ended is
+Each accident happens to a peer that has stepped since the one before; one that has ended is
 started again with its folder. A full disk is a file system of its own, which needs root; it
-is named as left out otherwise. Exit code 1 when a peer neither committed nor ended in --limit-s.
+is named as left out otherwise. Exit code 1 when a peer neither stepped nor ended in time.
 """
 
 from __future__ import annotations
@@ -28,11 +26,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parts.common import Report, build_parser, process_tree, scratch_folder
 from support.swarm import Member, Swarm
 from support.tiny_run import make_tiny_run
 
+from .common import Report, process_tree, scratch_folder
+
 START_S = 300.0
+LIMIT_S = 180.0
+"""To recover."""
 POLL_S = 0.1
 DISK_BYTES = 64 * 2**20
 SUSPENDED_S = (5.0, 45.0, 150.0)
@@ -89,7 +90,7 @@ class World:
             duration_s=round_s,
             start_s=time.time(),
             documents_per_path=200,
-            rounds={"validation_sequences": 8, "matchmaking_s": min(2.0, 0.2 * round_s)},
+            rounds={"validation_sequences": 8},
         )
         self.swarm = Swarm(folder, run)
         self.entry = ""
@@ -177,7 +178,7 @@ def what_it_said(lines: list[str], has_ended: bool) -> str:
     """Return the line that a person would look at."""
     if has_ended:
         return next((line for line in reversed(lines) if line.strip()), "")
-    telling = ("carries on", "warning", "waiting", "isolated", "kept in memory", "started again")
+    telling = ("carries on", "warning", "waiting", "kept in memory", "started again")
     return next((line for line in lines if any(word in line.lower() for word in telling)), "")
 
 
@@ -189,8 +190,7 @@ def processes(victim: Member) -> dict[str, list[int]]:
     tree = process_tree(victim.popen.pid)
     daemons = [process for process in tree if process.command.startswith("p2pd")]
     of_dht = [daemon.parent for daemon in daemons]
-    rest = [p.pid for p in tree[1:] if p.pid not in of_dht and p not in daemons]
-    return {"p2pd": [d.pid for d in daemons], "DHT process": of_dht, "averager": rest}
+    return {"p2pd": [d.pid for d in daemons], "DHT process": of_dht}
 
 
 def signalled(kind: str, number: signal.Signals) -> Accident:
@@ -279,7 +279,7 @@ def mended(folder: Path) -> None:
 def accidents(has_disk: bool) -> dict[str, Accident]:
     found = {
         f"{kind} {word}": signalled(kind, number)
-        for kind in ("p2pd", "DHT process", "averager")
+        for kind in ("p2pd", "DHT process")
         for word, number in (("killed", signal.SIGKILL), ("hung", signal.SIGSTOP))
     }
     found |= {f"suspended for {s:.0f} s": suspended(s) for s in SUSPENDED_S}
@@ -292,23 +292,16 @@ def accidents(has_disk: bool) -> dict[str, Accident]:
     return found | {"states cannot be written": unwritable, "files deleted": disk_gone}
 
 
-def main() -> int:
-    parser = build_parser(__doc__)
-    parser.add_argument("--round-s", type=float, default=8.0, help="seconds of a round (8)")
-    parser.add_argument("--limit-s", type=float, default=180.0, help="seconds to recover (180)")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="accidents whose name has this")
-    chosen = parser.parse_args()
-    report = Report(
-        "accidents",
-        ("accident", "commits again", "ends", "code", "others commit", "says"),
-    )
+def main(only: list[str], round_s: float, as_json: bool) -> int:
+    """Let them happen, those whose name has one of `only` or all; returns the exit code."""
+    report = Report("accidents", ("accident", "steps again", "ends", "code", "others step", "says"))
     outcomes = []
     with scratch_folder() as folder, own_disk(folder) as has_disk:
-        world = World(folder, chosen.round_s, chosen.limit_s)
+        world = World(folder, round_s, LIMIT_S)
         with world.swarm:
             world.begin()
             for name, happen in accidents(has_disk).items():
-                if chosen.only and not any(part in name for part in chosen.only):
+                if only and not any(part in name for part in only):
                     continue
                 outcomes.append(world.suffer(name, happen))
                 print(outcomes[-1], file=sys.stderr, flush=True)
@@ -316,7 +309,7 @@ def main() -> int:
                     print(world.victim.output.read_text()[-3000:], file=sys.stderr)
                     world.victim.kill()
                 mended(folder)
-            if not chosen.only or any("all" in part for part in chosen.only):
+            if not only or any("all" in part for part in only):
                 outcomes.append(world.restart_all())
                 print(outcomes[-1], file=sys.stderr, flush=True)
     rows: list[dict[str, Any]] = []
@@ -326,12 +319,8 @@ def main() -> int:
         report.row(outcome.accident, *cells, outcome.said[-120:])
         rows.append({**asdict(outcome), "is_well": outcome.is_well})
     report.figures["outcomes"] = rows
-    report.notes.append(f"seconds since the accident; rounds of {chosen.round_s:g} s")
+    report.notes.append(f"seconds since the accident; rounds of {round_s:g} s")
     if not has_disk:
         report.notes.append("left out, it needs root: disk full")
-    report.print(chosen.json)
+    report.print(as_json)
     return 0 if all(outcome.is_well for outcome in outcomes) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The training loop alone, in its own process: what a peer is compared with.
 
-    python benchmarks/bare_loop.py RUN_DIR --seconds 20
+    python benchmarks/parts/bare_loop.py RUN_DIR --seconds 20
 
 It trains one path of a run folder with the inner loop of the peers, the same batches, the same
 threads, and no swarm around it, and prints one JSON object. With --idle it only loads everything
@@ -21,11 +21,12 @@ from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
-from parts.common import build_parser
 
 
 def options() -> argparse.Namespace:
-    parser = build_parser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a prepared run folder")
     parser.add_argument("--path", type=int, default=0, help="path to train (0)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time to measure (20)")

@@ -114,9 +114,8 @@ def work_of(
 ) -> Work:
     """Follow the tokens of a life; `merged_by_others` has (module, round, peer) of all groups.
 
-    An `outer_round` says how many tokens are not merged, so what adoptions put back on top is
-    known from there on. A peer that was killed between the commit of its group and its own has
-    its work merged.
+    An `outer_round` says how many tokens the contribution has. A peer that was killed between the
+    step of the others and its own has its work merged.
     """
     work = Work()
     unmerged: dict[str, int] = {}
@@ -135,9 +134,8 @@ def work_of(
             case "outer_round" if module in unmerged:
                 unmerged[module] = event["tokens"]
                 boundary[module] = event["round"], event["tokens"]
-            case "commit" if module in boundary and event["round"] == boundary[module][0]:
-                unmerged[module] -= boundary.pop(module)[1]
-            case "adopt" if module in boundary and event["own_work_merged"]:
+            case "commit" | "adopt" if module in boundary:
+                # In the new anchor, or lost: what goes on is what was trained since the snapshot.
                 unmerged[module] -= boundary.pop(module)[1]
     for module, (round_index, tokens) in boundary.items():
         if (module, round_index, life.peer_id) in merged_by_others:

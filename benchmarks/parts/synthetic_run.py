@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 from dipaco.modules.config import (
-    AveragingConfig,
+    ContributionsConfig,
     GridConfig,
     InnerConfig,
     ModelConfig,
@@ -43,7 +43,7 @@ def make_synthetic_run(
     *,
     modules_per_level: tuple[int, ...] = (2, 2),
     batch_sequences: int = 8,
-    codec: str = "float16",
+    codec: str = "int4",
     start_s: float = 0.0,
     train_sequences: int = 512,
     validation_sequences: int = 16,
@@ -67,7 +67,7 @@ def make_synthetic_run(
         inner=InnerConfig(batch_sequences=batch_sequences),
         outer=OuterConfig(),
         rounds=RoundsConfig(**rounds),
-        averaging=AveragingConfig(codec=codec),
+        contributions=ContributionsConfig(codec=codec),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=4),
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tiny_tokenizer_bytes(TINY_VOCABULARY)),
