@@ -19,8 +19,15 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, write_state
 from dipaco.routing.run_folder import RunFolder
 
-from .live_folder import LiveFolder, read_luggage, read_notes, worker_file, write_worker
-from .path_worker import DistantWorker
+from .live_folder import (
+    LiveFolder,
+    read_error,
+    read_luggage,
+    read_notes,
+    worker_file,
+    write_error,
+    write_worker,
+)
 from .reference import ReferenceSwarm
 from .storage import Luggage
 
@@ -48,22 +55,13 @@ class CheckpointFolder:
         return max(found, key=lambda path: found[path]) if found else None
 
     def save(self, swarm: ReferenceSwarm) -> Path:
-        """Write a checkpoint and remove the older ones. Raises StorageError on a full disk.
-
-        Every process of the swarm's crew writes its workers, the lead the rest.
-        """
+        """Write a checkpoint and remove the older ones. Raises StorageError on a full disk."""
         final = self.folder / f"round-{swarm.next_round:08d}"
         partial = final.with_suffix(_PARTIAL)
-        crew = swarm.crew
         with storage_errors(self.folder):
-            if crew.leads:
-                for old in (partial, final):
-                    shutil.rmtree(old, ignore_errors=True)
-            crew.wait()
+            for old in (partial, final):
+                shutil.rmtree(old, ignore_errors=True)
             self._write(swarm, LiveFolder(partial))
-            crew.wait()
-            if not crew.leads:
-                return final
             os.replace(partial, final)
             sync_folder(self.folder)
         for old in (*self.folder.glob("round-*"), self.live):
@@ -73,17 +71,16 @@ class CheckpointFolder:
 
     def _write(self, swarm: ReferenceSwarm, target: LiveFolder) -> None:
         for worker in swarm.workers:
-            if isinstance(worker, DistantWorker):
-                continue
             notes, luggage = worker.checkpoint()
             optimizer = luggage.optimizer
             assert optimizer is None or isinstance(optimizer, dict)
             file = worker_file(target.workers, worker.number)
             write_worker(file, notes, luggage.local, optimizer)
-        if swarm.crew.leads:
-            for module, state in swarm.states.items():
-                write_state(state, target.anchors / module)
-            target.save(swarm.identity, swarm.next_round)
+        for (number, module), lost in swarm.errors.items():
+            write_error(target.workers / f"{number:05d}.error.{module}", lost)
+        for module, state in swarm.states.items():
+            write_state(state, target.anchors / module)
+        target.save(swarm.identity, swarm.next_round)
 
     def anchors(self, checkpoint: Path, grid: Grid) -> dict[str, ModuleState]:
         """Return the module states of a checkpoint; a module without one has its genesis state.
@@ -109,12 +106,11 @@ class CheckpointFolder:
             raise IntegrityError(f"{checkpoint} is not a checkpoint of this version; remove it")
         for worker in swarm.workers:
             file = worker_file(folder.workers, worker.number)
-            if not file.exists():
-                continue
-            if isinstance(worker, DistantWorker):
-                worker.take_up(read_notes(file))
-            else:
+            if file.exists():
                 worker.restore(read_notes(file), Luggage(*read_luggage(file)))
+        for error in folder.workers.glob("*.error.*"):
+            number, _, module = error.name.split(".", 2)
+            swarm.errors[int(number), module] = read_error(error)
         swarm.go_on_in(next_round)
 
     def open_live(self) -> Path:

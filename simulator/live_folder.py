@@ -103,6 +103,19 @@ def write_worker(
     atomic_write(file, safetensors.torch.save(tensors, metadata={_METADATA: metadata}))
 
 
+def write_error(file: Path, lost: torch.Tensor) -> None:
+    """Write what the encoding of a contribution lost. Raises StorageError."""
+    atomic_write(file, safetensors.torch.save({"error": lost}))
+
+
+def read_error(file: Path) -> torch.Tensor:
+    """Read what `write_error` wrote. Raises IntegrityError for a broken file."""
+    try:
+        return safetensors.torch.load(file.read_bytes())["error"]
+    except (OSError, safetensors.SafetensorError, KeyError) as error:
+        raise IntegrityError(f"{file} is broken: {error}; remove it") from None
+
+
 def read_notes(file: Path) -> dict[str, Any]:
     """Return the notes of a worker. Raises IntegrityError for a broken file."""
     with _opened(file) as (_, metadata):

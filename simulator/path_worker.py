@@ -8,13 +8,12 @@ exactly what a bench for each worker computes (`tests/test_simulator.py`).
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from dipaco.modules.compose import gather_module, scatter_module
+from dipaco.modules.contributions import Codec, publish
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, KeptOptimizer
@@ -25,7 +24,6 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 
-from .crew import Crew
 from .settings import SimulatedPeer, SimulatorSettings
 from .storage import KeptStates, Luggage, Storage, WorkerShelf
 
@@ -47,8 +45,8 @@ class Workbench:
         self.occupant: PathWorker | None = None
 
 
-class WorkerCounters(ABC):
-    """What is known of a worker without its parameters: every process of a `Crew` counts alike.
+class PathWorker:
+    """Trains one path as `dipaco.peer.trainer` does.
 
     `number` is its place on the shelf, `states` the anchors, which the swarm keeps. A worker of
     which the shelf has notes goes on from them.
@@ -56,13 +54,15 @@ class WorkerCounters(ABC):
 
     def __init__(
         self,
+        bench: Workbench,
+        stream: BatchStream,
         number: int,
         peer: SimulatedPeer,
         grid: Grid,
-        tokens_per_batch: int,
         states: KeptStates,
         shelf: WorkerShelf,
     ) -> None:
+        self._bench, self._stream = bench, stream
         self.number = number
         self.peer = peer
         self.modules = grid.modules_of_path(peer.path)
@@ -71,7 +71,7 @@ class WorkerCounters(ABC):
         self.round_losses: list[float] = []
         """Of the inner steps of round `round_index` so far, nats a token."""
         self._grid = grid
-        self._tokens_per_batch = tokens_per_batch
+        self._tokens_per_batch = stream.tokens_per_batch
         self._states = states
         self._shelf = shelf
         summaries = {module: states.summary(module) for module in self.modules}
@@ -80,14 +80,6 @@ class WorkerCounters(ABC):
         notes = shelf.notes(number)
         if notes is not None:
             self.take_up(notes)
-
-    @abstractmethod
-    def train(self, steps: int) -> None:
-        """Do `steps` inner steps and note their losses."""
-
-    @abstractmethod
-    def outer_gradient(self, module: str) -> torch.Tensor:
-        """Return anchor minus local of a module, flat fp32 on the CPU."""
 
     def begin_round(self, round_index: int) -> None:
         """Forget the losses of the last round; a round already begun continues."""
@@ -99,6 +91,14 @@ class WorkerCounters(ABC):
         """Return this worker's row in the table of an outer step."""
         return Contribution(self.peer.path, self.peer.peer, self.unmerged_tokens[module])
 
+    def publish(self, module: str, codec: Codec) -> bytes:
+        """Return the file of this worker's outer gradient; what its encoding lost is kept."""
+        error = self._shelf.errors.get((self.number, module))
+        data, lost = publish(self.outer_gradient(module), codec, error)
+        if lost is not None:
+            self._shelf.keep_error(self.number, module, lost)
+        return data
+
     def commit(self, module: str) -> None:
         """Go on from the newest state of a module, which contains all of this worker's steps."""
         summary = self._states.summary(module)
@@ -106,6 +106,11 @@ class WorkerCounters(ABC):
         self.unmerged_tokens[module] = 0
         # Replicas advance the schedule of their path together.
         self.path_step = max(self.path_step, self._counted_steps(summary))
+        if self._bench.occupant is self:
+            parameters = self._states[module].parameters
+            scatter_module(self._bench.model, self._grid, module, parameters)
+        else:
+            self._shelf.forget_local(self.number, module)
 
     def take_up(self, notes: Mapping[str, Any]) -> None:
         """Go on from notes: what was not merged then is now, if the module has a newer state."""
@@ -129,32 +134,6 @@ class WorkerCounters(ABC):
         """Return how many inner steps of this worker's path a state has counted."""
         progress = state.progress.get(self.peer.path)
         return progress.tokens // self._tokens_per_batch if progress else 0
-
-
-class DistantWorker(WorkerCounters):
-    """A worker that another process of the crew trains."""
-
-    def __init__(self, crew: Crew, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._crew = crew
-
-    def train(self, steps: int) -> None:
-        """Count the steps. Their losses are noted at the end of the round."""
-        for _ in range(steps):
-            self._count_step(math.nan)
-
-    def outer_gradient(self, module: str) -> torch.Tensor:
-        """Return what its process answers."""
-        return self._crew.outer_gradient(self.number, self._grid.layout(module).size)
-
-
-class PathWorker(WorkerCounters):
-    """Trains one path as `dipaco.peer.trainer` does. Called by `ReferenceSwarm` alone."""
-
-    def __init__(self, bench: Workbench, stream: BatchStream, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._bench = bench
-        self._stream = stream
 
     def train(self, steps: int) -> None:
         """Do the steps, on the bench."""
@@ -180,15 +159,6 @@ class PathWorker(WorkerCounters):
         else:
             local = anchor
         return outer_gradient(anchor, local)
-
-    def commit(self, module: str) -> None:
-        """Take the parameters of the newest state up too."""
-        super().commit(module)
-        if self._bench.occupant is self:
-            parameters = self._states[module].parameters
-            scatter_module(self._bench.model, self._grid, module, parameters)
-        else:
-            self._shelf.forget_local(self.number, module)
 
     def checkpoint(self) -> tuple[dict[str, Any], Luggage]:
         """Return the counters, and local parameters and AdamW state on the CPU."""
@@ -269,12 +239,9 @@ class PathWorker(WorkerCounters):
 
 
 def open_workers(
-    run: RunFolder, peers: Sequence[SimulatedPeer], bench: Workbench, storage: Storage, crew: Crew
-) -> tuple[PathWorker | DistantWorker, ...]:
-    """Return a worker for each peer. Those of this process take turns on `bench`.
-
-    Called by `ReferenceSwarm`.
-    """
+    run: RunFolder, peers: Sequence[SimulatedPeer], bench: Workbench, storage: Storage
+) -> tuple[PathWorker, ...]:
+    """Return a worker for each peer. They take turns on `bench`."""
     plan = run.plan()
     grid = run.grid(plan)
     streams = {
@@ -286,12 +253,7 @@ def open_workers(
         )
         for path in {peer.path for peer in peers}
     }
-    workers: list[PathWorker | DistantWorker] = []
-    for number, peer in enumerate(peers):
-        stream = streams[peer.path]
-        known = (number, peer, grid, stream.tokens_per_batch, storage.states, storage.shelf)
-        if crew.has(number):
-            workers.append(PathWorker(bench, stream, *known))
-        else:
-            workers.append(DistantWorker(crew, *known))
-    return tuple(workers)
+    return tuple(
+        PathWorker(bench, streams[peer.path], number, peer, grid, storage.states, storage.shelf)
+        for number, peer in enumerate(peers)
+    )

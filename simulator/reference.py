@@ -1,54 +1,40 @@
 """One round of DiPaCo on one page: start reading here.
 
 A run has a grid of *levels*, each with some *modules*; a *path* takes one module from every level
-and is itself a small transformer. Every path has a *shard*, the training sequences that were
-routed to it. `ReferenceSwarm` is a whole swarm in one process, a worker for each peer, and does
-what the peers do, in the order of DiPaCo's Algorithm 1 (Douillard et al., 2024):
+and is itself a small transformer. Every path has a *shard*, the training sequences that were routed
+to it. `ReferenceSwarm` is a whole swarm in one process, a worker for each peer, and does what the
+peers do, in the order of DiPaCo's Algorithm 1 (Douillard et al., 2024):
 
-1. Inner steps. Every worker trains its path on its shard with AdamW; a round is a number of such
-   steps.
+1. Inner steps. Every worker trains its path on its shard; a round is a number of such steps.
 2. The boundary of a level. Levels end one after another while training continues, so that the
-   traffic of a swarm is spread over the round (a level is a fragment of Streaming DiLoCo).
-3. The outer step of each module of that level, in `ReferenceSwarm._step_module`:
-     * the *outer gradient* of a worker: the module's *anchor*, its last committed state, minus the
-       worker's local parameters;
-     * the weight of a worker: its path's share of the training data of the contributing paths
-       (Eq. 2 and 3), split between the replicas of a path by tokens;
-     * the average. Each gradient, and the result, passes through the codec of the network;
-     * one step of Nesterov momentum along the average, scaled by the square root of the number of
-       paths (section 2.7). The result is the new anchor, of the next *version*.
-   `OuterConfig` of the run can switch weights and scaling off.
-   Every worker whose path has the module continues from the new anchor; other levels are not
-   affected. A private module has one path, and takes the same step (section 2.6.1).
+   traffic of a swarm is spread over the round.
+3. The outer step of each module of that level, in `_step_module`. *Publish*: a worker's outer
+   gradient, the module's *anchor* minus its local parameters, becomes a file. *Gather*: here all
+   files are at hand. *Step*: contributions are shortened to the median norm, weighted by shard
+   (Eq. 2 and 3), averaged, scaled by the root of the paths (section 2.7), and one Nesterov step
+   makes the new anchor. Workers go on from it. A private module has one path and takes the same
+   step (section 2.6.1).
 4. The report: digests of all anchors, and their loss on held-out sequences.
 
-The arithmetic is in `dipaco.modules.outer` and `dipaco.modules.inner`, the code that peers run.
-There are no meetings, transfers or faults here: everybody is always on time. The tests take it as
-the reference: a swarm with fixed steps (`RoundsConfig.inner_steps`) has the same digests, bit for
-bit, if its inner steps have the same bits, which takes the same type of device, build of PyTorch
-and number of threads. The outer step is equal everywhere.
+The arithmetic is in `dipaco.modules.outer`, `contributions` and `inner`, the code that peers run.
+There are no messages and no faults here: everybody is always on time. A swarm with fixed steps
+(`RoundsConfig.inner_steps`) has the same digests, bit for bit, if its inner steps have the same
+bits, which takes the same type of device, build of PyTorch and number of threads.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.outer import (
-    AveragingRule,
-    bounded_table,
-    canonical_table,
-    outer_step,
-)
+from dipaco.modules.outer import OuterRule, canonical_table
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
-from .crew import Crew
-from .early_stopping import EarlyStopping
-from .path_worker import Workbench, WorkerCounters, open_workers
+from .path_worker import Workbench, open_workers
 from .report import Reporter, RoundReport
 from .settings import SimulatedPeer, SimulatorSettings, checked_peers
 from .storage import KeptStates, open_storage
@@ -59,13 +45,9 @@ class ReferenceSwarm:
 
     :param run: an opened run folder with every blob that its plan names
     :param steps_per_round: inner steps of a round; by default what the plan says
-    :param peers: who trains what; one peer per path by default. Paths that nobody trains keep
-        their states, as in a swarm with fewer peers than paths
-    :param first_round: number of the first round. It is part of the states, so a swarm that began
-        to train in round r has the digests of a simulation with `first_round=r`
-    :param states: start from these module states in place of the genesis, with fresh AdamW states
-    :param crew: the processes that share the work, each with a `ReferenceSwarm` of the same
-        arguments (`dipaco-simulate --devices`); this one alone by default
+    :param peers: who trains what; one peer per path by default
+    :param first_round: number of the first round. It is part of the states
+    :param states: start from these module states in place of the genesis
 
     The caller sets PyTorch's number of threads, which can change bits. Raises ConfigurationError
     for impossible peers and unknown settings.
@@ -80,10 +62,8 @@ class ReferenceSwarm:
         first_round: int = 0,
         states: Mapping[str, ModuleState] | None = None,
         settings: SimulatorSettings | None = None,
-        crew: Crew | None = None,
     ) -> None:
         settings = settings or SimulatorSettings()
-        self.crew = crew or Crew()
         self.plan = run.plan()
         self.grid = run.grid(self.plan)
         self.steps_per_round = _steps_per_round(steps_per_round, self.plan.rounds.inner_steps)
@@ -95,16 +75,15 @@ class ReferenceSwarm:
             "peers": [[peer.path, peer.replica, peer.peer] for peer in self.peers],
         }
         """What must be the same when a simulation goes on from what is on disk."""
-        self._rule = AveragingRule.of(self.plan, run.shard_index(self.plan))
+        self._rule = OuterRule.of(self.plan, run.shard_index(self.plan))
         self._storage = open_storage(run, settings, self.identity, states or {})
         self.states: KeptStates = self._storage.states
-        """The anchors: the last committed state of every module."""
-        bench = Workbench(self.plan, settings)
-        self.workers = open_workers(run, self.peers, bench, self._storage, self.crew)
+        """The anchors: the newest state of every module."""
+        self.workers = open_workers(run, self.peers, Workbench(self.plan, settings), self._storage)
         """One for each of `peers`, in their order."""
-        self._reporter = Reporter(run, settings, self.crew)
+        self._reporter = Reporter(run, settings)
         self.on_steps: Callable[[int], None] = lambda steps: None
-        """Called with a number of inner steps that this process has done, for whoever watches."""
+        """Called with a number of inner steps that were done, for whoever watches."""
         self._stepped: set[str] = set()
         """The modules that have taken their outer step in this round."""
         self.next_round = first_round
@@ -112,6 +91,11 @@ class ReferenceSwarm:
             self._storage.note_next_round(first_round)
         else:
             self.go_on_in(self._storage.found_round)
+
+    @property
+    def errors(self) -> dict[tuple[int, str], torch.Tensor]:
+        """What the encoding lost, by worker and module."""
+        return self._storage.shelf.errors
 
     def rounds(self, count: int) -> Iterator[RoundReport]:
         """Run `count` rounds and yield the report of each."""
@@ -123,7 +107,7 @@ class ReferenceSwarm:
 
         Raises ConfigurationError if nothing says how many inner steps a round has (a run by the
         clock), CorpusError if a path has no training sequences, IntegrityError if a result is not
-        finite; the states are then those of the last good commit.
+        finite; the states are then those of the last good step.
         """
         if not self.steps_per_round:
             raise ConfigurationError(
@@ -141,11 +125,13 @@ class ReferenceSwarm:
                     self._step_module(module)
                     self._stepped.add(module)
         self._train_until(self.steps_per_round)
-        self.crew.share_losses(self.workers)
         report = self._reporter.report(
             self.next_round, self.workers, self.states, trained=True, started_s=started_s
         )
-        self._end_round()
+        self.next_round += 1
+        self._stepped.clear()
+        if self.is_on_disk:
+            self._storage.note_next_round(self.next_round)
         return report
 
     def _train_until(self, steps: int) -> None:
@@ -153,15 +139,11 @@ class ReferenceSwarm:
         for worker in self.workers:
             missing = steps - len(worker.round_losses)
             worker.train(missing)
-            if missing > 0 and self.crew.has(worker.number):
+            if missing > 0:
                 self.on_steps(missing)
 
     def _step_module(self, module: str) -> None:
-        """Average the outer gradients of a module and take one Nesterov step.
-
-        A module whose workers trained nothing since its last boundary is left alone, because a
-        contribution has a positive number of tokens.
-        """
+        """Publish, gather and step. A module that nobody has trained since is left alone."""
         contributors = {
             worker.peer.peer: worker
             for worker in self.workers
@@ -169,42 +151,20 @@ class ReferenceSwarm:
         }
         if not contributors:
             return
-
-        def new_state() -> ModuleState:
-            usual = self._rule.usual(self.states[module])
-            rows = canonical_table(worker.contribution(module) for worker in contributors.values())
-            table = bounded_table(rows, usual)
-            # One at a time: of hundreds of paths they would not fit in memory together.
-            gradients = _Gradients(module, [contributors[row.peer] for row in table])
-            average = self._rule.average(gradients, table, usual)
-            return outer_step(self.states[module], average, table, self.plan.outer, self.next_round)
-
-        self.crew.step_module(module, self.grid, self.states, self.workers, new_state)
+        table = canonical_table(worker.contribution(module) for worker in contributors.values())
+        codec = self._rule.codec_of(module)
+        files = [contributors[row.peer].publish(module, codec) for row in table]
+        self.states.put(self._rule.step(self.states[module], files, table, self.next_round))
         for worker in self.workers:
             if module in worker.modules:
                 worker.commit(module)
 
-    def _end_round(self) -> None:
-        self.next_round += 1
-        self._stepped.clear()
-        if self.is_on_disk and self.crew.leads:
-            self.best.commit()
-            self._storage.note_next_round(self.next_round)
-
     def report(self) -> RoundReport:
         """Report the present states without training: the line before the first round."""
+        before, now_s = self.next_round - 1, time.monotonic()
         return self._reporter.report(
-            self.next_round - 1,
-            self.workers,
-            self.states,
-            trained=False,
-            started_s=time.monotonic(),
+            before, self.workers, self.states, trained=False, started_s=now_s
         )
-
-    @property
-    def best(self) -> EarlyStopping:
-        """The best states of every path so far."""
-        return self._reporter.best
 
     @property
     def is_on_disk(self) -> bool:
@@ -234,24 +194,3 @@ def _steps_per_round(given: int | None, planned: int) -> int:
     if given is not None and given < 1:
         raise ConfigurationError(f"--steps-per-round {given} must be at least 1")
     return planned if given is None else given
-
-
-class _Gradients(Sequence[torch.Tensor]):
-    """The outer gradients of a module, each made when it is looked at."""
-
-    def __init__(self, module: str, workers: Sequence[WorkerCounters]) -> None:
-        self._module, self._workers = module, workers
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return _Gradients(self._module, self._workers[index])
-        return self._workers[index].outer_gradient(self._module)

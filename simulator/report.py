@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import even_sample
 
-from .crew import Crew
-from .early_stopping import BestReport, EarlyStopping
-from .path_worker import WorkerCounters
+from .path_worker import PathWorker
 from .settings import SimulatorSettings
 from .storage import KeptStates
 
@@ -38,16 +35,11 @@ class PathReport:
     """Mean over the round's inner steps, nats a token."""
     validation: LossSum
     """Its committed states on its held-out sequences."""
-    best: BestReport | None = None
-    """Its best states so far; None without early stopping."""
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """The swarm after a round. Round -1 is the state before any.
-
-    Of several processes only the lead has digests.
-    """
+    """The swarm after a round. Round -1 is the state before any."""
 
     round_index: int
     digests: Mapping[str, str]
@@ -59,13 +51,6 @@ class RoundReport:
     def validation(self) -> LossSum:
         """All paths together, every token counting alike."""
         return LossSum.total(path.validation for path in self.paths)
-
-    @property
-    def best_validation(self) -> LossSum:
-        """All paths together, each with its best states so far, else with its present ones."""
-        return LossSum.total(
-            path.best.validation if path.best else path.validation for path in self.paths
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values: a line of `dipaco-simulate --json`."""
@@ -80,7 +65,6 @@ class RoundReport:
                     "train_loss": path.train_loss,
                     "validation_loss": path.validation.loss,
                     "validation_tokens": path.validation.tokens,
-                    "best": path.best.as_dict() if path.best else None,
                 }
                 for path in self.paths
             ],
@@ -88,37 +72,24 @@ class RoundReport:
                 "perplexity": self.validation.perplexity,
                 "tokens": self.validation.tokens,
             },
-            "best_validation": {
-                "perplexity": self.best_validation.perplexity,
-                "tokens": self.best_validation.tokens,
-            },
             "seconds": round(self.seconds, 3),
         }
 
 
 class Reporter:
-    """Scores committed states, a path in one process each, and makes the report of a round."""
+    """Scores committed states, and makes the report of a round."""
 
-    def __init__(self, run: RunFolder, settings: SimulatorSettings, crew: Crew) -> None:
+    def __init__(self, run: RunFolder, settings: SimulatorSettings) -> None:
         self._run = run
-        self._crew = crew
         self._plan = run.plan()
         self._grid = run.grid(self._plan)
         self._device = torch.device(settings.device)
         self._sequences = settings.validation_sequences
-        self.best = EarlyStopping(
-            run,
-            self._plan,
-            self._grid,
-            sequences=settings.validation_sequences,
-            folder=settings.best_folder,
-        )
-        """The best states of every path so far."""
 
     def report(
         self,
         round_index: int,
-        workers: Sequence[WorkerCounters],
+        workers: Sequence[PathWorker],
         states: KeptStates,
         *,
         trained: bool,
@@ -129,36 +100,27 @@ class Reporter:
         Without `trained` there was no round: the states are only scored.
         """
         paths = sorted({worker.peer.path for worker in workers})
-        own = [
-            _plain_score(path, *self._score(path, round_index, states, trained=trained))
-            for place, path in enumerate(paths)
-            if self._crew.has(place)
-        ]
-        scores = dict(map(_score_of, chain.from_iterable(self._crew.gathered(own))))
+        scores = {path: self._score(path, states) for path in paths}
         return RoundReport(
             round_index=round_index,
             paths=tuple(
                 _path_report([w for w in workers if w.peer.path == path], scores[path], trained)
                 for path in paths
             ),
-            digests={m: states.digest(m) for m in states} if self._crew.leads else {},
+            digests={m: states.digest(m) for m in states},
             versions={module: states.summary(module).version for module in states},
             seconds=time.monotonic() - started_s,
         )
 
-    def _score(
-        self, path: int, round_index: int, states: KeptStates, *, trained: bool
-    ) -> tuple[LossSum, BestReport | None]:
-        """Score the states of a path on its held-out sequences; keep them if they are its best."""
+    def _score(self, path: int, states: KeptStates) -> LossSum:
+        """Score the states of a path on its held-out sequences."""
         if self._sequences == 0:
-            return LossSum(), None
+            return LossSum()
         own = {module: states[module] for module in self._grid.modules_of_path(path)}
         load_path(self._model, self._grid, path, own)
         held_out = self._run.validation_tokens(self._plan, path)
         rows = even_sample(held_out, self._sequences)
-        score = LossSum(*sum_losses(self._model, rows, self._plan.routing.prefix_tokens))
-        best = self.best.consider(path, round_index, self._model, own, score, trained=trained)
-        return score, best
+        return LossSum(*sum_losses(self._model, rows, self._plan.routing.prefix_tokens))
 
     @cached_property
     def _model(self) -> PathModel:
@@ -166,30 +128,12 @@ class Reporter:
         return PathModel(self._plan.model).to(self._device)
 
 
-_Score = tuple[LossSum, BestReport | None]
-
-
-def _path_report(workers: Sequence[WorkerCounters], score: _Score, trained: bool) -> PathReport:
+def _path_report(workers: Sequence[PathWorker], score: LossSum, trained: bool) -> PathReport:
     """Report a path; `workers` are its replicas."""
     losses = [loss for worker in workers for loss in worker.round_losses] if trained else []
-    validation, best = score
     return PathReport(
         path=workers[0].peer.path,
         step=max(worker.path_step for worker in workers),
         train_loss=sum(losses) / len(losses) if losses else None,
-        validation=validation,
-        best=best,
+        validation=score,
     )
-
-
-def _plain_score(path: int, validation: LossSum, best: BestReport | None) -> list[Any]:
-    """Return a score as plain JSON, for the other processes."""
-    sums = [validation, best.chosen, best.validation] if best else [validation]
-    return [path, best.round_index if best else None, [[s.nll, s.tokens] for s in sums]]
-
-
-def _score_of(plain: list[Any]) -> tuple[int, _Score]:
-    """Return the path and the score that `_plain_score` made plain."""
-    path, round_index, sums = plain
-    validation, *of_best = (LossSum(nll, tokens) for nll, tokens in sums)
-    return path, (validation, BestReport(round_index, *of_best) if of_best else None)

@@ -23,14 +23,6 @@ class CommandSettings(ComputeSettings):
         int | None,
         Option("CPU threads; must equal those of the peers (default: all)", "N", least=1),
     ] = None
-    devices: Annotated[
-        str | None,
-        Option(
-            "spread the paths over these devices, a process for each: 0,1 is cuda:0 and cuda:1, "
-            "cpu,cpu two processes with --threads each",
-            "0,1,...",
-        ),
-    ] = None
     run_folder: Annotated[Path, Option("made by prepare", "RUN_DIR", positional=True)]
     rounds: Annotated[int, Option("rounds to train now", "N", least=0)] = 1
     steps_per_round: Annotated[
@@ -54,11 +46,10 @@ class CommandSettings(ComputeSettings):
     out: Annotated[Path | None, Option("write a run folder with the trained states", "DIR")] = None
     resume: Annotated[bool, Option("go on from what an earlier call left in --out")] = False
     keep: Annotated[
-        Literal["memory", "device", "disk"],
+        Literal["memory", "disk"],
         Option(
-            "where the paths are that wait for their turn: in memory, on the device of the model, "
-            "or on disk in --out, for hundreds of them; there a simulation that was killed goes "
-            "on within a round"
+            "where the paths are that wait for their turn: in memory, or on disk in --out, for "
+            "hundreds of them; there a simulation that was killed goes on within a round"
         ),
     ] = "memory"
     dense_steps: Annotated[
@@ -88,10 +79,6 @@ class CommandSettings(ComputeSettings):
             raise ConfigurationError("--keep disk needs an --out DIR to keep the paths in")
         if self.resume and self.out is None:
             raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
-        if self.devices is not None and self.device != "cpu":
-            raise ConfigurationError(
-                f"--device {self.device} and --devices {self.devices}: give one of them"
-            )
 
 
 @dataclass(frozen=True)
@@ -105,10 +92,7 @@ class SimulatorSettings:
     micro_batch_size: int | None = None
     """Sequences that go through the model at once; None is the whole batch. Can change bits."""
     validation_sequences: int | None = None
-    """Held-out sequences to score per path after each round, at most; None is all of them, and 0
-    none, which also leaves early stopping out."""
-    best_folder: Path | None = None
-    """Where the best states of the paths are kept; None is in memory."""
+    """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
     keep: str = "memory"
     """Where workers and states are while nobody uses them: one of `storage.KEEP_CHOICES`."""
     folder: Path | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .checkpoint import CheckpointFolder, link_run
-from .crew import Crew
 from .dense import DenseResult, train_dense
-from .processes import devices_of, run_on_devices
 from .reference import ReferenceSwarm
 from .report import RoundReport
 from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
@@ -36,25 +33,12 @@ _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 def run(settings: CommandSettings) -> int:
     """Run the command. Raises the errors of `dipaco.modules.errors`."""
     _check_output(settings)
-    RunFolder(settings.run_folder).plan()
-    if settings.devices is None:
-        return simulate(settings, Crew())
-    devices = devices_of(settings.devices)
-    for device in devices:
-        choose_device(device)
-    if len(devices) == 1:
-        return simulate(replace(settings, device=devices[0], devices=None), Crew())
-    return run_on_devices(settings, devices, simulate)
-
-
-def simulate(settings: CommandSettings, crew: Crew) -> int:
-    """Run the command in one of the processes of a crew; the lead prints."""
-    prepare_process(settings.threads)
     source = RunFolder(settings.run_folder)
-    with crew.lead_first():
-        output = link_run(source, settings.out) if settings.out else None
-        swarm = open_swarm(settings, source, output, crew)
-    printer = None if settings.json or not crew.leads else RoundPrinter(swarm)
+    source.plan()
+    prepare_process(settings.threads)
+    output = link_run(source, settings.out) if settings.out else None
+    swarm = open_swarm(settings, source, output)
+    printer = None if settings.json else RoundPrinter(swarm)
     emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
     if not settings.json and settings.validation_sequences != 0:
         before = swarm.report()
@@ -67,17 +51,16 @@ def simulate(settings: CommandSettings, crew: Crew) -> int:
         last = swarm.run_round()
         if output is not None and _is_due(swarm, done, settings.rounds):
             save(swarm, output)
-        if crew.leads:
-            emit(last)
+        emit(last)
     if printer and last:
         printer.summary(last)
-    if settings.dense_steps and crew.leads:
+    if settings.dense_steps:
         _run_dense(settings, source, output, printer)
     return 0
 
 
 def open_swarm(
-    settings: CommandSettings, source: RunFolder, output: RunFolder | None, crew: Crew
+    settings: CommandSettings, source: RunFolder, output: RunFolder | None
 ) -> ReferenceSwarm:
     """Make the swarm, from the genesis or, with --resume, from where an earlier call stopped."""
     states: dict[str, ModuleState] = {}
@@ -89,10 +72,9 @@ def open_swarm(
         grid = source.grid(plan)
         found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
         states = {module: state for module, state in found.items() if state is not None}
-        if crew.leads:
-            logger.warning(
-                "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
-            )
+        logger.warning(
+            "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
+        )
     elif checkpoints and checkpoint and not on_disk:
         states = checkpoints.anchors(checkpoint, source.grid(plan))
     swarm = ReferenceSwarm(
@@ -105,11 +87,9 @@ def open_swarm(
             device=choose_device(settings.device)[0],
             optimizer=settings.optimizer,
             validation_sequences=settings.validation_sequences,
-            best_folder=output.path / "best" if output else None,
             keep=settings.keep,
             folder=checkpoints.open_live() if checkpoints and on_disk else None,
         ),
-        crew=crew,
     )
     if checkpoints and checkpoint and not on_disk:
         checkpoints.restore(checkpoint, swarm)
@@ -118,12 +98,8 @@ def open_swarm(
 
 def save(swarm: ReferenceSwarm, output: RunFolder) -> None:
     """Write a checkpoint, and the module states where the inference tools look for them."""
-    if swarm.crew.leads:
-        swarm.best.commit()
     if not swarm.is_on_disk:
         CheckpointFolder(output.path / "checkpoint").save(swarm)
-    if not swarm.crew.leads:
-        return
     for state in swarm.states.values():
         output.states.save(state)
 
@@ -215,15 +191,13 @@ class RoundPrinter:
         self._console.print(
             f"run {plan.run_id} ({plan.name}): {len({p.path for p in swarm.peers})} of "
             f"{swarm.grid.path_count} paths, {len(swarm.peers)} peers, "
-            f"{swarm.steps_per_round} inner steps a round, codec {plan.averaging.codec}"
-            + (f", {swarm.crew.count} processes" if swarm.crew.count > 1 else "")
+            f"{swarm.steps_per_round} inner steps a round, codec {plan.contributions.codec}"
         )
 
     def steps(self, swarm: ReferenceSwarm, rounds: int) -> Callable[[int], None]:
         """Return a callback for steps that were done; it prints a line now and then."""
         stage = StageProgress("training", self._console.print)
-        own = sum(swarm.crew.has(worker.number) for worker in swarm.workers)
-        total, done = rounds * own * swarm.steps_per_round, 0
+        total, done = rounds * len(swarm.workers) * swarm.steps_per_round, 0
         stage.update(0, total)
 
         def show(steps: int) -> None:
@@ -240,16 +214,13 @@ class RoundPrinter:
             f"round {report.round_index}" if losses else "before",
             f"train loss {sum(losses) / len(losses):.4f}" if losses else "",
             _perplexity(report.validation.perplexity),
-            _best(report),
             f"{report.seconds:.1f} s",
         ]
         self._console.print("   ".join(part for part in parts if part))
 
     def summary(self, report: RoundReport) -> None:
         """Print the paths and the modules as they are after the last round."""
-        paths = Table(
-            "path", "steps", "train loss", "validation loss", "tokens scored", "best", "in round"
-        )
+        paths = Table("path", "steps", "train loss", "validation loss", "tokens scored")
         for path in report.paths:
             paths.add_row(
                 str(path.path),
@@ -257,8 +228,6 @@ class RoundPrinter:
                 _loss(path.train_loss),
                 _loss(path.validation.loss),
                 str(path.validation.tokens),
-                _loss(path.best.validation.loss if path.best else None),
-                str(path.best.round_index) if path.best else "-",
             )
         modules = Table("module", "version", "digest")
         for module, digest in report.digests.items():
@@ -291,13 +260,6 @@ class RoundPrinter:
 
 def _perplexity(value: float | None) -> str:
     return "" if value is None else f"validation perplexity {value:.2f}"
-
-
-def _best(report: RoundReport) -> str:
-    if not any(path.best for path in report.paths):
-        return ""
-    perplexity = report.best_validation.perplexity
-    return "" if perplexity is None else f"with best states {perplexity:.2f}"
 
 
 def _loss(value: float | None) -> str:

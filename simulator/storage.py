@@ -1,11 +1,10 @@
 """Where workers and module states are kept while another worker trains.
 
     memory   main memory; on a CPU, AdamW states are not even copied
-    device   the memory of the model's device: no transfers, for as many paths as fit
     disk     files, with one worker in memory at a time: hundreds of paths. Every segment and every
              outer step is saved, so a killed simulation repeats at most one segment
 
-The three give the same bits. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
+Both give the same bits. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
 for what a worker leaves when it makes room for the next, and the newest state of every module.
 """
 
@@ -33,10 +32,19 @@ from dipaco.modules.state import (
 )
 from dipaco.routing.run_folder import RunFolder
 
-from .live_folder import LiveFolder, read_local, read_luggage, read_notes, worker_file, write_worker
+from .live_folder import (
+    LiveFolder,
+    read_error,
+    read_local,
+    read_luggage,
+    read_notes,
+    worker_file,
+    write_error,
+    write_worker,
+)
 from .settings import SimulatorSettings
 
-KEEP_CHOICES = ("memory", "device", "disk")
+KEEP_CHOICES = ("memory", "disk")
 
 # Module states on disk that stay in memory too: those of shared modules are read by many workers.
 _CACHED_STATE_BYTES = 2**30
@@ -63,6 +71,12 @@ class WorkerShelf(ABC):
         """Where local parameters are put."""
         self.keeps_optimizers = keeps_optimizers
         """Whether AdamW is kept as it is, on the device of the model."""
+        self.errors: dict[tuple[int, str], torch.Tensor] = {}
+        """What the encoding lost, by worker and module, bf16."""
+
+    def keep_error(self, number: int, module: str, lost: torch.Tensor) -> None:
+        """Keep what the encoding of a worker's last contribution lost."""
+        self.errors[number, module] = lost
 
     @abstractmethod
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
@@ -121,6 +135,14 @@ class DiskShelf(WorkerShelf):
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         remove_stale_temporaries(folder, older_than_s=0.0)
+        for file in folder.glob("*.error.*"):
+            number, _, module = file.name.split(".", 2)
+            self.errors[int(number), module] = read_error(file)
+
+    def keep_error(self, number: int, module: str, lost: torch.Tensor) -> None:
+        """Keep it in a file of its own, too."""
+        super().keep_error(number, module, lost)
+        write_error(self._folder / f"{number:05d}.error.{module}", lost)
 
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
         """Replace the file of a worker."""
@@ -155,9 +177,6 @@ Genesis = Callable[[str], ModuleState]
 class KeptStates(Mapping[str, ModuleState], ABC):
     """The newest state of every module. What its header says can be read without the tensors."""
 
-    are_files = False
-    """Whether another process can put a state: `read_again` then takes its file."""
-
     def __init__(self, grid: Grid) -> None:
         self._modules = grid.modules()
 
@@ -172,13 +191,6 @@ class KeptStates(Mapping[str, ModuleState], ABC):
     @abstractmethod
     def digest(self, module: str) -> str:
         """Return the digest of a module's newest state."""
-
-    def read_again(self, module: str) -> None:
-        """Forget what is known of a module, of which another process has put a state.
-
-        Called only where states `are_files`.
-        """
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
@@ -217,8 +229,6 @@ class DiskStates(KeptStates):
     The states used last stay in memory, up to a bound. `given` states are written at once, unless
     a file is there already.
     """
-
-    are_files = True
 
     def __init__(
         self, folder: Path, grid: Grid, given: Mapping[str, ModuleState], genesis: Genesis
@@ -269,12 +279,6 @@ class DiskStates(KeptStates):
         if module not in self._digests:
             self._digests[module] = self[module].digest
         return self._digests[module]
-
-    def read_again(self, module: str) -> None:
-        """Read the header of the file that another process has put there."""
-        self._forget(module)
-        self._digests.pop(module, None)
-        self._summaries[module] = read_state_summary(self._file(module))
 
     def _forget(self, module: str) -> None:
         if module in self._cached:
@@ -343,7 +347,7 @@ def open_storage(
     identity: Mapping[str, Any],
     given: Mapping[str, ModuleState],
 ) -> Storage:
-    """Return the storage that the settings name. Called by `ReferenceSwarm`.
+    """Return the storage that the settings name.
 
     Modules begin with the `given` states, or with those of the run's genesis. Raises
     ConfigurationError, and what `DiskStorage` raises.
@@ -362,6 +366,5 @@ def open_storage(
         if settings.folder is None:
             raise ConfigurationError("to keep workers on disk a simulation needs a folder")
         return DiskStorage(settings.folder, identity, grid, given, genesis)
-    parking = device if keep == "device" else torch.device("cpu")
-    shelf = MemoryShelf(parking, keeps_optimizers=parking.type == device.type)
+    shelf = MemoryShelf(torch.device("cpu"), keeps_optimizers=device.type == "cpu")
     return Storage(MemoryStates(grid, given, genesis), shelf)

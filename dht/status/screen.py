@@ -83,7 +83,7 @@ def tables_of(status: dict[str, Any]) -> tuple[Rows, ...]:
         ),
         Rows(
             "modules",
-            ("module", "version", "last round", "tokens", "digest", "holders", "agree"),
+            ("module", "version", "last round", "rows", "digest", "holders", "agree"),
             tuple(_module_row(module) for module in status["modules"]),
             tuple(module["module"] in troubled for module in status["modules"]),
         ),
@@ -118,7 +118,7 @@ def _module_row(module: dict[str, Any]) -> tuple[str, ...]:
         module["module"],
         str(module["version"]),
         _round(module["last_round"]),
-        f"{module['tokens']:,}",
+        f"{module['weight']:,}",
         (module["digest"] or "-")[:12],
         str(len(module["holders"])),
         "yes" if module["agree"] else "NO",
