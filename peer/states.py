@@ -29,7 +29,7 @@ logger = logging.getLogger("dipaco.peer.states")
 RECENT_S = 30.0
 RECENT_BYTES = 256 * 2**20
 # Of one module, that wait for the member's word.
-MOST_WAITING = 2
+MOST_WAITING = 4
 
 
 def head_of(state: ModuleState, step: str, weight: int, round_index: int) -> Head:
