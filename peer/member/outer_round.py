@@ -215,8 +215,8 @@ class OuterRound:
         with anybody.
         """
         known = self.known
-        trainers = known.trainers(self.module)
-        recent = self.book.contributors(self.stand, RECENT_STEPS) & trainers or trainers
+        trainers = self._trainers()
+        recent = self._recent() & trainers or trainers
         boxes = self._in_order(recent)
         holders = {*known.holders(self.module), *([known.me] if self.head is not None else [])}
         for more in (trainers, holders):
@@ -234,21 +234,30 @@ class OuterRound:
         """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
         has just come."""
         known = self.known
-        trainers = known.trainers(self.module)
-        recent = self.book.contributors(self.stand, RECENT_STEPS)
+        trainers, claims = self._trainers(), known.view.claims
         young = {
             peer
             for peer in trainers
-            if peer == known.me or known.view.rounds_held(known.view.claims[peer]) < ROUNDS_IN_VAIN
+            if peer == known.me
+            or (peer in claims and known.view.rounds_held(claims[peer]) < ROUNDS_IN_VAIN)
         }
-        return trainers & (recent | young)
+        return trainers & (self._recent() | young)
+
+    def _recent(self) -> frozenset[str]:
+        return self.book.contributors(self.stand, RECENT_STEPS)
+
+    def _trainers(self) -> frozenset[str]:
+        """Return who trains the module; where that was not read, who did in the last steps."""
+        known = self.known
+        if known.view.covers_module(self.module):
+            return known.trainers(self.module)
+        return known.trainers(self.module) | self._recent()
 
     def is_good(self, peers: frozenset[str], parent: str) -> bool:
         """Tell whether more than half of those who count are among some contributors."""
         if self.in_vain >= ROUNDS_IN_VAIN or parent not in self.book:
             return True
-        recent = self.book.contributors(parent, RECENT_STEPS)
-        voters = recent & self.known.trainers(self.module)
+        voters = self.book.contributors(parent, RECENT_STEPS) & self._trainers()
         return not voters or 2 * len(voters & peers) > len(voters)
 
     def _is_good_link(self, link: Link) -> bool:
@@ -265,6 +274,8 @@ class OuterRound:
         link, rows = self.link, self._ready_rows()
         if not rows or self._proposed >= self.round_index:
             return False
+        if not known.has_view:
+            return False  # Nobody is in sight yet.
         if link.round_index >= self.round_index or not self._is_my_turn(rows):
             return False
         if not self.is_good(frozenset(rows), self.stand):
@@ -285,7 +296,7 @@ class OuterRound:
     def _is_my_turn(self, rows: dict[str, Row]) -> bool:
         known, boxes = self.known, self.mailboxes()
         awaited = self.awaited()
-        if awaited <= {known.me}:
+        if awaited == {known.me}:
             return True
         late_s = known.now_s - self.boundary_s - known.gather_s
         if known.me not in boxes:
@@ -317,7 +328,7 @@ class OuterRound:
         """Return as many rows as a step may have: first of those who were in none lately."""
         if len(rows) <= MAX_ROWS:
             return rows
-        recent = self.book.contributors(self.stand, RECENT_STEPS)
+        recent = self._recent()
         order = mailbox_order(self.module, self.round_index, {row.peer for row in rows})
         place = {peer: number for number, peer in enumerate(order)}
         return sorted(rows, key=lambda row: (row.peer in recent, place[row.peer]))[:MAX_ROWS]
