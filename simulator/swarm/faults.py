@@ -10,7 +10,7 @@ from .scenario import Scenario
 from .world import START_S, World
 
 # Of a round: what an inner step of a slow machine takes at most. Who is slower is of no use.
-SLOWEST_SHARE = 0.6
+SLOWEST_SHARE = 0.2
 
 
 class Faults:

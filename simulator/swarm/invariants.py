@@ -21,6 +21,7 @@ from dipaco.dht.chain import Row
 from dipaco.peer.member.actions import Adopt
 
 from .machine import Machine
+from .trace import shown
 from .work import Accounts
 from .world import START_S, World
 
@@ -48,7 +49,7 @@ class Invariants:
         self.figures: Counter[str] = Counter()
         self.accounts = Accounts(world)
         self._round_s = world.plan.rounds.duration_s
-        self._versions: dict[tuple[str, int], set[str]] = {}
+        self._versions: dict[tuple[str, int], dict[str, None]] = {}
         """By module and version: the steps that honest peers have adopted."""
         self._taken_s: dict[str, float] = {}
         """When a step was first adopted."""
@@ -82,7 +83,11 @@ class Invariants:
         if not machine.is_honest:
             return
         self.figures["wrong digests"] += head.digest != world.head(head.step).digest
-        self._versions.setdefault((head.module, head.version), set()).add(head.step)
+        of_version = self._versions.setdefault((head.module, head.version), {})
+        if of_version and head.step not in of_version:
+            steps = [world.book.link(step).step for step in (*of_version, head.step)]
+            world.say(machine.peer, "!", f"forks {head.module} v{head.version}: {shown(steps)}")
+        of_version[head.step] = None
         if head.step not in self._taken_s:
             self._taken_s[head.step] = world.now_s
             step = world.book.link(head.step).step
