@@ -246,7 +246,12 @@ async def call_find(
     return {
         key: (
             _bounded(found),
-            {node: other for node, other in nearest.items() if node == node_id_of(other)},
+            {
+                node: other
+                for node, other in nearest.items()
+                # Others may still have this node in their tables after it became a client.
+                if node == node_id_of(other) and node != protocol.node_id
+            },
         )
         for key, (found, nearest) in answers.items()
     }
