@@ -1,29 +1,32 @@
 """A quarter of the peers is hostile: the perplexity with a robust mean, and without.
 
-    python benchmarks/hostile.py [--json] [--kinds flipped,reducer] [--paths 2] [--out DIR]
+    python benchmarks/hostile.py [--json] [--kinds flipped,forker] [--means default] [--out DIR]
 
 Real `dipaco-peer` processes on loopback train a tiny run: for each of --paths paths three honest
 peers, and one that does what its kind says. All take as many steps in each round (fixed steps), so
-that a busy machine changes nothing. All train one module in common, and one
-for each path, so that every path has four trainers: a robust mean needs three at least. Learning
-rates, inner and outer, fall to a tenth to the end, so that perplexities can be compared.
+that a busy machine changes nothing. All train one module in common, and one for each path, so that
+every path has four trainers: a robust mean needs three at least. Learning rates, inner and outer,
+fall to a tenth to the end, so that perplexities can be compared.
 
 * thousand: its contributions are a thousand times as large;
-* flipped: eight times as large, and in the other direction, which clipping lets pass;
-* reducer: what it reduces comes back negated, the same to all;
-* tokens: it says that it has trained four times as many tokens, with a negated contribution;
-* silent: it comes to every group and sends nothing;
-* states: every state that it commits to and serves is spoiled with noise, signed by itself.
+* flipped: eight times as large, and in the other direction;
+* tokens: it says that it has trained a thousand times as many tokens, with a negated contribution;
+* garbage: its files do not decode;
+* silent: its rows come and its files never do: who asks waits;
+* forker: it tells one half of the peers a step and the other half another one;
+* flood: a thousand rows a second, and a file to everybody as fast as it can;
+* strangers: three identities that were never admitted tell, ask, get and put without a pause;
+* states: every state that it serves is spoiled with noise, and named by that state's digest.
 
-What bare identities and stored records can do is in the swarm simulator (`swarm_faults.py`) and in
-tests/test_quotas.py.
+What stored records can do is in tests/test_quotas.py, thousands of histories with liars are in the
+swarm simulator (`swarm_faults.py`).
 
 Each kind lives through --rounds rounds with `combine = trimmed_mean` and with the default, and
 beside them stand swarms of the honest peers alone, whose tokens are as many as those of the honest
 ones there. Told are the held-out perplexity of what the honest peers hold after the last round, its
-ratio to that of the clean swarm with the same mean, the commits of one of them, and how often a
-reduce of theirs failed. Exit code 1 when, with the robust mean, a perplexity is more than 3% above
-the clean one, or the honest peers do not agree.
+ratio to that of the clean swarm with the same mean, the steps that one of them took, the rounds
+that one of them carried on without, and the seconds of all. Exit code 1 when, with the robust mean,
+a perplexity is more than 3% above the clean one, or the honest peers do not agree, or stop.
 """
 
 from __future__ import annotations
@@ -41,24 +44,13 @@ from parts.common import Report, build_parser, ratio, scratch_folder, steady_pee
 from support.swarm import Event, Member
 
 HONEST_OF_A_PATH = 3
+STRANGERS = 3
 GREATEST_RATIO = 1.03
 SAVED_S = 20.0
 SEEN_S = 17.0
 """Claims are read by then: records are renewed every quarter of the limit of a round."""
 ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
 MEANS: dict[str, dict[str, Any]] = {"robust": ROBUST, "default": {}}
-
-# No peer takes a step before all are there, so that the first round is one of all.
-_TOGETHER = """
-import os, time
-from dipaco.peer.trainer import PathTrainer
-first = PathTrainer.inner_step
-def gated(trainer):
-    while not os.path.exists({go!r}):
-        time.sleep(0.05)
-    return first(trainer)
-PathTrainer.inner_step = gated
-"""
 _CONTRIBUTION = """
 from dipaco.peer.trainer import Snapshot
 honest = Snapshot.outer_gradient
@@ -68,37 +60,121 @@ Snapshot.outer_gradient = lambda snapshot: honest(snapshot) * {factor}
 KINDS = {
     "thousand": _CONTRIBUTION.format(factor=1000.0),
     "flipped": _CONTRIBUTION.format(factor=-8.0),
-    "reducer": """
-from dipaco.peer.averaging.parts import PartRoot
-honest = PartRoot._add_and_encode
-def wrong(root, ordered):
-    return honest(root, [-one for one in ordered])
-PartRoot._add_and_encode = wrong
-""",
     "tokens": _CONTRIBUTION.format(factor=-1.0)
     + """
 from dipaco.peer import outer_steps
-real = outer_steps.Contribution
-outer_steps.Contribution = lambda path, peer, tokens: real(path, peer, 4 * tokens)
+credible = outer_steps.claimed_tokens
+outer_steps.claimed_tokens = lambda plan, tokens, round: credible(plan, 1000 * tokens, round)
+""",
+    "garbage": """
+from dipaco.peer import outer_steps
+encode = outer_steps.publish
+def garbage(*arguments):
+    data, error = encode(*arguments)
+    return bytes([255]) * len(data), error
+outer_steps.publish = garbage
 """,
     "silent": """
 import asyncio
-from dipaco.peer.averaging.allreduce import ExactAllReduceRunner
-async def wait(runner):
+from dipaco.peer.exchange.service import ExchangeService
+async def wait(*arguments):
     await asyncio.sleep(600)
-ExactAllReduceRunner.run = wait
+ExchangeService._send = wait
 """,
+    "forker": """
+from dipaco.dht.chain import Step
+from dipaco.peer.exchange.exchange import Exchange
+honest = Exchange.tell
+def tell(exchange, peers, module, rows=(), steps=(), keep=False):
+    if not steps or len(steps[-1].rows) < 2:
+        return honest(exchange, peers, module, rows, steps, keep)
+    other = (*steps[:-1], Step.of(steps[-1].rows[:-1]))
+    honest(exchange, peers[::2], module, rows, steps, keep)
+    honest(exchange, peers[1::2], module, rows, other, keep)
+Exchange.tell = tell
+""",
+    "flood": """
+import os, threading, time
+from dataclasses import replace
+from dipaco.dht.chain import sign_row
+from dipaco.peer.member.events import Published
+from dipaco.peer import outer_steps
+first = outer_steps.OuterSteps._publish
+flooding = []
+def flood(node, row):
+    while True:
+        peers = [peer for peer in node.exchange.connected_peers() if peer != node.me]
+        rows = []
+        for number in range(64):
+            data = os.urandom(row.bytes)
+            name = __import__("hashlib").sha256(data).hexdigest()
+            made = replace(row, file=name, round_index=row.round_index + number % 3)
+            rows.append(sign_row(made, node.identity.key))
+        node.exchange.tell(peers, row.module, rows)
+        for peer in peers:
+            node.exchange.put(peer, rows[-3], data, 2.0)
+        time.sleep(0.06)
+def publish(steps, action, snapshot):
+    report = steps._report
+    def watched(event):
+        if isinstance(event, Published) and not flooding:
+            flooding.append(threading.Thread(
+                target=flood, args=(steps._node, event.row), daemon=True))
+            flooding[0].start()
+        report(event)
+    steps._report = watched
+    try:
+        first(steps, action, snapshot)
+    finally:
+        steps._report = report
+outer_steps.OuterSteps._publish = publish
+""",
+    "strangers": "",
     "states": """
 import dataclasses, torch
-from dipaco.peer import outer_steps
-honest = outer_steps.outer_step
+from dipaco.modules.outer import OuterRule
+honest = OuterRule.step
 def spoiled(*arguments):
     state = honest(*arguments)
     noise = torch.randn(state.parameters.shape) * state.parameters.std()
     return dataclasses.replace(state, parameters=state.parameters + noise)
-outer_steps.outer_step = spoiled
+OuterRule.step = spoiled
 """,
 }
+# Joins as a reader does, which needs no admission, and asks for everything without a pause.
+_STRANGER = """
+import hashlib, os, sys, threading
+from pathlib import Path
+from dipaco.dht.chain import Row, sign_row
+from dipaco.peer.node import join_run
+from dipaco.peer.owner.uplink import Uplink
+folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
+entry = sys.argv[sys.argv.index("--initial-peers") + 1]
+node = join_run(initial_peers=[entry], run=None, cache_folder=folder,
+    identity_path=folder / "key", host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=[],
+    content_folder=None, uplink=Uplink(None), say=print)
+def ask_without_end():
+    number = 0
+    while True:
+        number += 1
+        view = node.directory.read_view()
+        for module in node.grid.modules():
+            genesis = node.genesis_step(module)
+            data = os.urandom(4096)
+            rows = [sign_row(Row(module, number % 9, genesis, 0, node.me, 1000,
+                hashlib.sha256(data + bytes([k])).hexdigest(), 4096), node.identity.key)
+                for k in range(64)]
+            peers = [peer for peer in node.exchange.connected_peers() if peer != node.me]
+            node.exchange.tell(peers, module, rows)
+            for peer in peers:
+                node.exchange.ask(peer, module, [genesis], 1.0)
+                node.exchange.put(peer, rows[0], data, 1.0)
+                for holding in view.holdings.get(module, ()):
+                    node.fetcher.blob(holding.head.digest, (peer,))
+threads = [threading.Thread(target=ask_without_end) for _ in range(8)]
+for thread in threads:
+    thread.start()
+"""
 
 
 class MixedWorld(World):
@@ -107,8 +183,8 @@ class MixedWorld(World):
     def __init__(self, folder: Path, chosen: Namespace, kind: str, mean: str) -> None:
         self.kind = kind
         self.modules_per_level = (1, chosen.paths)
-        # Small parts, so that everybody reduces some.
-        self.averaging = {"part_bytes": 1024, **MEANS[mean]}
+        self.contributions = MEANS[mean]
+        self.rounds = {"gather_s": 4.0, "grace_s": 1.0}
         self.outer = {"decay_steps": chosen.rounds}
         self.inner_steps = chosen.steps
         super().__init__(folder, chosen)
@@ -121,7 +197,12 @@ class MixedWorld(World):
         self.entry = self.swarm.start_bootstrap().address(START_S)
         honest = [self.start(slot) for slot in range(self.honest)]
         hostile = range(self.honest, self.honest + self.chosen.paths) if self.kind else ()
-        self.hostile = [self._start_hostile(slot) for slot in hostile]
+        if self.kind == "strangers":
+            for number in range(STRANGERS):
+                program = (sys.executable, "-c", _STRANGER)
+                self.swarm.start_peer(self.entry, name=f"stranger{number}", program=program)
+        else:
+            self.hostile = [self._start_hostile(slot) for slot in hostile]
         self.swarm.wait([*honest, *self.hostile], "training", timeout_s=START_S)
         time.sleep(SEEN_S)
         self.go.touch()
@@ -139,8 +220,7 @@ class MixedWorld(World):
 
     def _start(self, slot: int, name: str, before: str) -> Member:
         """Start a peer that does something before it is as any other."""
-        interpreter, flag, text = steady_peer(self.chosen.step_s)
-        program = (interpreter, flag, _TOGETHER.format(go=str(self.go.resolve())) + before + text)
+        program = steady_peer(self.chosen.step_s, self.go, before)
         path = str(slot % self.chosen.paths)
         return self.swarm.start_peer(self.entry, "--path", path, name=name, program=program)
 
@@ -186,9 +266,9 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds, in this order")
     parser.add_argument("--means", default=",".join(MEANS), help="robust, default, or both")
     parser.add_argument("--paths", type=int, default=2, help="each has four trainers (2)")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of each swarm (20)")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds of each swarm (16)")
     parser.add_argument("--steps", type=int, default=40, help="inner steps of a round (40)")
-    parser.add_argument("--round-s", type=float, default=60.0, help="limit of a round (60)")
+    parser.add_argument("--round-s", type=float, default=40.0, help="limit of a round (40)")
     parser.add_argument("--step-s", type=float, default=0.02, help="seconds of a step (0.02)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (0.003)")
     parser.add_argument("--seed", type=int, default=0)
@@ -197,7 +277,7 @@ def main() -> int:
     kinds, means = chosen.kinds.split(","), chosen.means.split(",")
     if not set(kinds) <= set(KINDS) or not set(means) <= set(MEANS):
         parser.error(f"--kinds: of {', '.join(KINDS)}; --means: of {', '.join(MEANS)}")
-    chosen.peers, chosen.record = HONEST_OF_A_PATH * chosen.paths, False
+    chosen.peers, chosen.calm = HONEST_OF_A_PATH * chosen.paths, False
     chosen.decay_steps = HONEST_OF_A_PATH * chosen.steps * chosen.rounds
     report = Report("hostile peers", ("", "mean", "perplexity", "ratio", "commits", "carried on"))
     report.figures = {"rounds": chosen.rounds, "steps": chosen.steps, "paths": chosen.paths}

@@ -1,1 +1,7 @@
-"""What several benchmarks share, or one is too long without."""
+"""What the benchmarks are made of. Importing it makes the helpers of the tests importable."""
+
+import sys
+from pathlib import Path
+
+# The processes of a swarm are started as the tests start them.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))

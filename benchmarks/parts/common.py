@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-# The processes of a swarm are started as the tests start them.
-sys.path.insert(0, str(HERE.parent / "tests"))
 # What every RUN.toml on the corpus says of it, for `str.format` with its folder.
 CORPUS_TOML = """\
 seed = 0
@@ -32,13 +30,16 @@ validation = "{data}/validation.jsonl.gz"
 text_field = "text"
 label_field = "domain"
 """
-# As a user starts a peer, but a step takes a while in which the processor is free.
+# As a user starts a peer, but a step takes a while in which the processor is free; and none is
+# taken before a file is there.
 _STEADY_PEER = """
-import sys, time
+import os, sys, time
 from dipaco.peer.cli import main
 from dipaco.peer.trainer import PathTrainer
 step = PathTrainer.inner_step
 def steady(trainer):
+    while not os.path.exists({go!r}):
+        time.sleep(0.05)
     end = time.monotonic() + {step_s}
     loss = step(trainer)
     time.sleep(max(0.0, end - time.monotonic()))
@@ -179,9 +180,14 @@ def one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def steady_peer(step_s: float) -> tuple[str, ...]:
-    """Return the program of a peer whose inner steps take at least so long, as on a GPU."""
-    return (sys.executable, "-c", _STEADY_PEER.format(step_s=step_s))
+def steady_peer(step_s: float, go: Path | None = None, before: str = "") -> tuple[str, ...]:
+    """Return the program of a peer whose inner steps take at least so long, as on a GPU.
+
+    No peer takes a step before the file `go` is there, so that the first round can be one of all.
+    `before` is Python that runs first.
+    """
+    text = before + _STEADY_PEER.format(step_s=step_s, go=str((go or HERE).resolve()))
+    return (sys.executable, "-c", text)
 
 
 @contextmanager

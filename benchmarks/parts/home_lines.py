@@ -25,9 +25,10 @@ table ip home {
 """
 
 
-def can_make_homes() -> bool:
+def can_make_homes(*, with_nat: bool = True) -> bool:
     """Tell whether this machine has what it takes."""
-    return os.geteuid() == 0 and bool(shutil.which("ip")) and bool(shutil.which("nft"))
+    tools = ("ip", "nft") if with_nat else ("ip",)
+    return os.geteuid() == 0 and all(map(shutil.which, tools))
 
 
 class Homes:

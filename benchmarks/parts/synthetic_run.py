@@ -32,8 +32,6 @@ from support.tiny_run import (
     tiny_tokenizer_bytes,
 )
 
-from parts import common  # noqa: F401  It makes the helpers of the tests importable.
-
 FIRST_ORDINARY_TOKEN = 4
 
 
@@ -48,6 +46,7 @@ def make_synthetic_run(
     train_sequences: int = 512,
     validation_sequences: int = 16,
     seed: int = 0,
+    outer: dict[str, Any] | None = None,
     **rounds: Any,
 ) -> RunFolder:
     """Write a run folder and return it opened; `rounds` are fields of `RoundsConfig`."""
@@ -65,7 +64,7 @@ def make_synthetic_run(
         model=model,
         grid=GridConfig(modules_per_level=modules_per_level),
         inner=InnerConfig(batch_sequences=batch_sequences),
-        outer=OuterConfig(),
+        outer=OuterConfig(**(outer or {})),
         rounds=RoundsConfig(**rounds),
         contributions=ContributionsConfig(codec=codec),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=4),
