@@ -434,9 +434,13 @@ class _PeerSource:
     async def open(self, sha256: str, offset: int) -> ContentStream:
         """Ask for content. Raises what `transfer.Source` names, or what a call raises."""
         request = GetRequest(sha256=bytes.fromhex(sha256), offset=offset)
-        stream, reply = await begin(
-            self._transport, self.name, request, GetReply, CALL_TIMEOUT_S * 2
-        )
+        try:
+            stream, reply = await begin(
+                self._transport, self.name, request, GetReply, CALL_TIMEOUT_S * 2
+            )
+        except NetworkError as error:
+            # Others are asked then; a download ends with an error of its own.
+            raise ConnectionError(str(error)) from None
         if reply.status == "ok":
             return _PeerStream(stream, reply.total_bytes)
         stream.close()

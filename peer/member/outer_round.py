@@ -368,9 +368,14 @@ class OuterRound:
         self.known.do(Ask(peer, self.module, self.book.locator(self.heaviest().name)))
 
     def ask_if_due(self) -> None:
-        """Ask a mailbox for what this round brought, as long as it brought nothing here."""
+        """Ask a mailbox for what this round brought, as long as it brought nothing here.
+
+        A peer that cannot be called asks once in any case: nobody tells it of other chains.
+        """
         known = self.known
-        if self.role is not Role.TRAINER or not self.is_open or self.is_moving:
+        if self.role is not Role.TRAINER or self.is_moving:
+            return
+        if not self.is_open and (known.can_be_called or self._asks):
             return
         passed_s = known.now_s - self.boundary_s
         due_s = known.gather_s + (3 + self._asks * 4) * known.grace_s
