@@ -87,7 +87,7 @@ class Rounds:
         self.steps_in_round = 0
         if schedule.fixed_steps:
             first_s = schedule.duration_s if round_index == 0 else 0.0
-            self.opens_s = max(self.opens_s, schedule.start_s + first_s)
+            self.opens_s = max(schedule.start_s, now_s) + first_s
             self.round_index = round_index
             self._came = dict.fromkeys(self._levels, round_index - 1)
         else:
