@@ -119,7 +119,7 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     waits_for = peer.directory.peers[-1].waits_for
     assert waits_for.startswith("L0: have 1, need 2 ?of L0.E0?")
     assert len(waits_for) == 96
-    assert peer.directory.holdings["L0.E0"].tokens == 64
+    assert peer.directory.holdings["L0.E0"].head == head("L0.E0")
     assert peer.directory.peers[-1].state == "joining"
     assert peer.directory.manifests == [b"manifest"]
     peer.status.claim = Activity("leaving", 1)
