@@ -199,7 +199,9 @@ class LivePanel:
         if schedule.fixed_steps:
             return f"{status.round_index}, of {schedule.fixed_steps} steps"
         levels = schedule.grid.levels_in_time_order()
-        upcoming = min(schedule.next_boundary(level, now) for level in levels)
+        upcoming = min(
+            schedule.boundary(schedule.passed(level, now) + 1, level) for level in levels
+        )
         return (
             f"{schedule.round_at(now)}, boundary of {upcoming.level} in "
             f"{upcoming.time_s - now:.0f} s"
