@@ -113,9 +113,9 @@ class Group:
         """Let them do some rounds, and return what these cost."""
         with homes(*[0] * (1 + self.members)) as network, self.swarm:
             self._start(network)
+            self.swarm.wait(self.peers, "training", timeout_s=START_S)
             watch = threading.Thread(target=self._watch_memory, daemon=True)
             watch.start()
-            self.swarm.wait(self.peers, "training", timeout_s=START_S)
             time.sleep(SEEN_S)
             self.go.touch()
             first = FIRST_ROUNDS
@@ -166,10 +166,12 @@ class Group:
         return [rx for rx, _ in found], [tx for _, tx in found]
 
     def _watch_memory(self) -> None:
+        # Processes are looked for once: a peer has all of them when it trains.
+        trees = {p.name: [one.pid for one in process_tree(p.popen.pid)] for p in self.peers}
         while not self._over.wait(SAMPLE_S):
-            for peer in self.peers:
-                used = sum(_main_memory_mib(pid) for pid in _tree(peer.popen.pid))
-                self.peak[peer.name] = max(used, self.peak.get(peer.name, 0.0))
+            for name, pids in trees.items():
+                used = sum(_main_memory_mib(pid) for pid in pids)
+                self.peak[name] = max(used, self.peak.get(name, 0.0))
 
     def _seconds(self, rounds: range) -> dict[str, Any]:
         """Return how long after the last boundary of a round each had its new anchor."""
@@ -190,10 +192,6 @@ class Group:
             "mean_group": round(statistics.mean(groups), 2),
             "commits": len(after),
         }
-
-
-def _tree(root: int) -> list[int]:
-    return [process.pid for process in process_tree(root)]
 
 
 def _main_memory_mib(pid: int) -> float:
