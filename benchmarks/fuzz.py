@@ -87,21 +87,16 @@ def record(folder: Path) -> None:
 
     run = make_tiny_run(
         folder / "run", private_blocks=(3,), block_count=4, inner_steps=2, duration_s=8.0,
-        start_s=time.time(), rounds={"matchmaking_s": 1.0},
+        start_s=time.time(),
     )  # fmt: skip
     with Swarm(folder, run) as swarm:
         bootstrap = swarm.start_bootstrap()
-        recording = ("--record", str(folder / "recordings" / "peer0"))
-        (folder / "recordings").mkdir(exist_ok=True)
-        peers = [
-            swarm.start_peer(bootstrap, *(recording if number == 0 else ()))
-            for number in range(RECORD_PEERS)
-        ]
+        peers = [swarm.start_peer(bootstrap) for _ in range(RECORD_PEERS)]
         swarm.wait(peers, "training")
         peers.append(swarm.start_peer(peers[0]))
         swarm.wait(peers, "commit", lambda event: event["round"] >= RECORD_ROUNDS)
     keep_files(folder, "states", "states/L0.E0/*")
-    keep_files(folder, "best", "best/*")
+    keep_files(folder, "contributions", "contributions/L0.E0/*")
 
 
 def keep_files(folder: Path, name: str, pattern: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import tempfile
@@ -13,37 +12,32 @@ from typing import Any
 
 import msgpack
 import torch
-from dipaco.dht import admission, manifest, record_validator, score_request
-from dipaco.dht.certificate_check import decode_certificate, verify_certificate
+from dipaco.dht import admission, manifest, record_validator
+from dipaco.dht.chain import Head, unpack_row, unpack_step, verify_row
 from dipaco.dht.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
 from dipaco.dht.node import check_peer_address
+from dipaco.dht.record_errors import RecordError
 from dipaco.dht.record_keys import parse_record, parse_subkey
-from dipaco.dht.records import RecordError
-from dipaco.modules.codecs import CODECS
+from dipaco.dht.records import HeldState
 from dipaco.modules.config import parse_config
+from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.errors import DipacoError
 from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis_index
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import genesis_state, read_state, state_chunks
-from dipaco.peer.averaging import call_codec
-from dipaco.peer.averaging.codec import PartCodec
-from dipaco.peer.averaging.group import GatherRow
 from dipaco.peer.exchange import messages
-from dipaco.peer.member.recording import read_recording
 from dipaco.routing.routers import load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import check_tokens, open_tokens
 from dipaco.routing.tokenizer import Tokenizer
-from google.protobuf.message import DecodeError
 from hivemind.dht.validation import DHTRecord
-from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from .mutations import GREATEST_BYTES, Spelling
 
-PART_VALUES = 5000
+VALUES = 5000
 _ADDRESS = b"/ip4/127.0.0.1/tcp/31337/p2p/12D3KooWQmTe5oPrKaGSbKzKaKpsJFCdDLyhJ5uSvrC4AdVKVMUR"
 
 
@@ -71,7 +65,7 @@ def targets_of(folder: Path) -> list[Target]:
     """Return all targets. `folder` holds `run` and `samples` of `fuzz.py --record`."""
     run = RunFolder(folder / "run")
     samples = folder / "samples"
-    targets = [*_of_the_dht(run, samples), *_of_averaging(samples), *_of_messages(samples)]
+    targets = [*_of_the_dht(run, samples), *_of_chains(run, samples), *_of_messages(samples)]
     targets += [*_of_content(run, folder), *_of_plans(run)]
     empty = [target.name for target in targets if not target.samples]
     if empty:
@@ -81,7 +75,6 @@ def targets_of(folder: Path) -> list[Target]:
 
 def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
     plan = run.plan()
-    grid = run.grid(plan)
     stored = recorded(samples, "record")
     # Only the owner's key signs what the content's checks get to see.
     contents = []
@@ -102,15 +95,6 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
             return None
         return parse_record(address, MSGPackSerializer.loads(value))
 
-    def certificate(data: bytes) -> object:
-        return verify_certificate(decode_certificate(data, plan.run_id), plan.run_id, grid)
-
-    request = score_request.ScoreRequest(
-        run_id=plan.run_id, documents_sha256="0f" * 32, documents=500, made_s=1.5e9
-    )
-    signed = score_request.sign_score_request(
-        request, manifest.load_or_create_operator_key(run.path / "operator.pem")
-    )
     operator = manifest.load_or_create_operator_key(run.path / "operator.pem")
     gate = admission.Gate(plan.run_id, raw_public_key(operator))
     invitation = admission.make_invitation(admission.Terms(plan.run_id, 3, 0), operator)
@@ -122,12 +106,8 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
     return [
         Target("record", stored, validate, unread, "msgpack"),
         Target("record content", contents, content, (RecordError, *unread), "msgpack"),
-        Target("certificate", recorded(samples, "certificate"), certificate, (RecordError,),
-               "msgpack"),
         Target("manifest", recorded(samples, "manifest"), manifest.verify_manifest,
                (DipacoError,), "json"),
-        Target("score request", [signed], score_request.verify_score_request, (DipacoError,),
-               "json"),
         Target("invitation", [invitation.to_text().encode()],
                lambda data: admission.read_invitation(data.decode("utf-8", "replace")),
                (DipacoError,)),
@@ -139,76 +119,81 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
     ]  # fmt: skip
 
 
-def _of_averaging(samples: Path) -> list[Target]:
-    values = torch.linspace(-3.0, 3.0, PART_VALUES)
+def _of_chains(run: RunFolder, samples: Path) -> list[Target]:
+    """Rows, steps and the files that rows name."""
+    plan = run.plan()
+    grid = run.grid(plan)
 
-    def stream(data: bytes) -> object:
-        async def read() -> bytes:
-            reader = asyncio.StreamReader()
-            reader.feed_data(data)
-            reader.feed_eof()
-            return await call_codec.read_frame(reader)
+    def row(data: bytes) -> object:
+        return verify_row(unpack_row(_values(data)), grid, greatest_bytes=2**20)
 
-        return call_codec.decode(asyncio.run(read()))
-
-    meeting = recorded(samples, "meeting")
+    unread = (RecordError, ValueError, msgpack.UnpackException)
     found = [
-        Target("meeting message", meeting, call_codec.decode, (ValueError,), "msgpack"),
-        Target("meeting frame", [call_codec.frame(m) for m in meeting[:20]], stream,
-               (ValueError, EOFError)),
-        Target("meeting name", [b"L0.E0/3/0/" + b"0f" * 32], call_codec.read_key, (ValueError,)),
-        Target("row of a group", recorded(samples, "row"), GatherRow.from_bytes, (ValueError,),
+        Target("row", recorded(samples, "row"), row, unread, "msgpack"),
+        Target("step", recorded(samples, "step"), lambda data: unpack_step(_values(data)), unread,
                "msgpack"),
     ]  # fmt: skip
+    values = torch.linspace(-3.0, 3.0, VALUES)
     for name, codec in CODECS.items():
-        part_codec = PartCodec(codec)
-        sample = part_codec.encode(values).SerializeToString()
-        read = functools.partial(_read_part, part_codec)
-        found.append(Target(f"part, {name}", [sample], read, (ValueError, DecodeError)))
+        read = functools.partial(_read_contribution, codec)
+        found.append(Target(f"contribution, {name}", [codec.encode(values)], read, (DipacoError,)))
     return found
 
 
-def _read_part(codec: PartCodec, data: bytes) -> object:
-    return codec.decode(runtime_pb2.Tensor.FromString(data), PART_VALUES)
+def _values(data: bytes) -> object:
+    return msgpack.unpackb(data, raw=False, max_array_len=1024, max_map_len=1024)
+
+
+def _read_contribution(codec: Codec, data: bytes) -> object:
+    codec.check(data, VALUES)
+    decoded = codec.decode(data, VALUES)
+    assert bool(torch.isfinite(decoded).all())
+    return decoded
 
 
 def _of_messages(samples: Path) -> list[Target]:
-    """Every message of the exchange; those that the swarm did not send are made here."""
-    state = {"module": "L0.E0", "version": 3, "tokens": 4096, "digest": "0f" * 32, "round": 4,
-             "bytes": 70_000}  # fmt: skip
-    made: dict[str, list[Any]] = {
-        "CallBackRequest": [{"addresses": ["/ip4/127.0.0.1/tcp/31337"]}],
-        "CallBackReply": [{"result": "reached", "near": True}],
-        "OfferRequest": [{"run": "0f" * 8, "held": state}],
-        "OfferReply": [{"accepted": True}],
-        "HoldingsRequest": [{"run": "0f" * 8, "module": "L0.E0"}],
-        "HoldingsReply": [{"held": None}, {"held": state}],
-        "CertificatesRequest": [{"run": "0f" * 8, "module": "L0.E0", "digest": "0f" * 32,
-                                 "count": 4}],
-        "CertificatesReply": [{"certificates": [b"x" * 90]}],
-        "FetchRequest": [{"sha256": "0f" * 32, "offset": 0}],
-        "FetchReply": [{"status": "ok", "total_bytes": 9, "retry_after_s": 0.0}],
-        "HelloRequest": [{"protocol": 1, "software": "dipaco"}],
-        "HelloReply": [{"protocol": 1, "software": "dipaco", "received_s": 1.0, "sent_s": 2.0,
-                        "run": None}],
+    """Requests of every kind, and every answer; those that the swarm did not send are made here."""
+    state = HeldState.of(Head("L0.E0", "0f" * 32, 3, 9, 4, "0f" * 32, 70_000)).model_dump()
+    head = {"run": "0f" * 8, "module": "L0.E0"}
+    requests: list[dict[str, Any]] = [
+        {"kind": "hello", "protocol": 6, "software": "dipaco"},
+        {"kind": "call_back", "addresses": ["/ip4/127.0.0.1/tcp/31337"]},
+        {"kind": "tell", **head, "rows": [], "steps": [], "keep": True, "admissions": {}},
+        {"kind": "ask", **head, "locator": [b"x" * 32]},
+        {"kind": "get", "sha256": b"x" * 32, "offset": 0},
+        {"kind": "put", "run": "0f" * 8, "row": [], "admissions": {}},
+    ]
+    answers: dict[type[messages.Message], list[dict[str, Any]]] = {
+        messages.CallBackReply: [{"result": "reached", "near": True}],
+        messages.AskReply: [{"steps": [], "rows": [], "has_more": False, "held": state,
+                             "admissions": {}}],
+        messages.GetReply: [{"status": "ok", "total_bytes": 9, "retry_after_s": 0.0}],
+        messages.PutReply: [{"status": "stored"}],
+        messages.HelloReply: [{"protocol": 1, "software": "dipaco", "received_s": 1.0,
+                               "sent_s": 2.0, "run": None}],
     }  # fmt: skip
-    found = []
-    for kind in messages.Message.__subclasses__():
-        if kind.__module__ != messages.__name__ or kind is messages.HeldContent:  # a part of others
-            continue
-        name = kind.__name__
-        own = [msgpack.packb(sample, use_bin_type=True) for sample in made.get(name, [])]
+    found = [
+        Target(
+            "request",
+            [*recorded(samples, "request"), *(_packed(made) for made in requests)],
+            messages.decode_request,
+            (messages.MessageError,),
+            "msgpack",
+        )
+    ]
+    for kind, made in answers.items():
+        own = [_packed(sample) for sample in made]
         read = functools.partial(messages.decode, kind)
+        known = [*recorded(samples, f"message-{kind.__name__}"), *own]
         found.append(
-            Target(
-                f"message {name}",
-                [*recorded(samples, f"message-{name}"), *own],
-                read,
-                (messages.MessageError,),
-                "msgpack",
-            )
+            Target(f"answer {kind.__name__}", known, read, (messages.MessageError,), "msgpack")
         )
     return found
+
+
+def _packed(values: dict[str, Any]) -> bytes:
+    packed: bytes = msgpack.packb(values, use_bin_type=True)
+    return packed
 
 
 def _of_content(run: RunFolder, folder: Path) -> list[Target]:
@@ -230,13 +215,7 @@ def _of_content(run: RunFolder, folder: Path) -> list[Target]:
     def tokenizer(data: bytes) -> object:
         return Tokenizer(data).encode("a few words, 12 and ü")
 
-    def recording(data: bytes) -> object:
-        file = scratch / "recording"
-        file.write_bytes(data)
-        return list(read_recording(file)[1])
-
     blobs = run.blobs
-    lines = [sample.split(b"\n")[:40] for sample in recorded(folder, "recordings")]
     return [
         Target("module state", states,
                lambda data: read_state(data, layout, module=module,
@@ -246,8 +225,6 @@ def _of_content(run: RunFolder, folder: Path) -> list[Target]:
                "safetensors"),
         Target("tokenizer", [blobs.read(plan.blobs.tokenizer)], tokenizer, (DipacoError,)),
         Target("token file", [blobs.read(shard.train_sha256)], tokens, (DipacoError,)),
-        Target("recording", [b"\n".join(some) + b"\n" for some in lines], recording,
-               (DipacoError,)),
     ]  # fmt: skip
 
 

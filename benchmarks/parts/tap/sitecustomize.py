@@ -45,8 +45,7 @@ def tap(owner: Any, name: str, keep_sample: Callable[..., None]) -> None:
 def tap_all(folder: Path) -> None:
     """Tap every parser that is reached by bytes from the network."""
     import msgpack
-    from dipaco.dht import certificate_check, manifest, record_validator
-    from dipaco.peer.averaging import call_codec, codec, group
+    from dipaco.dht import chain, manifest, record_validator
     from dipaco.peer.exchange import messages
 
     seen: dict[str, set[bytes]] = {}
@@ -58,11 +57,10 @@ def tap_all(folder: Path) -> None:
             "record", msgpack.packb((r.key, r.subkey, r.value, float(r.expiration_time)))
         ),
     )
-    tap(certificate_check, "decode_certificate", lambda data, _: put("certificate", data))
     tap(manifest, "verify_manifest", lambda data, *_: put("manifest", bytes(data)))
-    tap(call_codec, "decode", lambda data: put("meeting", data))
-    tap(group.GatherRow, "from_bytes", lambda data: put("row", data))
-    tap(codec.PartCodec, "decode", lambda _, m, __: put("part", m.SerializeToString()))
+    tap(chain, "unpack_row", lambda values: put("row", msgpack.packb(values)))
+    tap(chain, "unpack_step", lambda values: put("step", msgpack.packb(values)))
+    tap(messages, "decode_request", lambda data: put("request", data))
     tap(messages, "decode", lambda kind, data: put(f"message-{kind.__name__}", data))
 
 
