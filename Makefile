@@ -1,6 +1,8 @@
-# make demo    the main job on the shipped corpus, in about ten minutes (QUICK=1: about four)
-# make test    everything that CI runs: lint, types, tests
-# make setup   a virtual environment with everything; the other targets call it
+# make demo      the main job on the shipped corpus, in about eight minutes (QUICK=1: about four)
+# make test      what CI runs: lint, types, and the tests that prove the promises; ten minutes
+# make test-all  every test, the slow ones too
+# make nightly   test-all, drawn histories, fuzzing, and two hours of a calm swarm
+# make setup     a virtual environment with everything; the other targets call it
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null \
@@ -9,8 +11,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := modules routing dht peer bootstrap inference simulator
 QUICK ?=
+NIGHTLY ?= build/nightly
 
-.PHONY: demo test setup lint types unit browser format clean
+.PHONY: demo test test-all nightly setup lint types unit format clean
 
 setup: $(VENV)/.installed
 
@@ -36,14 +39,24 @@ types: setup
 	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml $(foreach p,$(PACKAGES),-p dipaco.$(p))
 
 # Three workers on two cores, because many tests wait for processes; of whole swarms two at once.
-unit: setup
-	$(BIN)/python -m pytest tests -n 3 --dist loadfile --ignore-glob='*/test_swarm_*'
-	$(BIN)/python -m pytest tests/test_swarm_*.py -n 2 --dist loadfile
+define tests
+	$(BIN)/python -m pytest tests -m $(1) -n 3 --dist loadfile --ignore-glob='*/test_swarm_*'
+	$(BIN)/python -m pytest tests/test_swarm_*.py -m $(1) -n 2 --dist loadfile
+endef
 
-# The page of dipaco-serve in a real browser; needs Chromium, which CI does not have.
-browser: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
-	$(BIN)/python benchmarks/model/browser.py
+unit: setup
+	$(call tests,"not slow and not nightly")
+
+test-all: lint types
+	$(call tests,"not nightly")
+
+nightly: lint types
+	$(call tests,"slow or not slow")
+	mkdir -p $(NIGHTLY)
+	$(BIN)/python benchmarks/swarm_faults.py --seeds 2000 --profile all --jobs 2 --log $(NIGHTLY)/scan.jsonl
+	$(BIN)/python benchmarks/fuzz.py --folder $(NIGHTLY)/fuzz --record
+	$(BIN)/python benchmarks/fuzz.py --folder $(NIGHTLY)/fuzz
+	$(BIN)/python benchmarks/churn.py --calm --rounds 900 --peers 4 --out $(NIGHTLY)/soak
 
 format: setup
 	$(BIN)/ruff check --fix .
