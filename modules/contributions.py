@@ -253,7 +253,8 @@ class Top64(Codec):
         split = chunks[:, : self._place_bytes].reshape(len(chunks), -1, 3).astype(np.int64)
         whole = split[..., 0] | split[..., 1] << 8 | split[..., 2] << 16
         places = np.stack([whole & 4095, whole >> 12], -1).reshape(len(chunks), -1)
-        numbers = _TABLES[2][chunks[:, self._place_bytes :]].reshape(len(chunks), -1)
+        codes = _TABLES[2][chunks[:, self._place_bytes :]]
+        numbers = codes.view(np.float32).reshape(len(chunks), -1)
         return torch.from_numpy(places), torch.from_numpy(numbers)
 
     def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
@@ -310,12 +311,10 @@ def contribution_norm(codec: Codec, data: Data, values: int) -> float:
 
 
 def _table(bits: int, numbers: list[int]) -> np.ndarray:
-    """Return the fp32 numbers [256, codes] of each byte of codes, lowest bits first."""
+    """Return for each byte of codes [256] its fp32 numbers as one item, lowest bits first."""
     codes = 8 // bits
-    return np.array(
-        [[numbers[byte >> bits * k & 2**bits - 1] for k in range(codes)] for byte in range(256)],
-        dtype=np.float32,
-    )
+    rows = [[numbers[byte >> bits * k & 2**bits - 1] for k in range(codes)] for byte in range(256)]
+    return np.array(rows, dtype=np.float32).view(f"V{4 * codes}")[:, 0]
 
 
 _TABLES = {
@@ -337,9 +336,9 @@ def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
 def _unpacked(
     data: Data, where: int, first: int, last: int, block_values: int, table: np.ndarray
 ) -> torch.Tensor:
-    block_bytes = block_values // table.shape[1]
+    block_bytes = block_values // (table.itemsize // 4)
     codes = np.frombuffer(data, np.uint8, (last - first) * block_bytes, where + first * block_bytes)
-    return torch.from_numpy(table[codes]).view(-1)
+    return torch.from_numpy(table[codes].view(np.float32))
 
 
 def _rounded(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:
