@@ -16,14 +16,11 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 NAMES = sorted(
     script.relative_to(FOLDER).with_suffix("").as_posix()
-    for script in FOLDER.rglob("*.py")
-    if "__main__" in script.read_text() and not script.stem.endswith("_host")
+    for script in (*FOLDER.glob("*.py"), *(FOLDER / "model").glob("*.py"))
 )
 
 sys.path.insert(0, str(FOLDER))
 import gpu_path  # noqa: E402
-import idle_memory  # noqa: E402
-import lone_peer  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
 from parts import common, mutations  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
@@ -63,6 +60,12 @@ def helps() -> dict[str, tuple[int | None, str]]:
     assert done.returncode == 0, done.stderr
     found: dict[str, tuple[int | None, str]] = json.loads(done.stdout)
     return found
+
+
+def test_there_are_few() -> None:
+    assert len(NAMES) <= 12
+    lines = sum(len(file.read_text().splitlines()) for file in FOLDER.rglob("*.py"))
+    assert lines <= 6500
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,28 +110,6 @@ def test_memory_of_a_process_tree() -> None:
         assert tree[0].proportional_mib >= tree[0].anonymous_mib > 1.0
         assert any(p.pid == child.pid and p.parent == os.getpid() for p in tree)
         child.communicate(b"\n")
-    assert common.thread_cpu_s(os.getpid()) > 0
-
-
-def test_processes_of_a_peer_are_named() -> None:
-    commands = [(1, 0, "dipaco-peer"), (2, 1, "x"), (3, 1, "x"), (4, 2, "p2pd"), (5, 1, "x")]
-    tree = [common.ProcessMemory(*command, 1.0, 1.0) for command in commands]
-    names = [name for name, _ in idle_memory.named(tree)]
-    assert names == ["main", "DHT", "averager 0", "p2pd", "averager 1"]
-
-
-def test_a_stay_is_measured_over_whole_rounds() -> None:
-    events: list[dict[str, Any]] = [
-        {"event": "inner", "time_s": 100.0 + 0.5 * step, "seconds": 0.4} for step in range(50)
-    ]
-    events.append({"event": "commit", "time_s": 105.2})
-    found = lone_peer.summary(events, 102.0, 10.0, steps_by_cpu=20, cpu_s=8.0)
-    assert (found["steps"], found["seconds"], found["commit"]) == (20, 10.0, 1)
-    tokens_per_step = 4 * lone_peer.MODEL.sequence_length
-    assert found["tokens_per_s"] == tokens_per_step / 0.5
-    assert found["share_in_steps"] == 0.8
-    assert found["tokens_per_cpu_s"] == tokens_per_step / 0.4
-    assert lone_peer.validation_sequences(600.0) == 64
 
 
 def test_the_150m_path_counts_its_operations() -> None:
