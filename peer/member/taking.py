@@ -261,7 +261,9 @@ class Strand(OuterRound):
             self._take(head)
             return
         if taking is None or head.step != taking.target:
-            self.known.do(Forget(self.module, head.step))
+            # It may have been asked for twice, and be what the path begins with.
+            if self.ready is None or self.ready.step != head.step:
+                self.known.do(Forget(self.module, head.step))
             return
         taking.head, taking.is_working = head, False
         if self._is_to_be_checked(head.step):
@@ -303,6 +305,8 @@ class Strand(OuterRound):
     def _taken(self, head: Head) -> None:
         self._taking = None
         if self.is_wanted:
+            if self.ready is not None and self.ready.step != head.step:
+                self.known.do(Forget(self.module, self.ready.step))
             self.ready = head
         else:
             self._take(head)
