@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dipaco.modules.config import (
     Config,
@@ -17,7 +17,14 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import PROTOCOL_VERSION, Mirror, RoutingPlan, RunBlobs, RunPlan
+from dipaco.modules.plan import (
+    PROTOCOL_VERSION,
+    Mirror,
+    RoutingPlan,
+    RunBlobs,
+    RunPlan,
+    check_codec,
+)
 from dipaco.modules.setting_sources import read_toml
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
@@ -91,6 +98,11 @@ class RunConfig(Config):
     mirrors: tuple[Mirror, ...] = Field(
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
+
+    @model_validator(mode="after")
+    def _check_codec(self) -> Self:
+        check_codec(self.contributions, self.outer)
+        return self
 
     def plan(self, blobs: RunBlobs, start_s: float, successor_of: str | None = None) -> RunPlan:
         """Return the plan of the run with these blobs, that begins at `start_s`."""
