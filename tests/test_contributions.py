@@ -25,10 +25,9 @@ from dipaco.modules.contributions import (
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exact_numbers import square_roots
+from support.contribution_files import BITS, BLOCKS, made_file
 
 VALUES = 2 * CHUNK_VALUES + 300
-BLOCKS = {"int8": 256, "int4": 64, "int2": 128, "sign": 128, "top64": 4096}
 BYTES_A_VALUE = {
     "float32": 4,
     "int8": 1.01,
@@ -62,21 +61,6 @@ def drawn(values: int, seed: int = 0, scale: float = 1e-3) -> torch.Tensor:
     return scale * torch.randn(values, generator=torch.Generator().manual_seed(seed))
 
 
-def made_file(name: str, values: int = VALUES) -> bytes:
-    """Return a file of plain numbers, made without the encoder."""
-    if name == "float32":
-        return square_roots(values).numpy().astype("<f4").tobytes()
-    blocks = -(-values // BLOCKS[name])
-    scales = b"".join(struct.pack("<f", (1 + block) / 7)[2:] for block in range(blocks))
-    if name != "top64":
-        codes = blocks * BLOCKS[name] * {"int8": 8, "int4": 4, "int2": 2, "sign": 1}[name] // 8
-        return scales + bytes(37 * place % 256 for place in range(codes))
-    chunk = sum((60 * place + 7) << 12 * place for place in range(64)).to_bytes(96, "little")
-    return scales + b"".join(
-        chunk + bytes((53 * place + block) % 256 for place in range(16)) for block in range(blocks)
-    )
-
-
 def numbers_of(name: str, data: bytes, values: int) -> list[float]:
     """Return what a file says, read a value at a time as the protocol describes it."""
     if name == "float32":
@@ -96,7 +80,7 @@ def numbers_of(name: str, data: bytes, values: int) -> list[float]:
                 code = chunk >> 64 * 12 + 2 * place & 3
                 found[block * width + at] = float(np.float32(scales[block]) * (2 * code - 3))
         return found[:values]
-    bits = {"int8": 8, "int4": 4, "int2": 2, "sign": 1}[name]
+    bits = BITS[name]
     raw = data[2 * blocks :]
     for value in range(values):
         code = raw[value * bits // 8] >> value * bits % 8 & 2**bits - 1
@@ -112,7 +96,7 @@ def numbers_of(name: str, data: bytes, values: int) -> list[float]:
 
 @every_codec
 def test_decoding_is_as_the_protocol_describes_it(codec: Codec) -> None:
-    data = made_file(codec.name)
+    data = made_file(codec.name, VALUES)
     codec.check(data, VALUES)
     decoded = codec.decode(data, VALUES)
     assert decoded.tolist() == numbers_of(codec.name, data, VALUES)
@@ -188,7 +172,7 @@ def test_what_is_lost_comes_with_the_next(codec: Codec) -> None:
 @every_codec
 @pytest.mark.parametrize("change", [-1, 1, "empty"])
 def test_files_of_another_length_are_refused(codec: Codec, change: int | str) -> None:
-    data = made_file(codec.name)
+    data = made_file(codec.name, VALUES)
     wrong = b"" if change == "empty" else data[:-1] if change == -1 else data + b"\0"
     with pytest.raises(IntegrityError, match="bytes, not"):
         codec.check(wrong, VALUES)
@@ -197,7 +181,7 @@ def test_files_of_another_length_are_refused(codec: Codec, change: int | str) ->
 @every_codec
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0])
 def test_numbers_that_no_encoding_gives_are_refused(codec: Codec, value: float) -> None:
-    data = bytearray(made_file(codec.name))
+    data = bytearray(made_file(codec.name, VALUES))
     half = struct.pack("<f", value)[2:]
     if codec.name == "float32":
         data[8:12] = struct.pack("<f", float("nan") if value == -1.0 else value)
@@ -209,7 +193,7 @@ def test_numbers_that_no_encoding_gives_are_refused(codec: Codec, value: float) 
 
 def test_a_scale_that_would_overflow_is_refused() -> None:
     codec = CODECS["int4"]
-    data = bytearray(made_file("int4"))
+    data = bytearray(made_file("int4", VALUES))
     data[:2] = struct.pack("<f", GREATEST_SCALE * 2)[2:]
     with pytest.raises(IntegrityError, match="scale"):
         codec.check(data, VALUES)
@@ -220,7 +204,7 @@ def test_a_scale_that_would_overflow_is_refused() -> None:
 
 def test_places_out_of_order_are_refused() -> None:
     codec = CODECS["top64"]
-    data = bytearray(made_file("top64"))
+    data = bytearray(made_file("top64", VALUES))
     begin = 2 * codec.blocks(VALUES)
     data[begin + 3 : begin + 6], data[begin : begin + 3] = (
         data[begin : begin + 3],
