@@ -197,22 +197,6 @@ def scratch_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def thread_cpu_s(pid: int) -> float:
-    """Return the processor seconds that the main thread of a process has used."""
-    return _cpu_s(Path(f"/proc/{pid}/task/{pid}/stat"))
-
-
-def tree_cpu_s(root: int) -> float:
-    """Return the processor seconds of a process and all that descend from it and live."""
-    return sum(_cpu_s(Path(f"/proc/{process.pid}/stat")) for process in process_tree(root))
-
-
-def _cpu_s(stat: Path) -> float:
-    text = stat.read_text()
-    fields = text[text.rindex(")") + 2 :].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @dataclass(frozen=True)
 class ProcessMemory:
     """One process of a tree. Proportional sizes count a shared page as its share of the users."""
