@@ -36,6 +36,8 @@ _ROW_PREFIX = b"dipaco-row/6\n"
 _STEP_PREFIX = b"dipaco-step/6\n"
 _GENESIS_PREFIX = b"dipaco-genesis/6\n"
 NAME_BYTES = 32
+# Rows have a field named `bytes`.
+Packed = bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Row:
     """SHA-256 of the encoded contribution, 64 hexadecimal digits."""
     bytes: int
     """Its length."""
-    signature: bytes = field(default=b"", compare=False)
+    signature: Packed = field(default=b"", compare=False)
 
     @property
     def contribution(self) -> Contribution:
@@ -62,7 +64,7 @@ class Row:
         return Contribution(self.path, self.peer, self.tokens)
 
     @cached_property
-    def statement(self) -> bytes:
+    def statement(self) -> Packed:
         """The bytes that are signed."""
         fields = (
             self.module,
@@ -74,7 +76,7 @@ class Row:
             bytes.fromhex(self.file),
             self.bytes,
         )
-        packed: bytes = msgpack.packb(fields, use_bin_type=True)
+        packed: Packed = msgpack.packb(fields, use_bin_type=True)
         return _ROW_PREFIX + packed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -25,7 +26,6 @@ from dipaco.modules.device import (
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
-from hivemind.utils.limits import increase_file_limit
 
 from .background import Background
 from .check.needs import too_slow
@@ -50,6 +50,7 @@ logger = logging.getLogger("dipaco.peer.app")
 LEAVE_LIMIT_S = 9.0
 # Before the swarm is joined there is nothing to leave.
 GIVE_UP_LIMIT_S = 3.0
+MOST_FILES = 16384
 
 
 def run_peer(settings: PeerSettings) -> int:
@@ -60,7 +61,7 @@ def run_peer(settings: PeerSettings) -> int:
     invitation = given_invitation(settings.invitation)
     install_pause_signals(settings.cache_folder)
     prepare_process(settings.threads)
-    increase_file_limit(4096, 16384)
+    open_many_files()
     events = EventLog(settings.log_json)
     events.add_listener(display.on_event)
     uplink = Uplink(settings.max_upload_mbps)
@@ -306,6 +307,15 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     return joined
+
+
+def open_many_files() -> None:
+    """Let this process have as many files and connections as it may, up to `MOST_FILES`."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = most == resource.RLIM_INFINITY
+    wanted = MOST_FILES if unlimited else min(MOST_FILES, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _exit_at_once() -> None:

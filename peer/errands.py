@@ -6,6 +6,7 @@ by training peers and bootstrap nodes alike; states and files are for `outer_ste
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -97,7 +98,7 @@ class Errands:
                 self._submit(self._ask, action, lambda reason: silent)
             case a.Put():
                 for peer in action.peers:
-                    self._submit(lambda put, to=peer: self._put(put, to), action)
+                    self._submit(functools.partial(self._put, peer), action)
             case _:
                 return False
         return True
@@ -150,7 +151,7 @@ class Errands:
             )
         )
 
-    def _put(self, action: a.Put, peer: str) -> None:
+    def _put(self, peer: str, action: a.Put) -> None:
         file = self._files.find(action.row.file)
         if file is not None and not self._others.put(peer, action.row, file):
             logger.debug("%s does not take a file", peer)

@@ -110,6 +110,7 @@ class Node:
     @property
     def gate(self) -> Gate:
         """Who is in."""
+        assert self.directory.gate is not None
         return self.directory.gate
 
     def admit(self, invitation: str | None = None) -> None:

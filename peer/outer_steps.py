@@ -212,14 +212,14 @@ class OuterSteps:
         _, weight, _ = node.chains.weight(step.name)
         self._report(e.Computed(head_of(state, step.name, weight, step.round_index)))
 
-    def _contribution(self, row: Row) -> mmap.mmap:
+    def _contribution(self, row: Row) -> memoryview:
         """Return the bytes of a file, which stay there when it is removed meanwhile."""
         path = self._node.contributions.find(row.file)
         if path is None:
             raise StorageError(f"the file of {row.peer} is not here any more")
         try:
             with path.open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StorageError(f"{path}: {error}") from None
 

@@ -230,6 +230,4 @@ def test_no_unused_handler_of_hivemind_is_served() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True
     )
-    served = set(answer.stdout.split())
-    assert {"rpc_hello", "rpc_aggregate_part"} <= served
-    assert served.isdisjoint({"rpc_download_state", "rpc_join_group", "rpc_forward", "rpc_info"})
+    assert not answer.stdout.split(), "peers talk over streams of their own framing"

@@ -20,9 +20,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
-from .hello import SOFTWARE, Hello, clock_samples, say_hello
+from .hello import SOFTWARE, Greeting, Hello, clock_samples, say_hello
 from .loop_thread import LoopThread
 from .reasons import dial_reason
+from .transport import HivemindTransport
 
 logger = logging.getLogger("dipaco.peer.exchange.diagnosis")
 
@@ -132,7 +133,9 @@ async def _examine(
         peer, where = _split(address)
         # P2P has no public call to dial an address; Hivemind's own identity check does the same.
         await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), [where]), timeout_s)
-        hello = await say_hello(p2p, peer, software, protocol_version, timeout_s)
+        transport = HivemindTransport(None, p2p=p2p)
+        greeting = Greeting(software, protocol_version)
+        hello = await say_hello(transport, peer, greeting, timeout_s)
     except DipacoError as error:
         return Finding(address, error=error)
     except Exception as error:
@@ -140,7 +143,7 @@ async def _examine(
         return Finding(
             address, error=UnreachableError(dial_reason(error, address.rpartition("/p2p/")[0]))
         )
-    samples = await clock_samples(p2p, peer, SAMPLES, software, protocol_version, timeout_s)
+    samples = await clock_samples(transport, peer, SAMPLES, greeting, timeout_s)
     best = best_sample((hello.clock, *samples))
     assert best is not None
     try:
