@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
 from argparse import Namespace
@@ -40,13 +41,13 @@ from pathlib import Path
 from typing import Any
 
 from churn import START_S, World
+from parts.churn_counts import last_states
 from parts.common import Report, build_parser, ratio, scratch_folder, steady_peer
-from support.swarm import Event, Member
+from support.swarm import Member
 
 HONEST_OF_A_PATH = 3
 STRANGERS = 3
 GREATEST_RATIO = 1.03
-SAVED_S = 20.0
 SEEN_S = 17.0
 """Claims are read by then: records are renewed every quarter of the limit of a round."""
 ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
@@ -222,34 +223,30 @@ class MixedWorld(World):
         """Start a peer that does something before it is as any other."""
         program = steady_peer(self.chosen.step_s, self.go, before)
         path = str(slot % self.chosen.paths)
-        return self.swarm.start_peer(self.entry, "--path", path, name=name, program=program)
+        how_long = ("--max-rounds", str(self.chosen.rounds))
+        return self.swarm.start_peer(
+            self.entry, "--path", path, *how_long, name=name, program=program
+        )
 
     def train(self) -> dict[str, Any]:
-        """Wait for the end of the last round, and return what the honest peers hold by then."""
-        last, limit_s = self.chosen.rounds - 1, self.chosen.rounds * self.chosen.round_s
+        """Wait until the honest peers have done their rounds, and return what they came to."""
         honest = list(self.slots.values())
-        ends = self.swarm.wait(honest, "round", lambda e: e["round"] >= last, START_S + limit_s)
-        held: dict[str, set[str]] = {}
-        for end in ends:
-            for module, digest in end["digests"].items():
-                held.setdefault(module, set()).add(digest)
-        # A peer keeps its last two states, so these are still there, or come in a moment.
-        final = {module: {"digest": min(digests)} for module, digests in held.items()}
-        deadline = time.monotonic() + SAVED_S
-        while time.monotonic() < deadline and not all(map(self._is_saved, final.values())):
-            time.sleep(0.05)
-        perplexity = self.perplexity(final)
+        deadline = time.monotonic() + START_S + self.chosen.rounds * self.chosen.round_s
+        while any(peer.alive for peer in honest) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        stopped = [peer.name for peer in honest if peer.alive or peer.popen.returncode]
+        final, agreed = last_states(self.lives())
+        commits = honest[0].of("commit")
         return {
-            "perplexity": round(perplexity, 4),
-            "agreed": all(len(digests) == 1 for digests in held.values()),
-            "commits": len(honest[0].of("commit")),
+            "perplexity": round(self.perplexity(final), 4),
+            "agreed": agreed and not stopped,
+            "commits": len(commits),
+            "rows": round(statistics.fmean(event["rows"] for event in commits), 2),
             "carried_on": sum(len(peer.of("carry_on")) for peer in honest),
             "refused_states": self.refusals(),
-            "seconds": round(ends[0]["time_s"] - self.plan.start_s, 1),
+            "did_not_end": stopped,
+            "seconds": round(commits[-1]["time_s"] - self.plan.start_s, 1),
         }
-
-    def _is_saved(self, event: Event) -> bool:
-        return any(self.folder.glob(f"peer*-cache/**/*-{event['digest']}.safetensors"))
 
 
 def live(folder: Path, chosen: Namespace, kind: str, mean: str) -> dict[str, Any]:
@@ -279,7 +276,8 @@ def main() -> int:
         parser.error(f"--kinds: of {', '.join(KINDS)}; --means: of {', '.join(MEANS)}")
     chosen.peers, chosen.calm = HONEST_OF_A_PATH * chosen.paths, False
     chosen.decay_steps = HONEST_OF_A_PATH * chosen.steps * chosen.rounds
-    report = Report("hostile peers", ("", "mean", "perplexity", "ratio", "commits", "carried on"))
+    columns = ("", "mean", "perplexity", "ratio", "steps", "rows", "carried on", "s")
+    report = Report("hostile peers", columns)
     report.figures = {"rounds": chosen.rounds, "steps": chosen.steps, "paths": chosen.paths}
     broken: list[str] = []
     clean: dict[str, float] = dict.fromkeys(means, math.nan)
@@ -292,7 +290,7 @@ def main() -> int:
                     clean[mean] = found["perplexity"]
                 found["ratio"] = ratio(found["perplexity"], clean[mean])
                 report.figures.setdefault(name, {})[mean] = found
-                keys = ("perplexity", "ratio", "commits", "carried_on")
+                keys = ("perplexity", "ratio", "commits", "rows", "carried_on", "seconds")
                 report.row(name, mean, *(found[key] for key in keys))
                 print(f"{name} {mean}: {json.dumps(found)}", file=sys.stderr, flush=True)
                 if mean == "robust" and not (found["ratio"] <= GREATEST_RATIO and found["agreed"]):
