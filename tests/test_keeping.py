@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-from dipaco.dht.keeping import is_best_keeper, keepers
-from dipaco.dht.records import Claim, PeerRecord
-from dipaco.dht.view import SwarmView
+from dipaco.dht.keeping import keepers
+from dipaco.dht.records import PeerRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,21 +53,3 @@ def test_the_load_is_spread() -> None:
     load = Counter(peer for n in range(200) for peer in keepers(f"P{n}", peers, COPIES))
     assert len(load) == 16
     assert max(load.values()) < 3 * min(load.values())
-
-
-@pytest.mark.parametrize("bystanders", [0, 1, 2, 6])
-def test_a_paths_best_states_are_with_its_lead_and_with_as_many_others_as_there_are(
-    bystanders: int,
-) -> None:
-    lead = Claim(peer_id=name(0), path=0, state="training", since_s=0.0, round=0)
-    there = [peer(0), *(peer(1 + n, "serving") for n in range(bystanders)), peer(60, "leaving")]
-    view = SwarmView(
-        now_s=0.0, claims={lead.peer_id: lead}, peers={record.peer_id: record for record in there}
-    )
-    keeping = [r.peer_id for r in there if is_best_keeper(view, r.peer_id, 0, COPIES)]
-    assert name(0) not in keeping
-    assert name(60) not in keeping
-    assert len(keeping) == min(COPIES - 1, bystanders)
-    # Of a path that nobody trains all copies lie with others.
-    orphan = [r.peer_id for r in there if is_best_keeper(view, r.peer_id, 1, COPIES)]
-    assert len(orphan) == min(COPIES, bystanders + 1)

@@ -15,7 +15,7 @@ from dipaco.peer import node as peer_node
 from dipaco.peer.exchange.known_peers import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers
 from dipaco.peer.node import join_run
 from support.exchange_nodes import NOBODY, Held, Nodes
-from support.lone_member import record
+from support.swarm_views import record
 
 RUN = "0123456789abcdef"
 KEYS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"

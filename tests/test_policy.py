@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from dipaco.dht.agreement import expected_group
 from dipaco.dht.coverage import scope_of
 from dipaco.dht.keeping import keepers
 from dipaco.dht.policy import choose_path, lead_rank, resolve_collision, should_move
@@ -72,24 +71,6 @@ def view_of(
 
 
 # -- choosing a path
-
-
-def test_of_paths_that_are_served_alike_closed_peers_take_those_that_others_can_call() -> None:
-    grid = grid_of((4,))
-    # Path 0 has a trainer that cannot be called, path 1 one that can; 2 and 3 have two each.
-    ways = ("relayed", "direct", "direct", "direct", "direct", "direct")
-    claims = [
-        claim(number, path).model_copy(update={"reachable": way})
-        for number, (path, way) in enumerate(zip((0, 1, 2, 2, 3, 3), ways, strict=True))
-    ]
-    view = view_of(claims)
-    for number in range(10, 30):
-        me = peer_name(number)
-        assert choose_path(view, grid, me, can_lead=False).path == 1
-        assert choose_path(view, grid, me, can_lead=True).path == 0
-    # A path that nobody trains comes first for everybody.
-    view = view_of(claims[:4])
-    assert choose_path(view, grid, peer_name(10), can_lead=False).path == 3
 
 
 def test_a_newcomer_takes_the_path_with_the_fewest_trainers() -> None:
@@ -402,9 +383,9 @@ def test_the_oldest_claim_leads_and_a_tie_goes_to_the_smaller_peer_id() -> None:
 def test_the_expected_group_is_who_trains_a_path_through_the_module() -> None:
     claims = [claim(0, 0), claim(1, 1), claim(2, 2), claim(3, 0, state="joining")]
     view = view_of([*claims, claim(4, 1, state="leaving")])
-    assert expected_group(view, grid_of(), "L0.E0") == {peer_name(0), peer_name(1)}
-    assert expected_group(view, grid_of(), "L1.E0") == {peer_name(0), peer_name(2)}
-    assert expected_group(view, grid_of((2, 2), private=True), "P1") == {peer_name(1)}
+    assert view.group(grid_of(), "L0.E0", joining=False) == {peer_name(0), peer_name(1)}
+    assert view.group(grid_of(), "L1.E0", joining=False) == {peer_name(0), peer_name(2)}
+    assert view.group(grid_of((2, 2), private=True), "P1", joining=False) == {peer_name(1)}
 
 
 # -- who keeps what

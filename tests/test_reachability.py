@@ -26,7 +26,7 @@ from dipaco.peer.exchange.reachability import (
     tcp_address,
     to_call,
 )
-from support.lone_member import record
+from support.swarm_views import record
 
 ME = "/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001" + ME

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from dipaco.dht.agreement import (
-    awaited_group,
-    is_overtaken,
-    round_of_others,
-    trained_in_sight,
-)
+from dipaco.dht.agreement import trained_in_sight
+from dipaco.dht.chain import Head, Row
 from dipaco.dht.records import (
     Claim,
     HeldState,
@@ -26,7 +21,8 @@ from dipaco.dht.view import (
     build_view,
     claimed_tokens,
     greatest_contribution,
-    plausible_state,
+    is_plausible_head,
+    is_plausible_row,
     present_round,
     round_at,
     view_of_records,
@@ -54,17 +50,21 @@ def claim(peer: str, path: int, **fields: object) -> Claim:
     return Claim.model_validate({**values, **fields})
 
 
-def holding(**fields: object) -> Holding:
-    values = {
-        "peer_id": PEERS[0],
+def head(**fields: Any) -> Head:
+    given = {
         "module": "L0.E0",
+        "step": "b" * 64,
         "version": 3,
+        "weight": 5,
+        "round_index": 3,
         "digest": "a" * 64,
-        "tokens": 3000,
-        "round": 3,
         "bytes": 10,
     }
-    return Holding.model_validate({**values, **fields})
+    return Head(**{**given, **fields})
+
+
+def holding(peer: str = PEERS[0], **fields: Any) -> Holding:
+    return Holding(peer, head(**fields))
 
 
 def progress(peer: str, path: int, last_round: int, tokens: int = 100) -> ProgressRecord:
@@ -108,7 +108,7 @@ def module_said(
 
 
 def test_of_all_that_a_peer_says_the_newest_counts(plan: RunPlan, grid: Grid) -> None:
-    held = HeldState(version=1, digest="a" * 64, tokens=3, round=0, bytes=1)
+    held = HeldState.of(head(version=1, weight=1, round_index=0))
 
     def seen(peers: list[PeerRecord], *modules: ModuleRecord) -> SwarmView:
         by_module: dict[str, list[ModuleRecord]] = {}
@@ -167,38 +167,46 @@ def test_claimants_are_ordered_by_age_and_leaving_ones_are_none(plan: RunPlan, g
     ("fields", "plausible"),
     [
         ({}, True),
-        ({"version": 0, "tokens": 0, "round": 0}, True),
-        ({"version": 0, "tokens": 1}, False),
-        ({"version": 10}, True),
-        ({"version": 50}, False),
-        ({"round": 50}, False),
-        ({"tokens": 2**52}, False),
+        ({"version": 0, "weight": 0, "round_index": -1}, True),
+        ({"version": 0, "weight": 7, "round_index": -1}, False),
+        ({"version": 9}, False),
+        ({"round_index": 50}, False),
+        ({"weight": 2}, False),
+        ({"weight": 64 * 3 + 1}, False),
     ],
 )
 def test_states_that_the_time_does_not_allow_are_not_believed(
-    plan: RunPlan, grid: Grid, fields: dict[str, object], plausible: bool
+    plan: RunPlan, grid: Grid, fields: dict[str, Any], plausible: bool
 ) -> None:
-    record = holding(**fields)
+    said = holding(**fields)
     now_s = plan.start_s + 5 * plan.rounds.duration_s
-    assert plausible_state(record.reference, plan, grid, now_s) is plausible
-    view = view_at(plan, grid, 5, holdings={"L0.E0": (record,), "L9.E9": (record,)})
-    assert view.holdings == {"L0.E0": (record,) if plausible else ()}
+    assert is_plausible_head(said.head, plan, now_s) is plausible
+    view = view_at(plan, grid, 5, holdings={"L0.E0": (said,), "L9.E9": (said,)})
+    assert view.holdings == {"L0.E0": (said,) if plausible else ()}
 
 
-def test_with_fixed_steps_the_round_bounds_versions_and_tokens(grid: Grid) -> None:
-    plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
-    steps_tokens = 2 * plan.inner.batch_sequences * plan.model.sequence_length
+def test_of_the_states_after_one_step_the_one_that_most_hold_counts(
+    plan: RunPlan, grid: Grid
+) -> None:
+    held = (holding(PEERS[0]), holding(PEERS[1]), holding(PEERS[2], digest="0" * 64))
+    light = holding(PEERS[2], step="0" * 64, weight=4)
+    view = view_at(plan, grid, 5, holdings={"L0.E0": (*held, light)})
+    assert view.agreed_head("L0.E0", "b" * 64) == head()
+    assert view.heaviest("L0.E0") == head()
+    assert view.holders("L0.E0", "b" * 64) == PEERS
+    assert view.agreed_head("L0.E0", "c" * 64) is None
 
-    def believed(now_s: float = plan.start_s + 10.0, **fields: object) -> bool:
-        return plausible_state(holding(**fields).reference, plan, grid, now_s)
 
-    # 51 rounds in a tenth of duration_s: nobody waits for the clock.
-    honest = 51 * steps_tokens * 2
-    assert believed(version=51, round=50, tokens=honest)
-    assert not believed(version=51, round=50, tokens=honest * 1000)
-    assert not believed(version=52, round=50, tokens=honest)
-    assert not believed(version=1, round=5000, tokens=honest)
-    assert believed(plan.start_s + 100.0, version=1, round=5000, tokens=honest)
+def test_a_row_says_no_more_than_can_have_been_trained(plan: RunPlan) -> None:
+    now_s = plan.start_s + 5 * plan.rounds.duration_s
+
+    def believed(round_index: int, tokens: int) -> bool:
+        row = Row("L0.E0", round_index, "a" * 64, 0, PEERS[0], tokens, "b" * 64, 10)
+        return is_plausible_row(row, plan, now_s)
+
+    assert believed(4, 10**6)
+    assert not believed(4, 2**52)
+    assert not believed(50, 10**6)
 
 
 def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
@@ -216,19 +224,7 @@ def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
     # One that cannot have come is no claim, and a possible one does not move the middle.
     assert set(view(7, 8, 10**6).claims) == set(PEERS[:2])
     assert present_round(plan, view(7, 8, 300)) == 8
-    later = view(7, 8, 300)
-    assert awaited_group(later, grid, "L0.E0", 7) == {PEERS[0]}
-    assert awaited_group(later, grid, "L0.E0", 8) == {PEERS[0], PEERS[1]}
-    assert round_of_others(later, grid, 1, PEERS[2]) == 8
-    assert round_of_others(later, grid, 3, PEERS[2]) == 0
-    assert trained_in_sight(later, grid, 0) == (1, 4)
-    # Half of the others have to say that they went on.
-    heavier = [holding(peer_id=PEERS[1], tokens=10)]
-    known = replace(later, holdings={"L0.E0": tuple(heavier)})
-    assert is_overtaken(known, grid, "L0.E0", PEERS[0], lambda held: held.tokens > 9)
-    assert not is_overtaken(known, grid, "L0.E0", PEERS[0], lambda held: held.tokens > 10)
-    alone = replace(known, holdings={"L0.E0": tuple(holding(peer_id=p) for p in PEERS[:1])})
-    assert not is_overtaken(alone, grid, "L0.E0", PEERS[0], lambda held: held.tokens > 0)
+    assert trained_in_sight(view(7, 8, 300), grid, 0) == (1, 4)
 
 
 def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from dipaco.dht.chain import Head
 from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
@@ -21,6 +22,19 @@ def peer_name(number: int) -> str:
     """Return a peer id; all begin alike, as real ones do."""
     digits = "".join("123456789A"[int(digit)] for digit in f"{number:08d}")
     return "12D3KooW" + "x" * 36 + digits
+
+
+def record(
+    peer: str,
+    state: str = "training",
+    reachable: str = "direct",
+    path: int | None = None,
+    round_index: int = 0,
+) -> PeerRecord:
+    """Return what a peer says of itself."""
+    return PeerRecord.model_construct(
+        peer_id=peer, state=state, reachable=reachable, path=path, round=round_index
+    )
 
 
 def digest_of(module: str, version: int, chain: str = "") -> str:
@@ -75,15 +89,9 @@ class Records:
     def hold(self, peer: str, module: str, last_round: int, *, chain: str = "") -> None:
         """Let a peer announce the state of a module after the round `last_round`."""
         version = last_round + 1
-        self.holdings[module, peer] = Holding(
-            peer_id=peer,
-            module=module,
-            version=version,
-            digest=digest_of(module, version, chain if version else ""),
-            tokens=TOKENS_A_ROUND * version,
-            round=max(0, last_round),
-            bytes=1000,
-        )
+        name = digest_of(module, version, chain if version else "")
+        head = Head(module, name, version, version, last_round, name, 1000)
+        self.holdings[module, peer] = Holding(peer, head)
 
     def trainers(self, module: str) -> list[str]:
         """Return who claims a path through a module, by name."""
