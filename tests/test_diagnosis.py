@@ -10,13 +10,13 @@ from dipaco.modules.errors import ClockError, ProtocolVersionError, UnreachableE
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.exchange import service
 from dipaco.peer.exchange.diagnosis import diagnose, examine
-from support.exchange_nodes import NOBODY, Held, Nodes, set_ahead
+from support.exchange_nodes import NOBODY, Nodes, set_ahead
 
 pytestmark = pytest.mark.swarm
 
 
 def test_a_sound_address_is_not_blamed(nodes: Nodes) -> None:
-    server = nodes.serving(Held())
+    server = nodes.serving()
     findings = diagnose([*nodes.addresses, f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"])
     assert findings[0].hello is not None
     assert findings[0].hello.peer_id == server.peer_id
@@ -49,7 +49,7 @@ def test_each_address_of_a_peer_has_its_own_reason() -> None:
 
 
 def test_a_wrong_clock_is_told_before_all_else(nodes: Nodes) -> None:
-    server = nodes.serving(Held(), protocol_version=PROTOCOL_VERSION + 1)
+    server = nodes.serving(protocol_version=PROTOCOL_VERSION + 1)
     set_ahead(server, 3600.0)
     with pytest.raises(ClockError, match=r"3600\.\d s behind that of .*timedatectl"):
         diagnose(nodes.addresses)
@@ -68,6 +68,6 @@ def test_a_hello_that_hangs_is_bounded(nodes: Nodes, monkeypatch: pytest.MonkeyP
         await asyncio.sleep(3600)
 
     monkeypatch.setattr(service.ExchangeService, "rpc_hello", hang)
-    nodes.serving(Held())
+    nodes.serving()
     findings = examine(nodes.addresses, timeout_s=3.0)
     assert "does not answer" in str(findings[0].error)

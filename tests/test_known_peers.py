@@ -14,7 +14,7 @@ from dipaco.modules.errors import RunSelectionError, UnreachableError
 from dipaco.peer import node as peer_node
 from dipaco.peer.exchange.known_peers import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers
 from dipaco.peer.node import join_run
-from support.exchange_nodes import NOBODY, Held, Nodes
+from support.exchange_nodes import NOBODY, Nodes
 from support.swarm_views import record
 
 RUN = "0123456789abcdef"
@@ -92,7 +92,7 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_node, "MANIFEST_WAIT_S", 0.0)
-    nodes.serving(Held())
+    nodes.serving()
     gone = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
 
     def join() -> None:

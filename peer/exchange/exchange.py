@@ -92,7 +92,7 @@ class Exchange:
         self._transport = transport
         self._uplink = uplink or transport.uplink
         self._software, self._protocol_version = software, protocol_version
-        self._service = ExchangeService(transport, software)
+        self._service = ExchangeService(transport, software, protocol_version)
         self._thread = LoopThread("exchange", transport.check)
         self._slots: asyncio.Semaphore | None = None
         self._urgent_slots: asyncio.Semaphore | None = None

@@ -101,8 +101,12 @@ OnTold = Callable[[str, str, tuple[Row, ...], tuple[Step, ...], bool], None]
 class ExchangeService:
     """Answers streams. Lives on the exchange's event loop."""
 
-    def __init__(self, transport: Transport, software: str) -> None:
+    def __init__(
+        self, transport: Transport, software: str, protocol_version: int = PROTOCOL_VERSION
+    ) -> None:
         self._transport, self._software = transport, software
+        self._protocol_version = protocol_version
+        self.system_time: Callable[[], float] = time.time
         self.run: ServedRun | None = None
         self.on_told: OnTold = lambda peer, module, rows, steps, keep: None
         self._shelf = ContentShelf()
@@ -115,7 +119,7 @@ class ExchangeService:
     def greeting(self) -> Greeting:
         """What this node says of itself."""
         admission = self.run.admission if self.run is not None else None
-        return Greeting(self._software, PROTOCOL_VERSION, admission)
+        return Greeting(self._software, self._protocol_version, admission)
 
     def serve(self, run: ServedRun) -> None:
         """Answer about this run from now on."""
@@ -133,7 +137,7 @@ class ExchangeService:
             return
         try:
             data = await asyncio.wait_for(read_frame(stream, MAX_REQUEST_BYTES), REQUEST_TIMEOUT_S)
-            received_s = time.time()
+            received_s = self.system_time()
             await self._answer(stream, decode_request(data), received_s, slot)
             await asyncio.wait_for(stream.read(1), CLOSE_TIMEOUT_S)
             stream.close()
@@ -188,10 +192,10 @@ class ExchangeService:
         if request.admission is not None and self.run is not None:
             self.run.check.admit(peer, request.admission)
         return HelloReply(
-            protocol=PROTOCOL_VERSION,
+            protocol=self._protocol_version,
             software=self._software[:64],
             received_s=received_s,
-            sent_s=time.time(),
+            sent_s=self.system_time(),
             run=self.run.run_id if self.run is not None else None,
         )
 

@@ -5,42 +5,15 @@ The fixture `nodes` (conftest.py) gives them; a test starts the exchanges that i
 
 from __future__ import annotations
 
-import hashlib
 import time
-from pathlib import Path
 from typing import Any
 
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.state import StateReference
 from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.transport import HivemindTransport
 
 RUN = "0123456789abcdef"
-CONTENT = bytes(range(251)) * 20_000
-SHA = hashlib.sha256(CONTENT).hexdigest()
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-HELD = StateReference(
-    module="L0.E1", version=3, digest=SHA, tokens=9, last_round=2, bytes=len(CONTENT)
-)
-
-
-class Held:
-    """What a node holds, in memory."""
-
-    def __init__(self, *contents: bytes | Path, states: tuple[StateReference, ...] = ()) -> None:
-        self.contents: dict[str, bytes | Path] = {}
-        for content in contents:
-            data = content if isinstance(content, bytes) else content.read_bytes()
-            self.contents[hashlib.sha256(data).hexdigest()] = content
-        self.states = {state.module: state for state in states}
-        self.lookups = 0
-
-    def lookup(self, sha256: str) -> Path | bytes | None:
-        self.lookups += 1
-        return self.contents.get(sha256)
-
-    def get(self, module: str) -> StateReference | None:
-        return self.states.get(module)
 
 
 class Nodes:
@@ -53,31 +26,22 @@ class Nodes:
         self.started: list[Exchange] = []
 
     def exchange(self, dht: GuardedDHT, **options: Any) -> Exchange:
-        exchange = Exchange(dht, **options)
+        exchange = Exchange(HivemindTransport(dht), **options)
         exchange.start()
         self.started.append(exchange)
         return exchange
 
-    def serving(self, held: Held, **options: Any) -> Exchange:
-        exchange = self.exchange(self.server_dht, **options)
-        exchange.set_source(held, RUN)
-        return exchange
+    def serving(self, **options: Any) -> Exchange:
+        return self.exchange(self.server_dht, **options)
 
     def asking(self, **options: Any) -> Exchange:
-        exchange = self.exchange(self.client_dht, **options)
-        exchange.set_source(Held(), RUN)
-        return exchange
+        return self.exchange(self.client_dht, **options)
 
     def stop_exchanges(self) -> None:
         while self.started:
             self.started.pop().stop()
 
 
-def fetch(exchange: Exchange, blobs: BlobStore, *holders: str, **options: Any) -> Path:
-    options = {"max_bytes": 2**30, "timeout_s": 120.0, **options}
-    return exchange.fetch(options.pop("sha", SHA), holders, blobs, **options)
-
-
 def set_ahead(exchange: Exchange, seconds: float) -> None:
     """Let an exchange tell a time that much ahead of this machine's."""
-    exchange._service._system_time = lambda: time.time() + seconds
+    exchange._service.system_time = lambda: time.time() + seconds
