@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 from dipaco.modules.compose import gather_module, load_path
+from dipaco.modules.contributions import CODECS, publish
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.inner import InnerLoop
-from dipaco.modules.outer import (
-    AveragingRule,
-    Contribution,
-    outer_step,
-)
+from dipaco.modules.outer import Contribution, OuterRule
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
@@ -50,8 +47,9 @@ def with_a_bench_each(swarm: ReferenceSwarm, settings: SimulatorSettings) -> Ref
 
 def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunFolder) -> None:
     again = make_tiny_run(tmp_path / "again")
-    assert again.plan() == shared_run.plan()
-    assert make_tiny_run(tmp_path / "other", seed=1).plan() != shared_run.plan()
+    assert again.plan().admission_scope == shared_run.plan().admission_scope
+    other = make_tiny_run(tmp_path / "other", seed=1)
+    assert other.plan().admission_scope != shared_run.plan().admission_scope
 
 
 @pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
@@ -95,7 +93,11 @@ def test_scoring_does_not_disturb_training(shared_run: RunFolder) -> None:
 def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
     """One round of 2x2, all levels at the end, written out with PyTorch's own Nesterov."""
     run = make_tiny_run(
-        tmp_path / "run", codec="none", inner_steps=3, rounds={"level_offsets": (1.0, 1.0)}
+        tmp_path / "run",
+        codec="float32",
+        contributions={"shorten": False},
+        inner_steps=3,
+        rounds={"level_offsets": (1.0, 1.0)},
     )
     plan = run.plan()
     base = run.base_parameters(plan)
@@ -135,7 +137,7 @@ def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dic
     plan = run.plan()
     grid = run.grid(plan)
     states = {module: run.genesis_state(plan, module) for module in grid.modules()}
-    rule = AveragingRule.of(plan, run.shard_index(plan))
+    rule = OuterRule.of(plan, run.shard_index(plan))
     trainers: dict[str, PathTrainer] = {}
     for peer in peers:
         tokens = run.train_tokens(plan, peer.path)
@@ -159,16 +161,17 @@ def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dic
                 )
                 if not members:
                     continue
-                snapshots = [trainers[p.peer].snapshot(module, round_index) for p in members]
-                table = [
-                    Contribution(p.path, p.peer, s.tokens)
-                    for p, s in zip(members, snapshots, strict=True)
-                ]
-                average = rule.average([s.outer_gradient() for s in snapshots], table)
-                state = outer_step(states[module], average, table, plan.outer, round_index)
-                states[module] = state
-                for peer, snapshot in zip(members, snapshots, strict=True):
-                    trainers[peer.peer].commit(snapshot, state)
+                files, table = [], []
+                for member in members:
+                    snapshot = trainers[member.peer].snapshot(module)
+                    data, snapshot.next_error = publish(
+                        snapshot.outer_gradient(), rule.codec_of(module), snapshot.error
+                    )
+                    files.append(data)
+                    table.append(Contribution(member.path, member.peer, snapshot.tokens))
+                states[module] = rule.step(states[module], files, table, round_index)
+                for member in members:
+                    trainers[member.peer].adopt(module, states[module])
     return {module: state.digest for module, state in states.items()}
 
 
@@ -245,10 +248,20 @@ def test_a_level_without_new_steps_is_left_alone(tmp_path: Path) -> None:
     assert swarm.run_round().versions == {"L0.E0": 1, "L0.E1": 1, "L1.E0": 2, "L1.E1": 2}
 
 
-def test_the_codec_of_the_plan_is_used(tmp_path: Path, shared_run: RunFolder) -> None:
-    exact = make_tiny_run(tmp_path / "run", codec="none")
-    digests = last_report(ReferenceSwarm(exact), 1).digests
-    assert digests != last_report(ReferenceSwarm(shared_run), 1).digests
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_trains_and_the_peers_compute_the_same(tmp_path: Path, codec: str) -> None:
+    """With error feedback also what is lost stays equal; each codec has bits of its own."""
+    run = make_tiny_run(tmp_path / "run", codec=codec, outer={"momentum": 0.0})
+    exact = make_tiny_run(tmp_path / "exact", codec="float32", outer={"momentum": 0.0})
+    swarm = ReferenceSwarm(run)
+    before, report = swarm.report().validation, last_report(swarm, 3)
+    peers = [SimulatedPeer(path) for path in range(4)]
+    assert report.digests == _train_peers(run, peers, 3)
+    assert report.validation.nll < before.nll
+    has_errors = CODECS[codec].feedback_decay is not None
+    assert len(swarm.errors) == (8 if has_errors else 0)
+    others = last_report(ReferenceSwarm(exact, settings=UNSCORED), 3).digests
+    assert (report.digests == others) == (codec == "float32")
 
 
 def test_validation_is_of_the_committed_states_and_weighs_tokens_alike(
@@ -388,6 +401,18 @@ def test_a_checkpoint_of_another_simulation_is_refused(
     assert "--resume" in capsys.readouterr().err
     assert cli.main([*arguments, "--resume", "--paths", "0"]) == ConfigurationError.exit_code
     assert "peers" in capsys.readouterr().err
+
+
+def test_a_checkpoint_holds_what_encodings_have_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_tiny_run(tmp_path / "run", codec="int2", inner_steps=2)
+    straight = simulate(capsys, run.path, "--rounds", 3)
+    for keep in ("memory", "disk"):
+        out, lines = tmp_path / keep, []
+        for resume in ([], ["--resume"], ["--resume"]):
+            lines += simulate(capsys, run.path, "--out", out, "--keep", keep, *resume)
+        assert [line["digests"] for line in lines] == [line["digests"] for line in straight]
 
 
 def test_a_checkpoint_holds_local_parameters_that_are_ahead_of_their_anchor(
