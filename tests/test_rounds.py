@@ -27,6 +27,15 @@ def test_the_round_that_has_passed_ended_before_now_and_the_next_one_did_not(
     assert schedule.boundary(passed + 1, level).time_s > now_s
 
 
+def test_no_round_ends_before_the_run_starts() -> None:
+    rounds = Rounds(make_schedule())
+    rounds.enter(955.0, 0)
+    for now_s in (955.0, 990.0, 1000.0, 1003.3):
+        assert rounds.due(now_s, 0.0) == []
+    assert rounds.round_index == 0
+    assert [b.round_index for b in rounds.due(1003.5, 0.0)] == [0]
+
+
 def test_by_the_clock_each_boundary_comes_once_and_missed_ones_do_not_come() -> None:
     rounds = Rounds(make_schedule())
     rounds.enter(1000.5, 0)

@@ -51,7 +51,7 @@ class RoundSchedule:
         return Boundary(self.start_s + (round_index + offset) * self.duration_s, round_index, level)
 
     def passed(self, level: str, now_s: float) -> int:
-        """Return the last round of a level that has ended by the clock; negative for none."""
+        """Return the last round of a level that has ended by the clock; -1 for none."""
         offset = self.grid.level_offset(level)
         found = math.floor((now_s - self.start_s) / self.duration_s - offset)
         # One rounding either way decides which side of the boundary `now_s` is on.
@@ -59,7 +59,7 @@ class RoundSchedule:
             found += 1
         while self.boundary(found, level).time_s > now_s:
             found -= 1
-        return found
+        return max(-1, found)
 
     def steps_before(self, level: str) -> int:
         """Fixed steps: inner steps of a round that lie before `level`'s boundary."""
