@@ -25,7 +25,7 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.modules.state import ModuleState, PathProgress, read_state_summary
+from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
@@ -240,12 +240,8 @@ class DiskSource(StateSource):
     @cached_property
     def _module_progress(self) -> dict[str, Mapping[int, PathProgress]]:
         """The progress that the newest state of each module counts."""
-        newest: dict[str, Mapping[int, PathProgress]] = {}
-        for stored in self._run.states.list():
-            file = self._run.states.find(stored.digest)
-            if stored.module not in newest and file is not None:
-                newest[stored.module] = read_state_summary(file).progress
-        return newest
+        found = {module: self._run.states.summaries(module) for module in self.grid.modules()}
+        return {module: summaries[0].progress for module, summaries in found.items() if summaries}
 
     @property
     def advice(self) -> str:

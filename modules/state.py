@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,49 +44,6 @@ class PathProgress:
 
     tokens: int
     last_round: int
-
-
-@dataclass(frozen=True)
-class StateReference:
-    """Which state of a module is meant, and what decides between it and others.
-
-    What a peer holds, announces, offers or looks for is a state of which it has only this; the
-    bytes are fetched by the digest. A holding is a peer id and a reference.
-    """
-
-    module: str
-    version: int
-    digest: str
-    tokens: int
-    last_round: int
-    """The last round that is in it; -1 for a genesis state."""
-    bytes: int
-
-    @classmethod
-    def untrained(cls, module: str) -> StateReference:
-        """Return a reference that every state with work in it wins over: it stands for none."""
-        return cls(module, 0, "", 0, -1, 0)
-
-    @property
-    def rank(self) -> tuple[int, str]:
-        """Sort key of the states of a module; the least wins: more tokens, then smaller digest.
-
-        More tokens, because then the least work has to be put on top again. A smaller digest is
-        no merit, but all peers decide alike by it without asking anybody.
-        """
-        return -self.tokens, self.digest
-
-    def wins_over(self, other: StateReference) -> bool:
-        """Tell whether a holder of `other` should take this state instead.
-
-        A genesis state never wins: there is one of each module, and the manifest names it.
-        """
-        return self.tokens > 0 and self.rank < other.rank
-
-
-def heaviest(references: Iterable[StateReference]) -> StateReference | None:
-    """Return the state that wins over all others; None of nothing."""
-    return min(references, key=lambda reference: reference.rank, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,23 +82,6 @@ class ModuleState:
         """Tokens behind this state, over all paths."""
         return sum(progress.tokens for progress in self.progress.values())
 
-    @property
-    def last_round(self) -> int:
-        """The last round that any path contributed in; -1 for none."""
-        return last_round(self.progress)
-
-    @cached_property
-    def reference(self) -> StateReference:
-        """What names this state and compares it with others. Hashes it, the first time."""
-        return StateReference(
-            module=self.module,
-            version=self.version,
-            digest=self.digest,
-            tokens=self.tokens,
-            last_round=last_round(self.progress),
-            bytes=self.byte_size,
-        )
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the state's bytes, 64 hexadecimal digits."""
@@ -167,16 +107,6 @@ class StateSummary:
     module: str
     version: int
     progress: Mapping[int, PathProgress]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens behind the state."""
-        return sum(progress.tokens for progress in self.progress.values())
-
-
-def last_round(progress: Mapping[int, PathProgress]) -> int:
-    """Return the last round in which any path contributed to a state; -1 for none."""
-    return max((entry.last_round for entry in progress.values()), default=-1)
 
 
 def genesis_state(

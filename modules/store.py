@@ -23,8 +23,7 @@ from .grid import ModuleLayout, module_name_is_valid
 from .shared_content import SharedContent
 from .state import (
     ModuleState,
-    StateReference,
-    last_round,
+    StateSummary,
     read_state,
     read_state_summary,
     write_state,
@@ -137,14 +136,16 @@ class StateStore:
                     return entry.path
         return None
 
-    def list(self) -> Sequence[StateReference]:
-        """Return all states here, by module, the newest first; unreadable ones are left out."""
-        return [
-            stored
-            for folder in self._module_folders()
-            for entry in self._entries(folder.name)
-            if (stored := _stored(entry)) is not None
-        ]
+    def summaries(self, module: str) -> Sequence[StateSummary]:
+        """Return what the headers of a module's states say, the newest first.
+
+        Unreadable ones are left out.
+        """
+        found = []
+        for entry in self._entries(module):
+            with contextlib.suppress(IntegrityError, StorageError, OSError):
+                found.append(read_state_summary(entry.path))
+        return found
 
     def save_optimizer(self, path: int, state: Mapping[str, Any]) -> None:
         """Keep the AdamW state of `path` for a return to it; only the latest few are kept."""
@@ -213,23 +214,6 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re
     for file in folder.iterdir():
         if match := pattern.fullmatch(file.name):
             yield file, match
-
-
-def _stored(entry: _Entry) -> StateReference | None:
-    """Return what the file's name and header say."""
-    try:
-        summary = read_state_summary(entry.path)
-        size = entry.path.stat().st_size
-    except (IntegrityError, StorageError, OSError):
-        return None
-    return StateReference(
-        module=summary.module,
-        version=summary.version,
-        digest=entry.digest,
-        tokens=summary.tokens,
-        last_round=last_round(summary.progress),
-        bytes=size,
-    )
 
 
 def _description(state: ModuleState) -> bytes:

@@ -507,4 +507,4 @@ def test_nothing_of_all_this_changed_the_swarm(scene: Scene) -> None:
     assert len(paths) <= 1
     assert {p["path"] for p in shown["paths"] if p["last_round"] is not None} <= paths
     assert {m["module"] for m in shown["modules"] if m["version"]} <= trained
-    assert {state.module for state in scene.run.states.list()} <= trained
+    assert {m for m in grid.modules() if scene.run.states.digests(m)} <= trained
