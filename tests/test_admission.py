@@ -17,34 +17,23 @@ from dipaco.dht.admission import (
     Admission,
     Gate,
     Terms,
-    counted,
     make_invitation,
-    places_filled,
+    opened,
     read_invitation,
     read_revocations,
     sign_revocations,
 )
-from dipaco.dht.certificate_check import (
-    decode_certificate,
-    encode_certificate,
-    sign_statement,
-    verify_certificate,
-)
-from dipaco.dht.certificates import Certificate
 from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
-from dipaco.dht.quotas import QUOTAS, HeldRecords, ServedRun
+from dipaco.dht.quotas import HeldRecords, ServedRun
 from dipaco.dht.record_keys import record_key, record_subkey
 from dipaco.dht.records import RecordError
 from dipaco.modules.errors import AdmissionError, ConfigurationError, ManifestError
-from dipaco.peer.averaging.group import BadRowError, GatherRow, GroupRules, agree
 from dipaco.peer.guests import admit, given_invitation
-from dipaco.peer.member.events import Admitted, Revoked
-from dipaco.peer.member.quorum import Guests, weigh
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
-from support.certificates import RUN, certificate, grid, identity, key, peer, statement
 from support.make_plan import make_plan
+from support.peers import RUN, identity, key, peer
 
 OPERATOR, STRANGER = key(1000), key(1001)
 NOW_S = 1_000_000.0
@@ -161,7 +150,6 @@ def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_came_first(g
     seen = {peer(number) for number in range(5)}
     assert gate.counted_of(seen) == {peer(4), peer(3)}
     assert gate.counted_of(seen - {peer(4)}) == {peer(3), peer(2)}
-    assert gate.weigh(seen | {peer(77)}) == 2
     alone = admission(9, after_s=20)
     assert peer(9) in gate.counted_of({peer(0)}, (peer(9), alone))
     with pytest.raises(AdmissionError, match="all places .* by 2 that came before this peer"):
@@ -207,7 +195,6 @@ def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate: Gate) 
     with pytest.raises(AdmissionError, match="this peer is out: .*revoked"):
         gate.counted_of((), (peer(0), admission(0)))
     assert gate.check(peer(0), admission(0), even_revoked=True)
-    assert gate.weigh([peer(0)]) == 0
     assert gate.admitted() == {}
     # An older list, or the same again, changes nothing.
     assert not gate.revoke(sign_revocations(RUN, 1, [], OPERATOR))
@@ -269,16 +256,6 @@ def test_a_node_stores_records_of_the_invited_alone(gate: Gate) -> None:
     assert held.record_count == 1
 
 
-def test_a_node_stores_as_much_of_an_invitation_as_of_its_peers(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = dataclasses.replace(QUOTAS["peers"], of_owner=1)
-    monkeypatch.setitem(QUOTAS, "peers", small)
-    held = served(gate)
-    stored = [store(held, number, {"admission": admission(number)}) for number in range(5)]
-    assert stored == [True, True, False, False, False]
-
-
 def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> None:
     held = served(gate)
     assert store(held, 0, {"admission": admission(0)})
@@ -299,79 +276,13 @@ def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> N
     gate.revoke(lists[2])
     held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
     assert held.record_count == 1
-    open_run = HeldRecords(lambda: NOW_S)
-    open_run.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2))
-    held = open_run
-    assert not keep(3, lists[2])
-
-
-def test_only_the_invited_sign_certificates(gate: Gate) -> None:
-    said = statement(1, (0, 1))
-    signed = sign_statement(said, key(0), admission(0))
-    data = encode_certificate(signed.merged(sign_statement(said, key(1), admission(1))))
-    read = decode_certificate(data, RUN)
-    verify_certificate(read, RUN, grid(), gate=gate)
-    assert read.signers == {peer(0), peer(1)}
-    with pytest.raises(RecordError, match="in an open run"):
-        verify_certificate(read, RUN, grid())
-    with pytest.raises(RecordError, match="no admission"):
-        verify_certificate(certificate(1, (0, 1)), RUN, grid(), gate=gate)
-    stolen = sign_statement(said, key(0), admission(1))
-    with pytest.raises(RecordError, match="not for it"):
-        verify_certificate(stolen, RUN, grid(), gate=gate)
-    wrong = {peer(0): sign_statement(said, key(1)).signatures[peer(1)] + admission(0)}
-    with pytest.raises(RecordError, match="signature that is not of"):
-        verify_certificate(Certificate(said, wrong), RUN, grid(), gate=gate)
-    gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
-    verify_certificate(read, RUN, grid(), gate=gate)
-
-
-ROW = GatherRow(1, "L0.E0", 7, "ab" * 32, 0, peer(0), 100, 100, admission=admission(0))
-
-
-def test_only_the_invited_come_to_a_group_and_no_more_than_have_places(gate: Gate) -> None:
-    rules = GroupRules(ROW, frozenset({0}), 5000, gate=gate)
-    assert GatherRow.from_bytes(ROW.to_bytes()) == ROW
-    rows = [
-        dataclasses.replace(ROW, peer=peer(n), admission=admission(n, after_s=n)) for n in range(3)
-    ]
-    agreed = agree(b"id", [peer(0), peer(1)], [row.to_bytes() for row in rows[:2]], rules)
-    assert len(agreed.table) == 2
-    with pytest.raises(BadRowError, match="more peers of its invitation") as caught:
-        agree(b"id", [peer(n) for n in range(3)], [row.to_bytes() for row in rows], rules)
-    assert caught.value.peer == peer(2)
-    for bad in (b"", admission(2)):
-        with pytest.raises(BadRowError):
-            rules.check_row(dataclasses.replace(rows[1], admission=bad).to_bytes(), peer(1))
-    with pytest.raises(BadRowError, match="in an open run"):
-        GroupRules(ROW, frozenset({0}), 5000).check_row(rows[1].to_bytes(), peer(1))
-    came: dict[str, Admission] = {}
-    for number in (0, 1, 0):
-        rules.check_place(peer(number), came)
-    with pytest.raises(BadRowError, match="are taken"):
-        rules.check_place(peer(2), came)
-
-
-def test_of_an_invitation_no_more_than_its_places_weigh() -> None:
-    guests = Guests()
-    names = [f"p{number}" for number in range(6)]
-    for name in names[:4]:
-        guests.note(Admitted(name, Admission("leaked", 1, 0)))
-    guests.note(Admitted("p4", Admission("own", 1, 0)))
-    assert weigh(names, lambda peer: False, guests) == 2
-    assert weigh(names, lambda peer: True) == 6
-    guests.note(Revoked(("leaked",)))
-    assert weigh(names, lambda peer: False, guests) == 1
-    assert places_filled([Admission("a", 2, 0)] * 3 + [Admission("b", 2, 0)]) == 3
-    assert counted([]) == frozenset()
 
 
 # -- a node's own admission
 
 
 def test_a_node_is_let_in_once_and_remembers_it(gate: Gate, tmp_path: Path) -> None:
-    plan = make_plan().model_copy(update={"admission": "invitation"})
-    manifest = verify_manifest(sign_manifest(plan, OPERATOR))
+    manifest = verify_manifest(sign_manifest(make_plan(), OPERATOR))
     me, other = (dataclasses.replace(identity(n), path=tmp_path / "identity.key") for n in (0, 1))
     with pytest.raises(AdmissionError, match="is by invitation: ask its operator"):
         admit(gate, me, manifest, NOW_S, None)
@@ -410,10 +321,11 @@ def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="holds no manifest"):
         invite(tmp_path, 1)
     key_of_run = load_or_create_operator_key(tmp_path / "operator.pem")
-    (tmp_path / "manifest.json").write_bytes(sign_manifest(make_plan(), key_of_run))
-    with pytest.raises(ConfigurationError, match="is open, so everybody counts"):
+    everybody = opened(make_plan(), key_of_run)
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(everybody, key_of_run))
+    with pytest.raises(ConfigurationError, match="is open"):
         invite(tmp_path, 1)
-    plan = make_plan().model_copy(update={"admission": "invitation"})
+    plan = make_plan()
     (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, key_of_run))
     found = read_invitation(invite(tmp_path, 3, expires_days=2.0, name="Ada"))
     assert (found.terms.run_id, found.terms.places) == (plan.run_id, 3)
@@ -453,22 +365,26 @@ def test_a_successor_s_folder_has_the_list_and_goes_on_from_it(tmp_path: Path) -
 # -- plans
 
 
-def test_an_open_plan_is_spelled_as_always_and_one_by_invitation_has_a_gate() -> None:
-    plan = make_plan()
-    assert b"admission" not in plan.canonical_json()
-    assert b"invitations_of" not in plan.canonical_json()
-    assert Gate.of(verify_manifest(sign_manifest(plan, OPERATOR))) is None
-    invited = plan.model_copy(update={"admission": "invitation"})
-    assert invited.run_id != plan.run_id
-    manifest = verify_manifest(sign_manifest(invited, OPERATOR))
+def test_in_an_open_run_everybody_comes_in_by_the_manifest_alone(tmp_path: Path) -> None:
+    plan = opened(make_plan(), OPERATOR, places=2)
+    manifest = verify_manifest(sign_manifest(plan, OPERATOR))
     gate = Gate.of(manifest)
-    assert gate is not None
-    assert gate.run_id == invited.run_id
-    gate.check_invitation(make_invitation(Terms(invited.run_id, 1, 0), OPERATOR))
-    # Who is in stays in when the run has a successor.
-    after = plan.model_copy(update={"admission": "invitation", "invitations_of": RUN})
+    mine = dataclasses.replace(identity(5), path=tmp_path / "identity.key")
+    assert gate.check(peer(5), admit(gate, mine, manifest, NOW_S, None)).places == 2
+    # Another operator's invitation is none, and the run's own id does not depend on its key.
+    strange = opened(make_plan(), STRANGER)
+    with pytest.raises(AdmissionError, match="not signed by the operator"):
+        gate.check_invitation(read_invitation(strange.admission or ""))
+    assert strange.admission_scope == plan.admission_scope
+    assert strange.run_id != plan.run_id
+
+
+def test_who_is_in_stays_in_when_a_run_by_invitation_has_a_successor() -> None:
+    plan = make_plan()
+    gate = Gate.of(verify_manifest(sign_manifest(plan, OPERATOR)))
+    gate.check_invitation(make_invitation(Terms(plan.run_id, 1, 0), OPERATOR))
+    after = plan.model_copy(update={"invitations_of": RUN})
     successor = Gate.of(verify_manifest(sign_manifest(after, OPERATOR)))
-    assert successor is not None
     assert successor.check(peer(0), admission(0)).places == 2
 
 

@@ -24,7 +24,6 @@ from dipaco.dht.quotas import (
 from dipaco.dht.record_keys import MANIFESTS_KEY, record_key, record_subkey
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.dht.records import BlobRecord, Record
-from dipaco.dht.score_request import ScoreRequest, sign_score_request
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -34,9 +33,10 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from support.dht_pair import RUN_ID, peer_record
 from support.make_plan import make_plan
+from support.peers import OpenGate
 
 OTHER_RUN = "fedcba9876543210"
-RUN = ServedRun(RUN_ID, "0" * 16, (2, 3), 4, 2)
+RUN = ServedRun(RUN_ID, "0" * 16, (2, 3), 4, 2, OpenGate(RUN_ID))
 FRIEND = PEER_ID_PREFIX + b"f" * 32
 NOW = 1_000.0
 # Small, so that floods are short.
@@ -138,8 +138,8 @@ def test_records_that_owners_sent_come_first_in_an_answer(records: HeldRecords) 
 
 
 def test_an_owner_and_a_sender_have_so_many_records(records: HeldRecords) -> None:
-    quota = QUOTAS["scores"].of_owner
-    taken = [store(records, "scores", f"{n:016x}", 1) for n in range(quota + 5)]
+    quota = QUOTAS["blobs"].of_owner
+    taken = [store(records, "blobs", f"{n:064x}", 1) for n in range(quota + 5)]
     assert taken == [True] * quota + [False] * 5
     passed = [
         store(records, "blobs", f"{n:064x}", 100 + n, sender=FRIEND) for n in range(SENDER_SIZE + 5)
@@ -180,18 +180,6 @@ def test_a_reader_cannot_change_what_is_stored(records: HeldRecords) -> None:
     assert owners(records, "peers", "0") == [1]
 
 
-def test_score_requests_are_those_of_the_operator() -> None:
-    mine, strange = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    records = HeldRecords(Clock())
-    records.serve(ServedRun(RUN_ID, operator_fingerprint(mine), (2,), 0, 1))
-    request = ScoreRequest(run_id=RUN_ID, documents_sha256="a" * 64, documents=1, made_s=1.0)
-    key = DHTID.generate(record_key("requests", RUN_ID))
-    subkey = record_subkey("requests", RUN_ID, request.request_id, b"")
-    for signer, taken in ((strange, False), (mine, True)):
-        value = MSGPackSerializer.dumps(sign_score_request(request, signer))
-        assert records.store_subkey(key, subkey, value, NOW + 60, FRIEND) is taken
-
-
 def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
     records, key = HeldRecords(Clock()), Ed25519PrivateKey.generate()
     where = DHTID.generate(MANIFESTS_KEY)
@@ -203,7 +191,9 @@ def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
         return records.store_subkey(where, subkey, value, NOW + 60, FRIEND)
 
     assert sum(announce(number) for number in range(1, 40)) == OTHER_MANIFESTS
-    records.serve(ServedRun(make_plan(seed=0).run_id, operator_fingerprint(key), (2,), 0, 1))
+    records.serve(
+        ServedRun(make_plan(seed=0).run_id, operator_fingerprint(key), (2,), 0, 1, OpenGate())
+    )
     assert announce(0)
     assert not announce(41)
 

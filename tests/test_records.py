@@ -29,7 +29,6 @@ from dipaco.dht.record_validator import (
 )
 from dipaco.dht.records import (
     MAX_ENTRIES,
-    MAX_SCORE_ENTRIES,
     BlobRecord,
     HeldState,
     ModuleRecord,
@@ -38,8 +37,6 @@ from dipaco.dht.records import (
     ProgressRecord,
     Record,
     RecordError,
-    ScoreEntry,
-    ScoresRecord,
 )
 from dipaco.dht.repetition import Complaints
 from dipaco.modules.plan import PROTOCOL_VERSION
@@ -132,9 +129,10 @@ def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
                 reachable="relayed",
                 module="L1023.E10239",
                 held=HeldState(
+                    step="d" * 64,
                     version=greatest,
+                    weight=greatest,
                     digest="f" * 64,
-                    tokens=greatest,
                     round=greatest,
                     bytes=greatest,
                 ),
@@ -177,18 +175,6 @@ def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
             ),
         ),
         ("blobs", "e" * 64, BlobRecord(peer_id=peer_id, sha256="e" * 64, bytes=greatest)),
-        (
-            "scores",
-            "e" * 16,
-            ScoresRecord(
-                peer_id=peer_id,
-                request="e" * 16,
-                entries=tuple(
-                    ScoreEntry(path=2**31 - 1 - n, state="done", sha256="f" * 64, since_s=1e11)
-                    for n in range(MAX_SCORE_ENTRIES)
-                ),
-            ),
-        ),
     ]
 
 
@@ -263,7 +249,7 @@ def test_a_record_speaks_for_its_signer_and_its_key_alone(me: Identity, other: I
         ),
         max_leaves=12,
     ),
-    kind=st.sampled_from(["modules", "peers", "progress", "blobs", "scores"]),
+    kind=st.sampled_from(["modules", "peers", "progress", "blobs"]),
 )
 def test_nothing_but_a_record_error_comes_of_garbage(me: Identity, value: Any, kind: str) -> None:
     with pytest.raises(RecordError):
@@ -338,9 +324,9 @@ def test_oversized_and_malformed_records_are_refused(
     validator: RecordValidator, me: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = signed(me, claim_of(me, padding="x" * 900))
-    assert "at most 768 are allowed" in refused(validator, large, caplog)
+    assert "at most 1024 are allowed" in refused(validator, large, caplog)
     huge = signed(me, claim_of(me, padding="x" * 10_000))
-    assert "at most 768 are allowed" in refused(validator, huge, caplog)
+    assert "at most 1024 are allowed" in refused(validator, huge, caplog)
     assert "malformed: path" in refused(validator, signed(me, claim_of(me, path=-1)), caplog)
     assert "not a map" in refused(validator, signed(me, [1, 2]), caplog)
     garbage = dataclasses.replace(signed(me, 1), value=b"\xc1\xc1")

@@ -1,0 +1,41 @@
+"""Peers with keys of their own that never change, and a gate that everybody passes."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.dht.admission import Admission, Gate
+from dipaco.dht.identity import Identity, peer_id_of_public_key, raw_public_key
+
+RUN = "0123456789abcdef"
+
+
+@cache
+def key(number: int) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"%d" % number).digest())
+
+
+@cache
+def peer(number: int) -> str:
+    return peer_id_of_public_key(raw_public_key(key(number)))
+
+
+def identity(number: int) -> Identity:
+    return Identity(peer(number), Path("nowhere"), key(number), -1)
+
+
+class OpenGate(Gate):
+    """Lets everybody in, for tests of what admission does not change."""
+
+    def __init__(self, run_id: str = RUN) -> None:
+        super().__init__(run_id, bytes(32))
+
+    def check(self, peer: str, data: Any, *, even_revoked: bool = False) -> Admission:
+        return Admission("everybody", 10_000, 0)
+
+    def admission_of(self, peer: str) -> Admission | None:
+        return Admission("everybody", 10_000, 0)
