@@ -43,6 +43,7 @@ from parts.common import (
     process_tree,
     ratio,
     scratch_folder,
+    smaps_rollup,
     steady_peer,
 )
 from parts.home_lines import Homes, can_make_homes, homes
@@ -59,7 +60,7 @@ SHAPE = {
 }
 TINY = {"hidden_size": 64, "feed_forward_size": 176, "head_count": 2}
 START_S, ROUND_S, FIRST_ROUNDS = 300.0, 120.0, 2
-SAMPLE_S = 0.2
+SAMPLE_S = 0.5
 SEEN_S = 30.0
 """Claims are read by then."""
 
@@ -195,13 +196,12 @@ class Group:
 
 
 def _main_memory_mib(pid: int) -> float:
-    """Return what a process holds that is no file on disk."""
+    """Return what a process holds that is no file on disk; what processes share counts once."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        found = smaps_rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
     except OSError:
         return 0.0
-    rows = (line.split() for line in text.splitlines())
-    return sum(int(row[1]) / 1024 for row in rows if row[0] in ("RssAnon:", "RssShmem:"))
+    return found["Pss_Anon"] + found["Pss_Shmem"]
 
 
 def _traffic(network: Homes, site: int) -> tuple[int, int]:
