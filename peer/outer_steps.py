@@ -253,8 +253,8 @@ class OuterSteps:
     # -- check
 
     def _check(self, action: a.Check) -> e.Checked:
-        """Score a state that waits; beside the anchors, or beside what else was fetched of the
-        path that is about to begin."""
+        """Score a state that waits; beside the anchors, or beside what else is here of the path
+        that is about to begin, once all of it is."""
         nothing = e.Checked(action.module, action.step, None, None)
         trainer, held, grid = self._trainer, self._node.held, self._node.grid
         state = held.waiting(action.module, action.step)
@@ -267,8 +267,10 @@ class OuterSteps:
         before, after = trainer.anchors(), trainer.anchors()
         if trainer.path is None:
             modules = grid.modules_of_path(path)
+            after = {m: found for m in modules if (found := held.newest(m)) is not None}
+            if {*after, action.module} != set(modules):
+                return nothing  # Modules that were trained do not fit to others that were not.
             before = {module: self._files.genesis_state(module) for module in modules}
-            after = {module: held.newest_waiting(module) or before[module] for module in modules}
         after[action.module] = state
         return e.Checked(
             action.module,

@@ -103,10 +103,12 @@ class States:
         with self._lock:
             return self._waiting.get(module, {}).get(step)
 
-    def newest_waiting(self, module: str) -> ModuleState | None:
-        """Return the state of a module that came last, of those that wait."""
+    def newest(self, module: str) -> ModuleState | None:
+        """Return the state of a module that came last: one that waits, or else what is held."""
         with self._lock:
-            return next(reversed(self._waiting.get(module, {}).values()), None)
+            waiting = next(reversed(self._waiting.get(module, {}).values()), None)
+            held = self._held.get(module)
+        return waiting or (None if held is None else self.find(module, held.step))
 
     # -- what is held
 
