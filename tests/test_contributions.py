@@ -95,7 +95,7 @@ def numbers_of(name: str, data: bytes, values: int) -> list[float]:
 
 
 @every_codec
-def test_decoding_is_as_the_protocol_describes_it(codec: Codec) -> None:
+def test_golden_numbers_are_as_the_protocol_describes_them(codec: Codec) -> None:
     data = made_file(codec.name, VALUES)
     codec.check(data, VALUES)
     decoded = codec.decode(data, VALUES)

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-GOLDEN_TESTS = ("test_outer.py", "test_robust_mean.py", "test_state.py", "test_step_check.py")
+GOLDEN_TESTS = (
+    "test_contributions.py",
+    "test_outer.py",
+    "test_robust_mean.py",
+    "test_state.py",
+)
 TIMEOUT_S = 300
 
 
