@@ -4,7 +4,8 @@
     disk     files, with one worker in memory at a time: hundreds of paths. Every segment and every
              outer step is saved, so a killed simulation repeats at most one segment
 
-Both give the same bits. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
+Both give the same bits, unless a process is killed within an outer step of a codec with error
+feedback: what that had lost is then counted twice. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
 for what a worker leaves when it makes room for the next, and the newest state of every module.
 """
 
