@@ -99,7 +99,6 @@ class Group:
             start_s=time.time(),
             duration_s=ROUND_S,
             inner_steps=2,
-            save_every_rounds=10_000,
         )
         plan = self.run.plan()
         self.parameters = self.run.grid(plan).layout("L0.E0").size
