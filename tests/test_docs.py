@@ -125,6 +125,7 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
         assert flags <= options_of(known[name]), f"{line!r}: {flags - options_of(known[name])}"
     everywhere = set().union(*(options_of(parser) for parser in known.values()))
     foreign = {"--shm-size", "--gpus", "--check", "--install", "--update", "--shutdown"}
+    foreign |= {"--exclude", "--tasks", "--once", "--accidents", "--calm", "--idle", "--trace"}
     foreign |= {"--set-version", "--model", "--spec", "--build", "--now", "--signal", "--to"}
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(code_of(text))))
     assert mentioned <= everywhere | foreign, mentioned - everywhere - foreign
