@@ -5,8 +5,9 @@
              outer step is saved, so a killed simulation repeats at most one segment
 
 Both give the same bits, unless a process is killed within an outer step of a codec with error
-feedback: what that had lost is then counted twice. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf`
-for what a worker leaves when it makes room for the next, and the newest state of every module.
+feedback: what that had lost then counts twice. `open_storage` makes the `Storage` of a simulation:
+a `WorkerShelf` for what a worker leaves when it makes room for the next, and the newest state of
+every module.
 """
 
 from __future__ import annotations
