@@ -195,16 +195,18 @@ class ChainBook:
         steps ago: nobody has gone on from there."""
         floor = self._links[keep].version - depth
         chain = {link.name for link in self.back_from(keep)}
+        dead, alive = set[str](), set[str]()
         for tip in sorted(self._tips[module] - {keep}):
             branch: list[str] = []
             for link in self.back_from(tip):
                 if link.name in chain:
-                    if link.version < floor and branch:
-                        for name in branch:
-                            del self._links[name]
-                        self._tips[module].discard(tip)
+                    is_old = link.version < floor and bool(branch)
+                    (dead if is_old else alive).update(branch)
                     break
                 branch.append(link.name)
+        for name in dead - alive:
+            del self._links[name]
+        self._tips[module] -= dead
         if not self._tips[module]:
             self._tips[module] = {keep}
 

@@ -18,6 +18,8 @@ from dipaco.modules.blobs import BlobStore, is_sha256
 from dipaco.modules.files import atomic_write, storage_errors
 
 KEPT_ROUNDS = 3
+# Of files in the folder whose bytes are still coming.
+PUT_PREFIX = ".put-"
 
 
 @dataclass
@@ -48,6 +50,8 @@ class ContributionFiles:
         self.incoming = BlobStore(folder / "incoming")
         """Where downloads are collected."""
         with storage_errors(folder):
+            for unfinished in folder.glob(f"{PUT_PREFIX}*"):
+                unfinished.unlink(missing_ok=True)
             for path in sorted(folder.glob("*/*.*.*")):
                 self._take_up(path)
 

@@ -97,10 +97,10 @@ class Exchange:
         self._slots: asyncio.Semaphore | None = None
         self._urgent_slots: asyncio.Semaphore | None = None
         self._tells: asyncio.Semaphore | None = None
-        self._waiting = 0
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
         """Files that are on their way, with the peers that may have them."""
+        self._arrivals: dict[str, asyncio.Event] = {}
 
     # -- life
 
@@ -126,6 +126,17 @@ class Exchange:
     def serve_run(self, run: ServedRun) -> None:
         """Answer about this run from now on, and ask others about it."""
         self._service.serve(run)
+        if run.contributions is not None:
+            run.contributions.listen(self._has_come)
+
+    def _has_come(self, sha256: str) -> None:
+        """A file is here, perhaps because its owner has put it: look at once."""
+
+        async def wake() -> None:
+            if sha256 in self._arrivals:
+                self._arrivals[sha256].set()
+
+        self._thread.spawn(wake())
 
     def listen(self, on_told: OnTold) -> None:
         """Tell of rows and steps that others tell, once they are checked; on another thread."""
@@ -210,7 +221,7 @@ class Exchange:
             rows=[pack_row(row) for row in rows],
             steps=[pack_step(step) for step in steps],
             keep=keep,
-            admissions=self._admissions(run, about),
+            admissions=self._admissions(run, about | {self.peer_id}),
         )
 
         async def tell_all() -> None:
@@ -350,16 +361,22 @@ class Exchange:
 
         :param others: by file, peers that may have it beside its owner
         :param check: raises `IntegrityError` when a file is no contribution; on a thread of its own
-        :param on_done: hears, once for each row and on another thread, the reason why not (""), and
-            whether the file came and was refused
+        :param on_done: hears, once for each file and on another thread, the reason why not (""),
+            and whether the file came and was refused. Of a file that is on its way already the
+            first alone is told; `others` are asked too.
         """
-        for row in rows:
-            peers = {row.peer, *others.get(row.file, ())} - {self.peer_id}
-            if row.file in self._gathering:
-                self._gathering[row.file] |= peers
-                continue
-            self._gathering[row.file] = peers
-            self._thread.spawn(self._gather_one(row, check, on_done, timeout_s))
+
+        async def begin_all() -> None:
+            # On the loop alone, where files that are on their way end too.
+            for row in rows:
+                peers = {row.peer, *others.get(row.file, ())} - {self.peer_id}
+                if row.file in self._gathering:
+                    self._gathering[row.file] |= peers
+                    continue
+                self._gathering[row.file] = peers
+                self._thread.spawn(self._gather_one(row, check, on_done, timeout_s))
+
+        self._thread.spawn(begin_all())
 
     async def _gather_one(
         self,
@@ -379,6 +396,7 @@ class Exchange:
             reason = str(error) or type(error).__name__
         finally:
             self._gathering.pop(row.file, None)
+            self._arrivals.pop(row.file, None)
         on_done(row, reason, is_refused)
 
     def _check_file(self, row: Row, path: Path, check: Callable[[Row, Path], None]) -> None:
@@ -421,7 +439,9 @@ class Exchange:
                 reason = error
             if time.monotonic() + wait_s > until_s:
                 raise reason
-            await asyncio.sleep(wait_s)
+            self._arrivals[row.file] = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrivals[row.file].wait(), wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
 

@@ -26,7 +26,7 @@ from dipaco.modules.plan import PROTOCOL_VERSION
 
 from .chain_store import ChainStore
 from .content import ContentShelf, ContentSource, OpenContent
-from .contribution_files import ContributionFiles
+from .contribution_files import PUT_PREFIX, ContributionFiles
 from .hello import Greeting
 from .limits import Bounds, ByteBuckets, Slot, Slots
 from .loop_thread import run_blocking
@@ -57,15 +57,17 @@ from .verify import RowCheck
 logger = logging.getLogger("dipaco.peer.exchange.service")
 
 REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
-STREAMS = Bounds(
-    most=256, most_of_a_peer=16, most_of_strangers=64, most_of_a_stranger=4, grace_s=20
-)
+STREAMS = Bounds(most=256, most_of_a_peer=16, most_of_strangers=64, most_of_a_stranger=4, grace_s=5)
 UPLOADS = Bounds(most=16, most_of_a_peer=4, most_of_strangers=6, most_of_a_stranger=2, grace_s=20)
 RETRY_AFTER_S = 1.0
 READ_BYTES, CHUNK_BYTES = 2**20, 2**17
 # What one peer is sent: so much at once, and so much a second. A state of 400 MB takes less than
 # a minute.
 BURST_BYTES, RATE_BYTES_S, LONGEST_WAIT_S = 2.0**29, 2.0**24, 60.0
+# What one peer makes us do, by the bytes of what it asks; also a short request costs some.
+ASKED_BURST_BYTES, ASKED_RATE_BYTES_S, REQUEST_COST_BYTES = 2.0**22, 2.0**16, 512
+# All who are not admitted have one such bucket together, beside their own.
+STRANGERS = "strangers"
 # A file that is put has to come at this rate at least.
 LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
 COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 256
@@ -112,7 +114,8 @@ class ExchangeService:
         self._shelf = ContentShelf()
         self._calling = CallingBack()
         self._streams, self._uploads = Slots(STREAMS), Slots(UPLOADS)
-        self._buckets = ByteBuckets(BURST_BYTES, RATE_BYTES_S)
+        self._sent = ByteBuckets(BURST_BYTES, RATE_BYTES_S)
+        self._asked = ByteBuckets(ASKED_BURST_BYTES, ASKED_RATE_BYTES_S)
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
     @property
@@ -138,6 +141,8 @@ class ExchangeService:
         try:
             data = await asyncio.wait_for(read_frame(stream, MAX_REQUEST_BYTES), REQUEST_TIMEOUT_S)
             received_s = self.system_time()
+            slot.moved(len(data))
+            await self._pay(self._asked, stream.peer, len(data) + REQUEST_COST_BYTES)
             await self._answer(stream, decode_request(data), received_s, slot)
             await asyncio.wait_for(stream.read(1), CLOSE_TIMEOUT_S)
             stream.close()
@@ -153,6 +158,12 @@ class ExchangeService:
             raise
         finally:
             self._streams.give_back(slot)
+
+    async def _pay(self, buckets: ByteBuckets, peer: str, count: int) -> None:
+        """Wait until a peer may have so much. Raises `TimeoutError` when that takes too long."""
+        await buckets.pay(peer, count, LONGEST_WAIT_S)
+        if self._is_stranger(peer):
+            await buckets.pay(STRANGERS, count, LONGEST_WAIT_S)
 
     async def _answer(
         self, stream: Stream, request: Request, received_s: float, slot: Slot
@@ -172,12 +183,18 @@ class ExchangeService:
             case AskRequest():
                 await self._reply(stream, await run_blocking(self._told, request))
             case GetRequest():
-                await self._get(stream, request)
+                await self._get(stream, request, slot)
             case PutRequest():
                 await self._put(stream, request, slot)
 
     async def _hear(self, run: ServedRun, peer: str, request: TellRequest) -> None:
-        """Take in what is good of what a peer tells, and pass it on."""
+        """Take in what is good of what a peer tells, and pass it on; of who is not admitted
+        nothing."""
+        if peer in request.admissions:
+            run.check.admit(peer, request.admissions[peer])
+        if self._is_stranger(peer):
+            logger.debug("%s tells of %s and is not admitted", peer, request.module)
+            return
         rows, steps = await run_blocking(checked, run, request.module, request)
         if rows or steps:
             is_whole = len(steps) == len(request.steps)
@@ -185,7 +202,7 @@ class ExchangeService:
 
     async def _reply(self, stream: Stream, message: Message) -> None:
         data = framed(message)
-        await self._buckets.pay(stream.peer, len(data), LONGEST_WAIT_S)
+        await self._pay(self._sent, stream.peer, len(data))
         await stream.write(data, WRITE_TIMEOUT_S)
 
     def _hello(self, peer: str, request: HelloRequest, received_s: float) -> HelloReply:
@@ -218,7 +235,7 @@ class ExchangeService:
 
     # -- get
 
-    async def _get(self, stream: Stream, request: GetRequest) -> None:
+    async def _get(self, stream: Stream, request: GetRequest, slot: Slot) -> None:
         upload = None
         if self._transport.uplink.serves:
             upload = self._uploads.take(stream.peer, self._is_stranger(stream.peer), stream.abort)
@@ -234,11 +251,13 @@ class ExchangeService:
                     await self._reply(stream, beyond)
                 else:
                     await self._reply(stream, GetReply(status="ok", total_bytes=content.size_bytes))
-                    await self._send(content, request.offset, stream, upload)
+                    await self._send(content, request.offset, stream, (slot, upload))
         finally:
             self._uploads.give_back(upload)
 
-    async def _send(self, content: OpenContent, offset: int, stream: Stream, upload: Slot) -> None:
+    async def _send(
+        self, content: OpenContent, offset: int, stream: Stream, slots: tuple[Slot, Slot]
+    ) -> None:
         while offset < content.size_bytes:
             data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
             if not data:
@@ -247,10 +266,12 @@ class ExchangeService:
             for start in range(0, len(view), CHUNK_BYTES):
                 chunk = view[start : start + CHUNK_BYTES]
                 began_s = time.monotonic()
-                await self._buckets.pay(stream.peer, len(chunk), LONGEST_WAIT_S)
-                upload.excuse(time.monotonic() - began_s)
-                await stream.write(chunk, WRITE_TIMEOUT_S)
-                upload.moved(len(chunk))
+                await self._pay(self._sent, stream.peer, len(chunk))
+                waited_s = time.monotonic() - began_s
+                waited_s += await stream.write(chunk, WRITE_TIMEOUT_S)
+                for slot in slots:
+                    slot.excuse(waited_s)
+                    slot.moved(len(chunk))
             offset += len(view)
 
     # -- put
@@ -302,7 +323,7 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slo
 
 def _scratch(files: ContributionFiles) -> tuple[int, str]:
     files.folder.mkdir(parents=True, exist_ok=True)
-    return tempfile.mkstemp(dir=files.folder, prefix=".put-")
+    return tempfile.mkstemp(dir=files.folder, prefix=PUT_PREFIX)
 
 
 def _row_to_store(run: ServedRun | None, peer: str, request: PutRequest) -> Row | None:

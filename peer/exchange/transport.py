@@ -50,18 +50,20 @@ class Stream:
         self._uplink.received_bytes += len(data)
         return data
 
-    async def write(self, data: bytes | memoryview, timeout_s: float) -> None:
-        """Send; returns when there is room for more.
+    async def write(self, data: bytes | memoryview, timeout_s: float) -> float:
+        """Send; returns when there is room for more, and for how many seconds this peer's own
+        limit held it up.
 
         Raises `TimeoutError` when the other side takes no bytes for `timeout_s`, or an OSError.
         """
-        left = memoryview(data)
+        left, held_up_s = memoryview(data), 0.0
         while left:
             piece = left[: self._uplink.piece_bytes(len(left))]
-            await self._uplink.send(len(piece))
+            held_up_s += await self._uplink.send(len(piece))
             self._writer.write(piece)
             await asyncio.wait_for(self._writer.drain(), timeout_s)
             left = left[len(piece) :]
+        return held_up_s
 
     def close(self) -> None:
         """End it once everything is sent. May be called twice."""

@@ -40,11 +40,14 @@ class Uplink:
             return most
         return min(most, max(LEAST_PIECE_BYTES, int(PIECE_S * self._bytes_per_s)))
 
-    async def send(self, count: int) -> None:
-        """Wait until all that was promised before, and these bytes, have gone."""
+    async def send(self, count: int) -> float:
+        """Wait until all that was promised before, and these bytes, have gone; return for how
+        long, in seconds."""
         self.sent_bytes += count
         if self._bytes_per_s is None:
-            return
+            return 0.0
         now_s = self._monotonic()
         self._free_s = max(now_s, self._free_s) + count / self._bytes_per_s
-        await asyncio.sleep(self._free_s - now_s)
+        wait_s = self._free_s - now_s
+        await asyncio.sleep(wait_s)
+        return wait_s

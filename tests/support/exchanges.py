@@ -1,0 +1,177 @@
+"""Exchanges of admitted peers and strangers, with rows and steps to tell each other.
+
+`Peers` makes as many as a test needs on a `MemoryNetwork`; `real` ones take another transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dipaco.dht.admission import Gate, Terms, make_invitation
+from dipaco.dht.chain import Row, Step, genesis_name, sign_row
+from dipaco.dht.identity import raw_public_key
+from dipaco.modules.grid import Grid
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.exchange.exchange import Exchange, ServedRun
+from dipaco.peer.exchange.transport import Transport
+from dipaco.peer.exchange.verify import RowCheck
+from dipaco.peer.owner.uplink import Uplink
+
+from .make_plan import make_plan
+from .memory_transport import MemoryNetwork, MemoryTransport
+from .peers import RUN, key, peer
+
+OPERATOR = key(1000)
+PLAN = make_plan()
+GRID = Grid(PLAN.model, PLAN.grid, PLAN.rounds.level_offsets)
+NOW_S = PLAN.start_s + 1e6
+MODULE = "L0.E1"
+PATH = GRID.paths_of_module(MODULE)[0]
+GENESIS = genesis_name(RUN, MODULE)
+LIMIT_S = 60.0
+INVITATION = make_invitation(Terms(RUN, 16, 0), OPERATOR)
+
+
+def admission(number: int, invitation: Any = INVITATION) -> bytes:
+    found: bytes = invitation.admit(raw_public_key(key(number)), NOW_S)
+    return found
+
+
+def new_gate() -> Gate:
+    return Gate(RUN, raw_public_key(OPERATOR))
+
+
+def new_check(gate: Gate | None = None, greatest_bytes: int = 2**24) -> RowCheck:
+    return RowCheck(
+        PLAN,
+        GRID,
+        gate or new_gate(),
+        greatest_bytes=lambda module: greatest_bytes,
+        now=lambda: NOW_S,
+    )
+
+
+def row_of(
+    number: int,
+    round_index: int = 0,
+    parent: str = GENESIS,
+    data: bytes = b"data",
+    signer: Any = None,
+    **fields: Any,
+) -> Row:
+    values = {
+        "module": MODULE,
+        "round_index": round_index,
+        "parent": parent,
+        "path": PATH,
+        "peer": peer(number),
+        "tokens": 100,
+        "file": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        **fields,
+    }
+    return sign_row(Row(**values), signer or key(number))
+
+
+def chain_of(
+    length: int, peers: Sequence[int] = (0,), parent: str = GENESIS, begin: int = 0
+) -> list[Step]:
+    """Return steps on top of each other, with a row of each peer in them."""
+    steps = []
+    for round_index in range(begin, begin + length):
+        steps.append(Step.of(row_of(number, round_index, parent) for number in peers))
+        parent = steps[-1].name
+    return steps
+
+
+class Held:
+    """Content by its hash, in memory or in files."""
+
+    def __init__(self, *contents: bytes) -> None:
+        self.contents = {hashlib.sha256(data).hexdigest(): data for data in contents}
+
+    def lookup(self, sha256: str) -> Path | bytes | None:
+        return self.contents.get(sha256)
+
+
+class Told:
+    """What an exchange was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, tuple[Row, ...], tuple[Step, ...], bool]] = []
+
+    def __call__(self, *call: Any) -> None:
+        self.calls.append(call)
+
+
+class Node:
+    """One exchange with what it serves."""
+
+    def __init__(
+        self, transport: Transport, folder: Path, number: int, *, is_in: bool, held: Held
+    ) -> None:
+        self.number, self.held, self.told = number, held, Told()
+        self.gate = new_gate()
+        self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
+        self.files = ContributionFiles(folder / "contributions", most_bytes=2**27)
+        self.exchange = Exchange(transport)
+        self.exchange.start()
+        self.run = ServedRun(
+            RUN,
+            held,
+            self.chains,
+            new_check(self.gate),
+            self.files,
+            admission(number) if is_in else None,
+        )
+        self.exchange.serve_run(self.run)
+        self.exchange.listen(self.told)
+
+    @property
+    def peer(self) -> str:
+        return self.exchange.peer_id
+
+
+class Peers:
+    """Makes nodes on one network, and stops them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.network = folder, MemoryNetwork()
+        self.nodes: list[Node] = []
+
+    def __call__(
+        self,
+        *contents: bytes,
+        is_in: bool = True,
+        uplink: Uplink | None = None,
+        knows: Sequence[Node] = (),
+    ) -> Node:
+        number = len(self.nodes)
+        transport = MemoryTransport(self.network, peer(number), uplink)
+        node = Node(transport, self.folder / str(number), number, is_in=is_in, held=Held(*contents))
+        self.nodes.append(node)
+        for other in knows:
+            meet(node, other)
+        return node
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.exchange.stop()
+
+
+def meet(one: Node, other: Node) -> None:
+    """Let two nodes know each other's admissions, as by the records of the DHT."""
+    one.gate.check(other.peer, admission(other.number))
+    other.gate.check(one.peer, admission(one.number))
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s, "it did not come"
+        time.sleep(0.01)
