@@ -99,6 +99,8 @@ class OuterRound:
             round_index = self.link.round_index + 1
         if round_index <= self.link.round_index:
             return  # Others' step of this round is here already.
+        if not known.schedule.fixed_steps and known.now_s > boundary_s + known.gather_s:
+            return  # Slept through: who is awake has stepped. The next round takes the work.
         self.open_round(round_index, boundary_s)
         self.is_open = True
         known.do(Publish(self.module, round_index, self.stand, boundary_s))
@@ -241,7 +243,17 @@ class OuterRound:
             if peer == known.me
             or (peer in claims and known.view.rounds_held(claims[peer]) < ROUNDS_IN_VAIN)
         }
-        return trainers & (self._recent() | young)
+        return trainers & (self._recent() | young | self._heard())
+
+    def _heard(self) -> set[str]:
+        """Return whose files of the last rounds came, in time for a step or not: who is slower
+        than the others is waited for, and gets in again."""
+        return {
+            peer
+            for found in self._rows.values()
+            for peer, row in found.items()
+            if row.file in self.files
+        }
 
     def _recent(self) -> frozenset[str]:
         return self.book.contributors(self.stand, RECENT_STEPS)
@@ -262,6 +274,21 @@ class OuterRound:
 
     def _is_good_link(self, link: Link) -> bool:
         return link.step is not None and self.is_good(link.step.peers, link.parent)
+
+    def _is_early(self, best: Link) -> bool:
+        """Tell whether a chain has a step of this round that few have made, and there is still time
+        for a better one: nobody who is always first puts a state under the others."""
+        known = self.known
+        if known.now_s > self.boundary_s + known.gather_s + 3 * known.grace_s:
+            newest = self.round_index
+        else:
+            newest = self.round_index - 1
+        for link in self.book.back_from(best.name):
+            if link.name == self.stand or link.round_index <= newest:
+                return False
+            if not self._is_good_link(link):
+                return True
+        return False
 
     def _ready_rows(self) -> dict[str, Row]:
         """Return the rows of this round that stand where this peer stands, with files here."""

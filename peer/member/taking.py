@@ -73,6 +73,8 @@ class Strand(OuterRound):
         self._corrected = ""
         self._to_answer: set[str] = set()
         self._wanted_s = 0.0
+        self._waits = False
+        """A chain is heavier that is not taken yet: see `_is_early`."""
 
     # -- what is heaviest
 
@@ -109,6 +111,9 @@ class Strand(OuterRound):
             if best.rank >= taken.rank and taken.name not in self._refused:
                 return
             self._give_up()
+        self._waits = not self.is_wanted and self._is_early(best)
+        if self._waits:
+            return
         if self.role is Role.MAILBOX and not self.is_wanted:
             self._stand_on(best)
             return
@@ -133,7 +138,7 @@ class Strand(OuterRound):
     def on_time(self) -> None:
         """Time has passed."""
         super().on_time()
-        if self.is_wanted and self.ready is None and self._taking is None:
+        if self._waits or (self.is_wanted and self.ready is None and self._taking is None):
             self.consider()
 
     def _stand_on(self, link: Link) -> None:
@@ -292,7 +297,9 @@ class Strand(OuterRound):
             self._taken(taking.head)
 
     def _is_of_most(self, step: str) -> bool:
-        """Tell whether most of those who counted where two chains parted are in one of them."""
+        """Tell whether half of those who counted where two chains parted, or more, are in one of
+        them. Where two began apart, or a split was even, each side fits the documents of the
+        other worse, by many nats: that says nothing."""
         if self.is_wanted:
             return False
         fork = self.book.ancestor(step, self.stand).name
@@ -300,7 +307,7 @@ class Strand(OuterRound):
         made: set[str] = set()
         for found in self.book.steps_between(fork, step):
             made |= found.peers
-        return bool(voters) and 2 * len(voters & made) > len(voters)
+        return 2 * len(voters & made) >= len(voters)
 
     def _taken(self, head: Head) -> None:
         self._taking = None
