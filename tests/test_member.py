@@ -1,0 +1,271 @@
+"""An outer round as one member decides it: who proposes when, what is taken, and what is not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from dipaco.dht.chain import Head, Row, Step
+from dipaco.dht.records import Claim, Holding, PeerRecord
+from dipaco.dht.view import SwarmView
+from dipaco.modules.config import GridConfig, RoundsConfig
+from dipaco.modules.grid import Grid
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.knowledge import Knowledge, MemberSettings, mailbox_order
+from dipaco.peer.member.member import Member
+from dipaco.peer.member.outer_round import Role
+from dipaco.peer.member.taking import Strand
+from support.make_plan import make_plan
+
+MODULE, DURATION_S, GATHER_S, GRACE_S = "L0.E0", 100.0, 20.0, 4.0
+PLAN = make_plan(
+    rounds=RoundsConfig(duration_s=DURATION_S, gather_s=GATHER_S, grace_s=GRACE_S),
+    grid=GridConfig(modules_per_level=(1,)),
+)
+GRID = Grid(PLAN.model, PLAN.grid)
+BOUNDARY_S = PLAN.start_s + DURATION_S
+ActionT = TypeVar("ActionT")
+
+
+def name(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) -> SwarmView:
+    claims, records = {}, {}
+    for peer in peers:
+        reachable = "outgoing" if peer in closed else "direct"
+        claims[peer] = Claim.model_construct(
+            peer_id=peer, path=0, state="training", since_s=PLAN.start_s, round=0,
+            reachable=reachable, pinned=False,
+        )  # fmt: skip
+        records[peer] = PeerRecord.model_construct(
+            peer_id=peer, path=0, state="training", reachable=reachable, round=0
+        )
+    return SwarmView(
+        now_s=BOUNDARY_S,
+        claims=claims,
+        peers=records,
+        holdings={MODULE: tuple(held)},
+        duration_s=DURATION_S,
+    )
+
+
+class Trainer:
+    """One trainer's strand of the only module, at the boundary of round 0."""
+
+    def __init__(self, me: str, peers: str, closed: str = "", **view: Any) -> None:
+        self.known = known = Knowledge(
+            MemberSettings(me, can_be_called=me not in closed), PLAN, GRID
+        )
+        known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
+        known.now_s = BOUNDARY_S
+        self.strand = strand = Strand(known, MODULE)
+        genesis = strand.book.genesis(MODULE)
+        strand.ready = Head(MODULE, genesis, 0, 0, -1, name("genesis"), 10**6)
+        strand.follow(Role.TRAINER)
+        strand.begin(0, BOUNDARY_S)
+        self.done: list[a.Action] = []
+        self.take(a.Publish)
+
+    def take(self, kind: type[ActionT]) -> list[ActionT]:
+        """Return what was wanted of this kind since the last time, and forget all."""
+        self.done += self.known.actions
+        self.known.actions = []
+        found = [action for action in self.done if isinstance(action, kind)]
+        self.done = []
+        return found
+
+    def row(self, peer: str, **fields: Any) -> Row:
+        given = {
+            "module": MODULE, "round_index": 0, "parent": self.strand.stand, "path": 0,
+            "peer": peer, "tokens": 10, "file": name(f"file {peer}"), "bytes": 100, **fields,
+        }  # fmt: skip
+        return Row(**given)
+
+    def publish(self) -> None:
+        self.strand.published(e.Published(self.row(self.known.me)))
+
+    def hear(self, *peers: str, gathered: bool = True) -> None:
+        for peer in peers:
+            self.strand.hear_rows([self.row(peer)], peer)
+            if gathered:
+                self.strand.gathered(name(f"file {peer}"))
+
+    def wait(self, seconds: float) -> None:
+        self.known.now_s += seconds
+        self.strand.on_time()
+
+    def proposed(self) -> list[Step]:
+        return [step for tell in self.take(a.Tell) for step in tell.steps]
+
+
+def first_and_second(peers: str = "ABC") -> tuple[str, str]:
+    order = mailbox_order(MODULE, 0, set(peers))
+    return order[0], order[1]
+
+
+def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here() -> None:
+    first, _ = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    others = sorted(set("ABC") - {first})
+    member.hear(others[0])
+    member.hear(others[1], gathered=False)
+    assert member.proposed() == []
+    member.strand.gathered(name(f"file {others[1]}"))
+    (step,) = member.proposed()
+    assert step.peers == set("ABC")
+
+
+def test_it_waits_no_longer_than_for_the_time_to_gather() -> None:
+    first, _ = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    member.hear(sorted(set("ABC") - {first})[0])
+    member.wait(GATHER_S - 0.1)
+    assert member.proposed() == []
+    member.wait(0.2)
+    (step,) = member.proposed()
+    assert len(step.rows) == 2
+
+
+def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
+    _, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    member.hear(*sorted(set("ABC") - {second}))
+    member.wait(GATHER_S + GRACE_S - 0.1)
+    assert member.proposed() == []
+    member.wait(0.2)
+    for ask in member.take(a.Ask):
+        member.strand.answered(e.Answered(ask.peer, MODULE, is_silent=True))
+    member.wait(0.2)
+    assert len(member.proposed()) == 1
+
+
+def test_a_peer_that_cannot_be_called_puts_its_file_and_never_proposes_beside_mailboxes() -> None:
+    member = Trainer("C", "ABC", closed="C")
+    member.publish()
+    (put,) = member.take(a.Put)
+    assert set(put.peers) <= {"A", "B"}
+    member.hear("A", "B")
+    member.wait(GATHER_S + 4 * GRACE_S + 1)
+    assert member.proposed() == []
+    member.wait(GATHER_S)
+    assert {ask.peer for ask in member.take(a.Ask)} <= {"A", "B"}
+
+
+def test_a_peer_alone_steps_at_once() -> None:
+    member = Trainer("A", "A")
+    member.publish()
+    (compute,) = member.take(a.Compute)
+    assert [step.peers for step in compute.steps] == [{"A"}]
+
+
+def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    genesis = member.strand.stand
+    step = Step.of([member.row(peer) for peer in "ABC"])
+    member.strand.hear_steps([step], first)
+    gathers = member.take(a.Gather)
+    assert {row.peer for gather in gathers for row in gather.rows} == set("ABC") - {second}
+    for peer in "ABC":
+        member.strand.gathered(name(f"file {peer}"))
+    (compute,) = member.take(a.Compute)
+    assert (compute.base, compute.steps) == (genesis, (step,))
+    head = Head(MODULE, step.name, 1, 3, 0, name("state"), 10**6)
+    member.strand.here(e.Computed(head))
+    (adopt,) = member.take(a.Adopt)
+    assert (adopt.head, adopt.is_own_in, adopt.round_index, adopt.rows) == (head, True, 0, 3)
+    # One that is as heavy, with a greater name, changes nothing.
+    assert member.strand.stand == step.name
+
+
+def test_the_heavier_chain_wins_and_then_the_smaller_name() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    light = Step.of([member.row(peer) for peer in "AB"])
+    heavy = Step.of([member.row(peer) for peer in "ABC"])
+    also = Step.of([member.row(peer, tokens=11) for peer in "ABC"])
+    for step in (light, heavy, also):
+        member.strand.hear_steps([step], first)
+    assert member.strand.heaviest().name == min(heavy.name, also.name)
+
+
+def test_of_a_peer_one_row_counts_in_a_round() -> None:
+    first, _ = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    other, last = sorted(set("ABC") - {first})
+    member.hear(other)
+    member.strand.hear_rows([member.row(other, tokens=10**6, file=name("second"))], other)
+    member.strand.gathered(name("second"))
+    member.hear(last)
+    (step,) = member.proposed()
+    assert next(row.tokens for row in step.rows if row.peer == other) == 10
+
+
+def test_a_file_that_is_no_contribution_is_in_no_step() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    step = Step.of([member.row(peer) for peer in "ABC"])
+    member.strand.hear_steps([step], first)
+    bad = name(f"file {first}")
+    member.strand.gather_failed(e.GatherFailed(MODULE, bad, "it is too short", is_refused=True))
+    assert member.take(a.Warn)
+    assert member.strand.heaviest().name == member.strand.book.genesis(MODULE)
+
+
+def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    strange = Step.of([member.row("A", parent=name("unknown"), round_index=3)])
+    member.strand.hear_steps([strange], first)
+    (ask,) = member.take(a.Ask)
+    assert ask.peer == first
+    assert ask.locator[-1] == member.strand.book.genesis(MODULE)
+
+
+def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    strand = member.strand
+    base = Step.of([member.row(peer) for peer in "ABC"])
+    strand.book.add(base)
+    mine = Step.of([member.row(second, parent=base.name, round_index=1)])
+    strand.book.add(mine)
+    strand.head = Head(MODULE, mine.name, 2, 4, 1, name("mine"), 10**6)
+    strand.stand = mine.name
+    strand.open_round(1, BOUNDARY_S + DURATION_S)
+    foreign = Step.of([member.row(p, parent=base.name, round_index=1) for p in "XYZ"])
+    theirs = Head(MODULE, foreign.name, 2, 6, 1, name("foreign"), 10**6)
+    member.known.view = view_of("ABC", held=[Holding("X", theirs)])
+    member.known.now_s += DURATION_S + GATHER_S + 4 * GRACE_S
+    strand.hear_steps([foreign], first)
+    (fetch,) = member.take(a.FetchState)
+    strand.here(e.StateFetched(fetch.head))
+    (check,) = member.take(a.Check)
+    strand.checked(e.Checked(MODULE, check.step, 2.0, 9.0))
+    assert member.take(a.Adopt) == []
+    assert strand.heaviest().name == mine.name
+    assert strand.stand == mine.name
+
+
+def test_equal_events_give_equal_actions() -> None:
+    def life() -> list[a.Action]:
+        member = Member(MemberSettings("A"), PLAN, GRID)
+        done = member.handle(e.Turn(), BOUNDARY_S)
+        for _ in range(4):
+            done += member.handle(e.Viewed(view_of("BC"), is_answer=True), BOUNDARY_S + 1.0)
+            done += member.handle(e.Turn(), BOUNDARY_S + 3.0)
+        return done
+
+    first, second = life(), life()
+    assert first == second
+    assert any(isinstance(action, a.FetchPath) for action in first)
