@@ -17,6 +17,8 @@ from .world import START_S, Decider, MakeMember, World
 
 # Rounds without faults in which all has to settle; it has begun to after so many.
 CALM_ROUNDS, SETTLED_ROUNDS = 6, 2
+# Inner steps that even a slow machine takes in a round.
+STEPS_IN_ROUND = 15
 
 
 @dataclass
@@ -139,7 +141,7 @@ class _History:
             downlink=engine.between(5e6, 5e7),
         )
         step_s = engine.random.choice((0.5, 2.0, 8.0)) * engine.between(0.7, 1.4)
-        step_s = min(step_s, drawn.duration_s / 6)
+        step_s = min(step_s, drawn.duration_s / STEPS_IN_ROUND)
         if drawn.inner_steps:
             step_s = engine.between(0.2, 0.6) * drawn.duration_s / drawn.inner_steps
         clock_error_s = engine.between(-0.3, 0.3)
