@@ -17,7 +17,10 @@ from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import DipacoError
 
-from .interfaces import Chains, Files, OtherPeers, Report, Swarm
+from .exchange.chain_store import ChainStore
+from .exchange.contribution_files import ContributionFiles
+from .exchange.exchange import Exchange
+from .interfaces import Swarm
 from .member import actions as a
 from .member import events as e
 from .publisher import Activity, PeerStatus
@@ -34,11 +37,11 @@ class Errands:
     def __init__(
         self,
         swarm: Swarm,
-        others: OtherPeers,
-        chains: Chains,
-        files: Files,
+        others: Exchange,
+        chains: ChainStore,
+        files: ContributionFiles,
         status: PeerStatus,
-        report: Report,
+        report: Callable[[e.Event], None],
         executor: Executor | None = None,
     ) -> None:
         self._swarm, self._others, self._chains, self._files = swarm, others, chains, files

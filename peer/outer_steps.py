@@ -37,7 +37,6 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.state import ModuleState
 
-from .interfaces import Report
 from .member import actions as a
 from .member import events as e
 from .node import Node
@@ -78,7 +77,7 @@ class OuterSteps:
         node: Node,
         files: PathFiles,
         events: EventLog,
-        report: Report,
+        report: Callable[[e.Event], None],
         *,
         announce: Callable[[], None],
         trainer: PathTrainer | None = None,
