@@ -237,9 +237,11 @@ class MixedWorld(World):
         stopped = [peer.name for peer in honest if peer.alive or peer.popen.returncode]
         final, agreed = last_states(self.lives())
         commits = honest[0].of("commit")
+        missing = sorted(set(self.grid.modules()) - final.keys())
         return {
-            "perplexity": round(self.perplexity(final), 4),
+            "perplexity": math.inf if missing else round(self.perplexity(final), 4),
             "agreed": agreed and not stopped,
+            "never_stepped": missing,
             "commits": len(commits),
             "rows": round(statistics.fmean(event["rows"] for event in commits), 2),
             "carried_on": sum(len(peer.of("carry_on")) for peer in honest),
