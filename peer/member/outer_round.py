@@ -269,7 +269,8 @@ class OuterRound:
         """Tell whether more than half of those who count are among some contributors."""
         if self.in_vain >= ROUNDS_IN_VAIN or parent not in self.book:
             return True
-        voters = self.book.contributors(parent, RECENT_STEPS) & self._trainers()
+        trainers = self._trainers()
+        voters = (self.book.contributors(parent, RECENT_STEPS) or trainers) & trainers
         return not voters or 2 * len(voters & peers) > len(voters)
 
     def _is_good_link(self, link: Link) -> bool:

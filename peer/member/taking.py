@@ -277,11 +277,12 @@ class Strand(OuterRound):
             self._taken(head)
 
     def _is_to_be_checked(self, step: str) -> bool:
-        """Tell whether a state was made by others without this peer's chain in it."""
+        """Tell whether a state was made by others without this peer's chain in it, or by few."""
         if self.is_wanted:
             return self.book.link(step).version > 0
         is_fork = not self.book.stands_on(step, self.stand)
-        return self.role is Role.TRAINER and is_fork
+        is_of_few = not self._is_good_link(self.book.link(step))
+        return self.role is Role.TRAINER and (is_fork or is_of_few)
 
     def checked(self, event: Checked) -> None:
         """Held-out documents say what the state is worth."""
