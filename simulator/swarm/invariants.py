@@ -2,10 +2,10 @@
 
 Has to hold in every one: `agreement` (at rest all honest trainers of a module stand on one step;
 where rounds are counted, on one chain), `digest` (at rest a state has the digest that its step
-has), `files` and `contract` (an anchor changes only by whole steps whose files were checked, or to a state that was
-fetched; a member answers every turn and never raises), `liveness` (in calm rounds every module that
-is trained steps in every round) and `copies` (at rest three hold the head where three can be
-reached).
+has), `files` and `contract` (an anchor changes only by whole steps whose files were checked, or to
+a state that was fetched; a member answers every turn and never raises), `liveness` (in calm rounds
+every module that is trained steps in every round) and `copies` (at rest three hold the head where
+three can be reached).
 
 Counted: what became of the work (`work`), forked versions, adopted steps, samples of copies two
 rounds after a step, and messages, requests and bytes of an honest trainer in a round.
