@@ -67,7 +67,7 @@ def test_a_hello_that_hangs_is_bounded(nodes: Nodes, monkeypatch: pytest.MonkeyP
     async def hang(*arguments: object, **options: object) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(service.ExchangeService, "rpc_hello", hang)
+    monkeypatch.setattr(service.ExchangeService, "_answer", hang)
     nodes.serving()
     findings = examine(nodes.addresses, timeout_s=3.0)
     assert "does not answer" in str(findings[0].error)

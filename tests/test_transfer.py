@@ -414,7 +414,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
 
     def find(address: str) -> tuple[Any, str]:
-        return fsspec.filesystem("file"), str(folder / address.rpartition("/")[2])
+        return fsspec.filesystem("file"), str(folder.joinpath(*address.split("/")[-2:]))
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", find)
     return folder

@@ -244,8 +244,9 @@ class ChainStore:
         known = self.admissions_of(peers)
         entries += [["a", peer, admission] for peer, admission in known.items()]
         entries += [["s", pack_step(found)] for found in reversed(new)]
-        held = None if head is None else [head.version, head.weight, head.round_index]
-        if head is not None and held is not None:
+        held: list[Any] | None = None
+        if head is not None:
+            held = [head.version, head.weight, head.round_index]
             held += [bytes.fromhex(head.digest), head.bytes]
         entries.append(["h", bytes.fromhex(step), held])
         with storage_errors(self._folder), self._path(module).open("ab") as file:

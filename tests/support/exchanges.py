@@ -46,7 +46,7 @@ def new_gate() -> Gate:
     return Gate(RUN, raw_public_key(OPERATOR))
 
 
-def new_check(gate: Gate | None = None, greatest_bytes: int = 2**24) -> RowCheck:
+def new_check(gate: Gate | None = None, greatest_bytes: int = 2**25) -> RowCheck:
     return RowCheck(
         PLAN,
         GRID,
