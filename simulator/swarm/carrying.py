@@ -9,7 +9,7 @@ What is simplified: nothing is signed, as nobody can sign for another; a file is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.records import ProgressEntry
@@ -18,9 +18,8 @@ from dipaco.peer.member import actions, events
 
 from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
+# `machine.Machine`, which stands on this file.
+Machine = Any
 ASK_LIMIT_S, STALL_S, RETRY_S = 3.0, 10.0, 2.0
 # How long a row is on the wire, and a name in a locator.
 ROW_BYTES, NAME_BYTES = 220, 33
