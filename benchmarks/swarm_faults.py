@@ -30,7 +30,7 @@ from dipaco.simulator.swarm.trace import Trace
 from parts.common import Report, build_parser
 
 # Seeds that a process lives through before it reports.
-CHUNK = 10
+CHUNK = 5
 # What a history makes lives as long as it does: looking for cycles as often as Python does by
 # itself takes a fifth of the time.
 COLLECTED = (100_000, 50, 100)

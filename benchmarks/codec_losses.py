@@ -1,8 +1,8 @@
 """Loss against bytes: what each codec costs in the reference, in calm runs and in bad ones.
 
-    python benchmarks/codecs.py [RUN_DIR] [--json] [--rounds 15] [--steps 50] [--seeds 2]
-    python benchmarks/codecs.py RUN_DIR --outer plain --dropped 0.3 --move-every 2
-    python benchmarks/codecs.py --speed
+    python benchmarks/codec_losses.py [RUN_DIR] [--json] [--rounds 15] [--steps 50] [--seeds 2]
+    python benchmarks/codec_losses.py RUN_DIR --outer plain --dropped 0.3 --move-every 2
+    python benchmarks/codec_losses.py --speed
 
 RUN_DIR is a prepared run, of examples/tiny for instance, or of the nine domains with a 2x4 grid;
 without it a run of made-up languages is made (2x2). Every codec trains it from the same genesis on
