@@ -1,4 +1,4 @@
-"""Promises 3 and 4.7 with real processes: a swarm's digests are the single process's, bit for bit."""
+"""Promise 3 with real processes: the digests of a swarm are those of a single process, bit for bit."""
 
 from __future__ import annotations
 
