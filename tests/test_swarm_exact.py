@@ -1,4 +1,4 @@
-"""Promise 3 with real processes: the digests of a swarm are those of a single process, bit for bit."""
+"""Promise 3 with real processes: a swarm has the digests of a single process, bit for bit."""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ SWARM_METRICS = (
     _gauge("path_behind_rounds", "rounds since the path that has waited longest was trained"),
     _gauge("modules_forked", "modules whose trainers hold states of several chains"),
     _gauge("module_least_copies", "holders of the newest state of the module that has the fewest"),
-    _gauge("module_behind_rounds", "rounds since the last step of the module that has waited longest"),
+    _gauge(
+        "module_behind_rounds", "rounds since the last step of the module that has waited longest"
+    ),
     _gauge("tokens_per_second", "what all peers train, by their own records"),
     _gauge("tokens", "tokens trained on all paths, by their anchors"),
     _gauge("validation_perplexity", "perplexity on held-out text, over the paths that report it"),
