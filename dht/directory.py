@@ -101,6 +101,7 @@ class Directory:
 
     def serve(self, manifest: SignedManifest, grid: Grid) -> None:
         """Have this node store the records of the run for others. Raises `NetworkError`."""
+        assert self.gate is not None, "a run has a gate"
         run = ServedRun(
             run_id=self.run_id,
             operator=manifest.operator_fingerprint,
