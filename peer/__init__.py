@@ -1,1 +1,1 @@
-"""The running peer: session, clock, exact averaging, exchange of states, display, command line."""
+"""The running peer: session, outer rounds, publisher, exchange, display, command line."""
