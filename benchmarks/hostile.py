@@ -235,12 +235,12 @@ class MixedWorld(World):
         while any(peer.alive for peer in honest) and time.monotonic() < deadline:
             time.sleep(0.2)
         stopped = [peer.name for peer in honest if peer.alive or peer.popen.returncode]
-        final, agreed = last_states(self.lives())
+        final, _ = last_states(self.lives())
         commits = honest[0].of("commit")
         missing = sorted(set(self.grid.modules()) - final.keys())
         return {
             "perplexity": math.inf if missing else round(self.perplexity(final), 4),
-            "agreed": agreed and not stopped,
+            "agreed": self._agreed(honest) and not stopped,
             "never_stepped": missing,
             "commits": len(commits),
             "rows": round(statistics.fmean(event["rows"] for event in commits), 2),
@@ -249,6 +249,22 @@ class MixedWorld(World):
             "did_not_end": stopped,
             "seconds": round(commits[-1]["time_s"] - self.plan.start_s, 1),
         }
+
+    def _agreed(self, honest: list[Member]) -> bool:
+        """Tell whether all stood on one state of each module before the last round.
+
+        They leave right behind the last one, in which two steps may still be on their way.
+        """
+        held: dict[str, set[str]] = {}
+        for peer in honest:
+            mine: dict[str, dict[int, str]] = {}
+            for event in peer.read():
+                if event["event"] in ("commit", "adopt"):
+                    mine.setdefault(event["module"], {})[event["version"]] = event["digest"]
+            for module, digests in mine.items():
+                before = [version for version in digests if version < self.chosen.rounds]
+                held.setdefault(module, set()).add(digests[max(before)] if before else "")
+        return all(len(digests) == 1 for digests in held.values())
 
 
 def live(folder: Path, chosen: Namespace, kind: str, mean: str) -> dict[str, Any]:
