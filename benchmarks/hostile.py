@@ -147,6 +147,7 @@ _STRANGER = """
 import hashlib, os, sys, threading
 from pathlib import Path
 from dipaco.dht.chain import Row, sign_row
+from dipaco.modules.blobs import BlobStore
 from dipaco.peer.node import join_run
 from dipaco.peer.owner.uplink import Uplink
 folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
@@ -154,11 +155,19 @@ entry = sys.argv[sys.argv.index("--initial-peers") + 1]
 node = join_run(initial_peers=[entry], run=None, cache_folder=folder,
     identity_path=folder / "key", host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=[],
     content_folder=None, uplink=Uplink(None), say=print)
+node.serve_run()
+blobs = BlobStore(folder / "taken")
+def get(digest, peer):
+    try:
+        node.exchange.get(
+            digest, (peer,), blobs, greatest_bytes=2**24, timeout_s=2.0
+        ).unlink(missing_ok=True)
+    except Exception as error:
+        print(error, flush=True)
 def ask_without_end():
     number = 0
     while True:
         number += 1
-        view = node.directory.read_view()
         for module in node.grid.modules():
             genesis = node.genesis_step(module)
             data = os.urandom(4096)
@@ -168,10 +177,10 @@ def ask_without_end():
             peers = [peer for peer in node.exchange.connected_peers() if peer != node.me]
             node.exchange.tell(peers, module, rows)
             for peer in peers:
-                node.exchange.ask(peer, module, [genesis], 1.0)
+                answer = node.exchange.ask(peer, module, [genesis], 1.0)
                 node.exchange.put(peer, rows[0], data, 1.0)
-                for holding in view.holdings.get(module, ()):
-                    node.fetcher.blob(holding.head.digest, (peer,))
+                for _ in range(4 if answer and answer.held else 0):
+                    get(answer.held.digest, peer)
 threads = [threading.Thread(target=ask_without_end) for _ in range(8)]
 for thread in threads:
     thread.start()
