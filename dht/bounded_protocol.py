@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, ServedRun
@@ -37,11 +39,15 @@ _FRAME_BYTES = 32
 # Records that are checked before others get their turn.
 _AT_ONCE = 32
 _NEVER = float("-inf")
+# Types of Hivemind's within each other. A node makes one, a dictionary; each level is copied whole.
+MOST_NESTED = 2
+_nested = threading.local()
 
 _find = DHTProtocol.call_find
 _store = DHTProtocol.call_store
 _update = DHTProtocol.update_routing_table
 _add_handlers = DHTProtocol.add_p2p_handlers
+_decode = MSGPackSerializer._decode_ext_types
 
 
 def install() -> None:
@@ -53,6 +59,19 @@ def install() -> None:
     DHTProtocol.rpc_find = rpc_find
     DHTProtocol.update_routing_table = update_routing_table
     DHTProtocol.add_p2p_handlers = _with_quotas
+    MSGPackSerializer._decode_ext_types = decode_shallow
+
+
+def decode_shallow(type_code: int, data: bytes) -> Any:
+    """Read one of Hivemind's types, not many within each other. Raises ValueError."""
+    depth = getattr(_nested, "depth", 0)
+    if depth >= MOST_NESTED:
+        raise ValueError(f"more than {MOST_NESTED} types within each other")
+    _nested.depth = depth + 1
+    try:
+        return _decode(type_code, data)
+    finally:
+        _nested.depth = depth
 
 
 def node_id_of(peer_id: PeerID) -> DHTID:

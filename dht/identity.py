@@ -35,6 +35,20 @@ _RSA_PRIVATE = b"\x08\x00\x12"
 PEER_ID_PREFIX = b"\x00\x24" + _ED25519_PUBLIC
 PEER_ID_BYTES = len(PEER_ID_PREFIX) + PUBLIC_KEY_BYTES
 PEER_ID_CHARACTERS = 52
+# Under a key of small order one signature holds for every message: the points whose eightfold is
+# zero, in all spellings, without the bit of the sign.
+_SMALL_ORDER = frozenset(
+    bytes.fromhex(point)
+    for point in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -238,8 +252,15 @@ def public_key_of_peer_id(peer_id: str) -> bytes:
 
 def is_signed(message: bytes, signature: bytes, public_key: bytes) -> bool:
     """Tell whether the owner of a public key of 32 bytes signed `message`. Never raises."""
+    if is_of_small_order(public_key):
+        return False
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def is_of_small_order(public_key: bytes) -> bool:
+    """Tell whether a public key of 32 bytes is nobody's: what it signs, everybody can sign."""
+    return public_key[:-1] + bytes([public_key[-1] & 0x7F]) in _SMALL_ORDER if public_key else False

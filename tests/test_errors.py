@@ -40,7 +40,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -290,30 +289,6 @@ def test_leaving_has_ten_seconds_whatever_hangs(
     limit_s = app.LEAVE_LIMIT_S if is_joined else app.GIVE_UP_LIMIT_S
     assert timers == [(limit_s, app._exit_at_once)]
     assert limit_s < 10.0
-
-
-def test_a_process_that_is_killed_while_it_is_handed_something_shows_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown: list[object] = []
-    told: list[str] = []
-    logger = SimpleNamespace(debug=lambda text, **_: told.append(text))
-    monkeypatch.setattr(app, "logger", logger)
-    monkeypatch.setattr(sys, "excepthook", lambda *what: shown.append(what))
-    app._demote_handing_over()
-    read_end, write_end = os.pipe()
-    handed = reduction.DupFd(read_end)
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.connect(handed._id[0])
-    wait_until(lambda: told, LIMIT_S)
-    assert shown == []
-    try:
-        raise ValueError("of the main thread")
-    except ValueError as error:
-        sys.excepthook(ValueError, error, None)
-    assert len(shown) == 1
-    os.close(read_end)
-    os.close(write_end)
 
 
 def _gone(processes: list[int], timeout_s: float = 60.0) -> None:

@@ -30,7 +30,7 @@ from support.faults import (
 from support.swarm import LIMIT_S, Event, Member, Swarm, command
 from support.tiny_run import make_tiny_run
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.slow, pytest.mark.swarm]
 
 # The limit of a round: rounds end when everybody is done, and a dead peer's claim expires in it.
 DURATION_S = 20.0

@@ -21,7 +21,7 @@ from support.swarm import LIMIT_S, Swarm
 from support.tiny_run import make_tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.slow, pytest.mark.swarm]
 
 ROUNDS = 3
 TRAINERS = 3
