@@ -69,7 +69,7 @@ def store(
     sender: bytes | None = b"",
     run_id: str = RUN_ID,
     expires_s: float = NOW + 60,
-    value: bytes = b"v" * 80,
+    value: bytes = MSGPackSerializer.dumps({"v": bytes(11)}) + bytes(64),
 ) -> bool:
     """Store a record of owner `number`; `sender` is the owner unless it is given."""
     key, subkey = record_key(kind, run_id, item), record_subkey(kind, run_id, item, owner(number))
@@ -89,7 +89,6 @@ def records() -> HeldRecords:
     return held
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_only_what_belongs_to_a_served_run_is_stored(records: HeldRecords) -> None:
     assert store(records, "modules", "L1.E2", 1)
     assert store(records, "modules", "P3", 1)
@@ -101,7 +100,6 @@ def test_only_what_belongs_to_a_served_run_is_stored(records: HeldRecords) -> No
     assert records.record_count == 3
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_what_came_before_the_run_was_known_stays_if_it_belongs() -> None:
     records = HeldRecords(Clock())
     assert store(records, "peers", "0", 1, sender=FRIEND)
@@ -111,19 +109,18 @@ def test_what_came_before_the_run_was_known_stays_if_it_belongs() -> None:
     assert owners(records, "peers", "0") == [1]
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_flood_of_one_key_does_not_push_out_who_was_there(records: HeldRecords) -> None:
     honest = list(range(KEY_SIZE // 2))
     assert all(store(records, "peers", "0", number) for number in honest)
     taken = [store(records, "peers", "0", 1000 + n) for n in range(10 * KEY_SIZE)]
     assert sum(taken) == KEY_SIZE - len(honest)
     # They renew what they said, and a withdrawal is one more version of a record.
-    assert all(store(records, "peers", "0", n, expires_s=NOW + 90, value=b"x") for n in honest)
+    gone = MSGPackSerializer.dumps(None) + bytes(64)
+    assert all(store(records, "peers", "0", n, expires_s=NOW + 90, value=gone) for n in honest)
     assert set(honest) <= set(owners(records, "peers", "0"))
     assert records.record_count == KEY_SIZE
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_who_comes_itself_takes_the_place_of_what_was_passed_on(records: HeldRecords) -> None:
     passed = [store(records, "peers", "0", 1000 + n, sender=FRIEND) for n in range(KEY_SIZE)]
     assert sum(passed) == KEY_SIZE // 2, "at most half of a key"
@@ -135,14 +132,12 @@ def test_who_comes_itself_takes_the_place_of_what_was_passed_on(records: HeldRec
     assert not store(records, "peers", "0", 2001)
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_records_that_owners_sent_come_first_in_an_answer(records: HeldRecords) -> None:
     store(records, "peers", "0", 7, sender=FRIEND)
     store(records, "peers", "0", 8)
     assert owners(records, "peers", "0") == [8, 7]
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_an_owner_and_a_sender_have_so_many_records(records: HeldRecords) -> None:
     quota = QUOTAS["blobs"].of_owner
     taken = [store(records, "blobs", f"{n:064x}", 1) for n in range(quota + 5)]
@@ -154,14 +149,17 @@ def test_an_owner_and_a_sender_have_so_many_records(records: HeldRecords) -> Non
     assert store(records, "blobs", f"{9:064x}", 9)
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
-def test_bytes_count_and_expired_records_make_room(records: HeldRecords) -> None:
+def test_bytes_count_and_expired_records_make_room(
+    records: HeldRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock: Any = records._now
-    large = b"v" * (KEY_BYTES // 4)
+    monkeypatch.setattr(quotas, "KEY_BYTES", 40_000)
+    large = MSGPackSerializer.dumps({"v": bytes(10_000)}) + bytes(64)
+    larger = MSGPackSerializer.dumps({"v": bytes(20_000)}) + bytes(64)
     taken = [store(records, "progress", "0", number, value=large) for number in range(5)]
     assert taken == [True, True, True, False, False]
     # A record that grows is counted anew.
-    assert not store(records, "progress", "0", 1, value=2 * large, expires_s=NOW + 61)
+    assert not store(records, "progress", "0", 1, value=larger, expires_s=NOW + 61)
     clock.now = NOW + 100
     assert records.record_count == 3
     assert store(records, "progress", "0", 9, value=large, expires_s=clock.now + 9)
@@ -170,7 +168,6 @@ def test_bytes_count_and_expired_records_make_room(records: HeldRecords) -> None
     assert not records._of_owner.keys() - {(owner(9), "progress")}
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records: HeldRecords) -> None:
     for step in range(2_000):
         assert store(records, "peers", "0", 1, expires_s=NOW + 60 + step / 1000)
@@ -179,7 +176,6 @@ def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records: HeldRec
     assert len(records._expiring) < 100
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_reader_cannot_change_what_is_stored(records: HeldRecords) -> None:
     """Hivemind merges what others answer into what a storage gave."""
     store(records, "peers", "0", 1)
@@ -415,11 +411,10 @@ def test_a_node_that_takes_nothing_is_as_one_that_does_not_answer(
     assert asyncio.run(coroutine) is None
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_blob_records_of_a_whole_run_fit() -> None:
     """A bootstrap node announces every file, and in a small swarm every node stores all of that."""
     records = HeldRecords(Clock())
     records.serve(RUN)
     record = BlobRecord(peer_id="1" * 52, sha256="a" * 64, bytes=1)
-    value = MSGPackSerializer.dumps(record.model_dump())
+    value = MSGPackSerializer.dumps(record.model_dump()) + bytes(64)
     assert all(store(records, "blobs", f"{n:064x}", 1, value=value) for n in range(1024))

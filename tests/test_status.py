@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.dht.admission import Gate
+from dipaco.dht.chain import Head
 from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import (
     SignedManifest,
@@ -65,15 +68,8 @@ def peer(peer_id: str, path: int | None, state: str = "training") -> PeerRecord:
 
 
 def holding(peer_id: str, module: str, version: int = 5, digest: str = "a" * 64) -> Holding:
-    return Holding(
-        peer_id=peer_id,
-        module=module,
-        version=version,
-        digest=digest,
-        tokens=100 * version,
-        round=5,
-        bytes=1000,
-    )
+    step = hashlib.sha256(f"{module} {version}".encode()).hexdigest()
+    return Holding(peer_id, Head(module, step, version, 2 * version, 5, digest, 1000))
 
 
 def progress(peer_id: str, path: int, last_round: int = 5) -> ProgressRecord:
@@ -100,7 +96,7 @@ def view_of(
     """Return a view in the middle of round 6."""
     held: dict[str, list[Holding]] = {module: [] for module in grid.modules()}
     for record in holdings:
-        held[record.module].append(record)
+        held[record.head.module].append(record)
     return build_view(
         now_s=manifest.plan.start_s + 6.5 * manifest.plan.rounds.duration_s,
         plan=manifest.plan,
@@ -132,17 +128,18 @@ def healthy_parts(grid: Grid) -> dict[str, Any]:
     }
 
 
+def shown(view: SwarmView, manifest: SignedManifest, grid: Grid) -> dict[str, Any]:
+    return status_of(view, manifest, grid, gate=Gate.of(manifest))
+
+
 def problems(manifest: SignedManifest, grid: Grid, **changes: Any) -> list[str]:
-    status = status_of(
-        view_of(manifest, grid, **{**healthy_parts(grid), **changes}), manifest, grid
-    )
+    status = shown(view_of(manifest, grid, **{**healthy_parts(grid), **changes}), manifest, grid)
     assert status["healthy"] is (not status["problems"])
     return [problem["text"] for problem in status["problems"]]
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> None:
-    status = status_of(view_of(manifest, grid, **healthy_parts(grid)), manifest, grid)
+    status = shown(view_of(manifest, grid, **healthy_parts(grid)), manifest, grid)
     plan = manifest.plan
     assert status["run"] == {
         "id": plan.run_id,
@@ -169,7 +166,6 @@ def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> 
     assert {
         "module": "L0.E0",
         "version": 5,
-        "tokens": 500,
         "digest": "a" * 64,
         "holders": [PEERS[0], PEERS[1], PEERS[4]],
         "agree": True,
@@ -184,11 +180,10 @@ def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> 
     json.dumps(status, allow_nan=False)
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_an_empty_swarm_has_a_problem_and_no_perplexity(
     manifest: SignedManifest, grid: Grid
 ) -> None:
-    status = status_of(view_of(manifest, grid), manifest, grid)
+    status = shown(view_of(manifest, grid), manifest, grid)
     assert not status["healthy"]
     assert status["problems"][0]["kind"] == "untrained"
     assert status["validation"]["perplexity"] is None
@@ -197,27 +192,24 @@ def test_an_empty_swarm_has_a_problem_and_no_perplexity(
     json.dumps(status, allow_nan=False)
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_module_with_two_states_of_one_version_does_not_agree(
     manifest: SignedManifest, grid: Grid
 ) -> None:
     held = healthy_parts(grid)["holdings"]
-    forked = [h for h in held if (h.peer_id, h.module) != (PEERS[1], "L0.E0")]
-    # That of one peer has the smaller digest, and as many tokens.
+    forked = [h for h in held if (h.peer_id, h.head.module) != (PEERS[1], "L0.E0")]
+    # The machine of one peer computed something else.
     forked.append(holding(PEERS[1], "L0.E0", digest="0" * 64))
-    status = status_of(
+    status = shown(
         view_of(manifest, grid, **{**healthy_parts(grid), "holdings": forked}), manifest, grid
     )
-    shown = next(m for m in status["modules"] if m["module"] == "L0.E0")
-    assert PEERS[1] not in shown["holders"]
-    assert len(shown["holders"]) > 1
+    module = next(m for m in status["modules"] if m["module"] == "L0.E0")
+    assert module["digest"] == "a" * 64
     [problem] = status["problems"]
-    assert (problem["kind"], problem["subjects"]) == ("forked", ["L0.E0"])
+    assert (problem["kind"], problem["subjects"]) == ("broken", ["L0.E0"])
     assert [m["module"] for m in status["modules"] if not m["agree"]] == ["L0.E0"]
     json.dumps(status, allow_nan=False)
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_an_unserved_path_is_a_problem_when_there_are_peers_enough(
     manifest: SignedManifest, grid: Grid
 ) -> None:
@@ -226,14 +218,13 @@ def test_an_unserved_path_is_a_problem_when_there_are_peers_enough(
     assert line.startswith("path 3 has no trainer since round 5; ")
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_tables_show_paths_modules_peers_and_problems(
     manifest: SignedManifest, grid: Grid
 ) -> None:
     claims = [claim(PEERS[0], 0), claim(PEERS[1], 1), claim(PEERS[2], 2), claim(PEERS[3], 2)]
     view = view_of(manifest, grid, **{**healthy_parts(grid), "claims": claims})
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(render(status_of(view, manifest, grid)))
+    console.print(render(shown(view, manifest, grid)))
     text = console.export_text()
     for expected in ("L0.E1 L1.E0", "unserved", "problem: path 3", PEERS[0][-8:], "a" * 12):
         assert expected in text
