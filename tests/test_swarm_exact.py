@@ -12,7 +12,7 @@ from dipaco.modules.errors import AdmissionError
 from support.swarm import Member, Swarm, command
 from support.tiny_run import invited_tiny_run, make_tiny_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.swarm]
+pytestmark = pytest.mark.swarm
 
 LIMIT_S = 300.0
 ROUNDS, STEPS = 4, 3
