@@ -120,7 +120,6 @@ def test_any_moment_is_read_as_it_was(history: History) -> None:
     assert [s["mark"] for s in history.moments(begin_s=START_S + 300, most=2)] == [6, 9]
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_large_swarm_comes_back_whole(history: History) -> None:
     first, second = status_at(big_records(9)), status_at(spoiled_records(10))
     for status in (first, second):

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,7 +238,6 @@ def test_one_bad_record_does_not_void_an_answer(identities: list[Identity]) -> N
     assert answer.latest_expiration_time == good.expiration_time
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_an_answers_expiration_is_that_of_its_records(
     identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,11 +246,13 @@ def test_an_answers_expiration_is_that_of_its_records(
     expiration_s = time.time() + 60
     full.store(b"x", b"y", expiration_s)
     peer = PeerID(PEER_ID_PREFIX + b"x" * 32)
+    me = PeerID(PEER_ID_PREFIX + b"m" * 32)
     near = {bounded_protocol.node_id_of(peer): peer}
+    back = {bounded_protocol.node_id_of(me): me}
     answers = {
         "full": (ValueWithExpiration(full, math.inf), {}),
-        # A node says of itself, or of others, that it is where the key is.
-        "empty": (ValueWithExpiration(empty, math.inf), {**near, DHTID.generate(): peer}),
+        # A node says of itself, or of others, that it is where the key is, or sends back.
+        "empty": (ValueWithExpiration(empty, math.inf), {**near, **back, DHTID.generate(): peer}),
         "nothing": (None, {}),
     }
 
@@ -258,7 +260,7 @@ def test_an_answers_expiration_is_that_of_its_records(
         return answers
 
     monkeypatch.setattr(bounded_protocol, "_find", find)
-    protocol: Any = None
+    protocol: Any = SimpleNamespace(node_id=bounded_protocol.node_id_of(me))
     found = asyncio.run(bounded_protocol.call_find(protocol, "peer", ["full", "empty"]))
     assert found is not None
     assert found["full"][0] == ValueWithExpiration(full, expiration_s)

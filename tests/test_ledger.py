@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from dipaco.dht.chain import Row, Step, genesis_name
-from dipaco.dht.ledger import credits_of, exported
+from dipaco.dht.ledger import EXPORT_FORMAT, credits_of, exported
+from dipaco.peer import client, ledger_cli
 
 RUN = "0" * 16
 
@@ -39,3 +45,62 @@ def test_paths_add_up_and_the_most_tokens_come_first() -> None:
     assert [peer["peer_id"] for peer in ledger["peers"]] == ["ann", "bob"]
     assert ledger["peers"][0]["paths"] == {"0": 10, "1": 20}
     assert ledger["tokens"] == 45
+
+
+def view_of(**said: tuple[str, str]) -> Any:
+    """Return a view in which peers say a name and a team."""
+    peers = {peer: SimpleNamespace(name=name, team=team) for peer, (name, team) in said.items()}
+    return SimpleNamespace(peers=peers)
+
+
+def test_names_are_what_peers_say_and_teams_add_up() -> None:
+    chains = {"L0.E0": chain("L0.E0", {"ann": (0, 10), "bob": (1, 15), "eve": (0, 7)})}
+    view = view_of(ann=("same", "red"), bob=("same", "red"), other=("", "blue"))
+    ledger = exported(RUN, credits_of(chains), view)
+    assert [(p["peer_id"], p["name"], p["team"]) for p in ledger["peers"]] == [
+        ("bob", "same", "red"),
+        ("ann", "same", "red"),
+        # Out of sight, and what it did stays.
+        ("eve", "", ""),
+    ]
+    assert ledger["teams"] == [{"team": "red", "tokens": 25}]
+    assert json.loads(json.dumps(ledger)) == ledger
+    assert exported(RUN, credits_of({"L0.E0": []}), None)["peers"] == []
+
+
+class Client:
+    """A swarm of one module, as the command reads it."""
+
+    grid = SimpleNamespace(modules=lambda: ("L0.E0",))
+    plan = SimpleNamespace(run_id=RUN)
+
+    def __init__(self, initial_peers: tuple[str, ...], *, run: str | None) -> None:
+        assert (initial_peers, run) == (("ADDR",), "mine")
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def chain(self, module: str) -> list[Step]:
+        return chain(module, {"ann" * 8: (0, 1234)})
+
+    def view(self) -> Any:
+        return view_of()
+
+
+def test_the_command_prints_a_table_or_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "ReadOnlyClient", Client)
+    words = ["--initial-peers", "ADDR", "--run", "mine"]
+    assert ledger_cli.main([*words, "--json"]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert (ledger["format"], ledger["run"], ledger["tokens"]) == (EXPORT_FORMAT, RUN, 1234)
+    assert ledger_cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "1,234 tokens in the chains" in shown
+    assert ("ann" * 8)[-8:] in shown
+    with pytest.raises(SystemExit):
+        ledger_cli.main([*words, "--seed", "1"])

@@ -182,7 +182,6 @@ def test_the_alerts_are_about_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("metrics", [PEER_METRICS, SWARM_METRICS])
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_every_metric_is_documented(metrics: tuple[Metric, ...]) -> None:
     text = (ROOT / "docs" / "monitoring.md").read_text()
     for metric in metrics:

@@ -11,15 +11,13 @@ from dipaco.modules.config import RoundsConfig
     ("duration_s", "inner_steps", "period_s"),
     [(3.0, 0, 1.0), (60.0, 0, 15.0), (300.0, 0, 75.0), (1e5, 0, 600.0), (1e5, 88, 20.0)],
 )
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_records_are_renewed_by_the_round(
     duration_s: float, inner_steps: int, period_s: float
 ) -> None:
-    rounds = RoundsConfig(duration_s=duration_s, inner_steps=inner_steps, matchmaking_s=0.5)
+    rounds = RoundsConfig(duration_s=duration_s, inner_steps=inner_steps)
     assert refresh_period_s(rounds) == period_s
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_what_was_worked_out_of_a_record_is_not_that_of_its_copy() -> None:
     said = ModuleRecord.model_construct(
         peer_id="A",
@@ -29,7 +27,7 @@ def test_what_was_worked_out_of_a_record_is_not_that_of_its_copy() -> None:
         since_s=1.0,
         round=2,
         reachable="direct",
-        held=HeldState(version=1, digest="a" * 64, tokens=3, round=0, bytes=1),
+        held=HeldState(step="b" * 64, version=1, weight=2, round=0, digest="a" * 64, bytes=1),
     )
     assert said.claim is not None
     assert said.claim.state == "training"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.dht.admission import Gate
+from dipaco.dht.admission import Gate, opened
 from dipaco.dht.chain import Head
 from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import (
@@ -27,6 +27,7 @@ from dipaco.dht.status.screen import render
 from dipaco.dht.status.summary import status_of
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.grid import Grid
+from dipaco.peer.guests import admit
 from rich.console import Console
 from support.dht_pair import start_node
 from support.make_plan import make_plan
@@ -244,19 +245,27 @@ def status(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_command_on_a_real_swarm(tmp_path: Path, grid: Grid) -> None:
-    plan = make_plan(name="live", start_s=time.time() - 650.0)
     key = load_or_create_operator_key(tmp_path / "operator.pem")
+    plan = opened(make_plan(name="live", start_s=time.time() - 650.0), key)
     node = start_node(tmp_path / "node", run_id=plan.run_id)
     try:
-        node.directory.publish_manifest(sign_manifest(plan, key), 600.0)
+        manifest = verify_manifest(sign_manifest(plan, key))
+        node.directory.publish_manifest(manifest.envelope, 600.0)
         asked = status("--initial-peers", node.address, "--json")
         found = json.loads(asked.stdout)
         assert (asked.returncode, found["healthy"], found["peers"]) == (1, False, [])
         assert found["run"]["id"] == plan.run_id
 
         me = node.peer_id
+        # Without an admission nobody is seen.
+        node.directory.publish_peer(peer(me, 0), 0, 300.0)
+        asked = status("--initial-peers", node.address, "--json")
+        assert json.loads(asked.stdout)["peers"] == []
+        assert "no admission" in asked.stderr
+
+        gate = Gate.of(manifest)
+        node.directory.admission = admit(gate, node.identity, manifest, time.time(), None)
         node.directory.publish_peer(peer(me, 0), 0, 300.0)
         for path in range(4):
             node.directory.publish_progress(progress(me, path), 0, 300.0)
@@ -265,6 +274,7 @@ def test_the_command_on_a_real_swarm(tmp_path: Path, grid: Grid) -> None:
         assert asked.stderr == ""
         assert found["paths"][0]["peers"] == [me]
         assert found["peers"][0]["device"] == "cpu x1"
+        assert [i["peers"] for i in found["admission"]["invitations"]] == [1]
 
         shown = status("--initial-peers", node.address)
         assert "run live" in shown.stdout

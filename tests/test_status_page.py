@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 from dipaco.dht.ledger import Credit, exported
-from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.status import cli
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
 from dipaco.dht.status.serving import Sampler, interval_s, open_port, serve_swarm
 from dipaco.modules.errors import ConfigurationError, NetworkError
-from dipaco.peer.reporting.events import EventLog
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
@@ -53,7 +51,6 @@ def client(history: History, statuses: list[dict[str, Any]]) -> Iterator[TestCli
         yield client
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_newest_status_and_any_moment(
     client: TestClient, statuses: list[dict[str, Any]]
 ) -> None:
@@ -70,7 +67,6 @@ def test_the_newest_status_and_any_moment(
     assert (again.status_code, again.content) == (304, b"")
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_figures_over_time(client: TestClient, statuses: list[dict[str, Any]]) -> None:
     found = client.get("/api/series").json()
     assert found["span"]["count"] == 3
@@ -82,7 +78,6 @@ def test_figures_over_time(client: TestClient, statuses: list[dict[str, Any]]) -
     assert few["series"]["round"] == [5]
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_one_peer_path_and_module(client: TestClient, statuses: list[dict[str, Any]]) -> None:
     peer = client.get(f"/api/peer/{peer_name(1)}").json()
     assert peer["now"] == statuses[-1]["peers"][1]
@@ -92,7 +87,9 @@ def test_one_peer_path_and_module(client: TestClient, statuses: list[dict[str, A
     module = client.get("/api/module/L0.E0", params={"at": statuses[0]["time_s"]}).json()
     assert module["now"]["agree"] is True
     assert len(module["history"]["version"]) == 1
-    assert client.get("/api/module/L0.E0").json()["now"]["agree"] is False
+    forked = client.get("/api/module/L0.E0").json()
+    assert forked["now"]["agree"] is False
+    assert forked["history"]["weight"][-1] == forked["now"]["weight"] > 0
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,6 @@ def test_one_peer_path_and_module(client: TestClient, statuses: list[dict[str, A
         ("/api/series?points=100000", 400, "points=100000: give 1 to 1000"),
     ],
 )
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_what_cannot_be_is_one_line_of_json(
     client: TestClient, address: str, code: int, message: str
 ) -> None:
@@ -118,7 +114,6 @@ def test_what_cannot_be_is_one_line_of_json(
     assert answer.text.count("\n") == 1
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_nothing_can_be_sent(client: TestClient) -> None:
     answer = client.post("/api/status", content=b"x")
     assert (answer.status_code, answer.json()["error"]) == (
@@ -127,7 +122,6 @@ def test_nothing_can_be_sent(client: TestClient) -> None:
     )
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_page_is_whole_and_lets_nothing_in(client: TestClient) -> None:
     answer = client.get("/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -142,7 +136,6 @@ def test_the_page_is_whole_and_lets_nothing_in(client: TestClient) -> None:
     assert " onclick=" not in text
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_hostile_name_stays_a_string(client: TestClient) -> None:
     answer = client.get("/api/status")
     assert answer.headers["content-type"] == "application/json"
@@ -152,22 +145,20 @@ def test_a_hostile_name_stays_a_string(client: TestClient) -> None:
     assert HOSTILE_NAME not in client.get("/").text
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_what_a_ledger_says_is_shown(history: History, statuses: list[dict[str, Any]]) -> None:
-    credit = Credit(peer_name(1), tokens=700, alone=40, paths={1: 700}, commits=3)
+    credit = Credit(peer_name(1), tokens=700, paths={1: 700}, rows=3)
     credits, board = Credits(), Board(15.0)
     board.put(statuses[-1])
     with TestClient(StatusService(history, board, credits).application()) as client:
         assert client.get("/api/ledger").status_code == 404
         assert client.get("/api/series").json()["ledger"] is False
-        ledger = exported("ab" * 8, {credit.peer: credit}, {})
+        ledger = exported("ab" * 8, {credit.peer: credit}, None)
         credits.put(ledger)
         assert client.get("/api/ledger").json() == ledger
         assert client.get(f"/api/peer/{peer_name(1)}").json()["credit"] == ledger["peers"][0]
         assert client.get(f"/api/peer/{peer_name(2)}").json()["credit"] is None
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_metrics_of_the_newest_status(client: TestClient, history: History) -> None:
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
@@ -176,7 +167,6 @@ def test_metrics_of_the_newest_status(client: TestClient, history: History) -> N
         assert replay.get("/metrics").status_code == 503
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_replay_has_no_present(history: History, statuses: list[dict[str, Any]]) -> None:
     with TestClient(StatusService(history).application()) as client:
         found = client.get("/api/status").json()
@@ -188,7 +178,6 @@ def test_a_replay_has_no_present(history: History, statuses: list[dict[str, Any]
         assert client.get("/api/series").json()["series"]["round"] == []
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> None:
     """Pages never make a reading; one that fails is said, and the next one is shown again."""
     outcomes: list[dict[str, Any] | Exception] = [
@@ -231,7 +220,6 @@ def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> Non
     assert span.count == 2
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_sampler_ends_when_it_is_told_to(statuses: list[dict[str, Any]]) -> None:
     history, board = History(None, statuses[0]["run"]["id"]), Board(5.0)
     was_read = threading.Event()
@@ -266,33 +254,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
-def test_the_command_serves_what_logs_tell(
-    tmp_path: Path, served: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan, _ = plan_of(2, 2)
-    log = EventLog(tmp_path / "logs" / "peer.jsonl")
-    manifest = SignedManifest(plan, "0" * 16, b"")
-    log.begin_run(manifest, peer_name(1), name="x", software="dipaco/test", device="cpu")
-    log.emit("claimed", path=3, reason="unserved")
-    log.close()
-    logs, kept = (str(tmp_path / "logs"),), tmp_path / "kept.sqlite"
-    assert cli.run(cli.StatusSettings(replay=logs, serve=0, history=kept)) == 0
-    assert [(p["name"], p["path"]) for p in served["status"]["peers"]] == [("x", 3)]
-    assert served["page"].startswith("<!doctype html>")
-    said = capsys.readouterr().err
-    assert "1 logs" in said
-    assert f"serving at http://127.0.0.1:{served['port']}" in said
-    # What was made of the logs stays.
-    span = History(kept, plan.run_id).span()
-    assert span is not None
-    assert span.count >= 1
-    # Without a page, the end is printed.
-    assert cli.run(cli.StatusSettings(replay=logs, json=True)) == 1
-    assert json.loads(capsys.readouterr().out)["run"]["id"] == plan.run_id
-
-
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_running_swarm_is_served_and_kept(
     tmp_path: Path, served: dict[str, Any], statuses: list[dict[str, Any]]
 ) -> None:
@@ -309,7 +270,6 @@ def test_how_often_a_swarm_is_read() -> None:
     assert periods == [5.0, 15.0, 60.0]
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_answers_about_a_large_swarm_are_bounded() -> None:
     status = status_at(spoiled_records())
     assert (len(status["paths"]), len(status["peers"])) == (256, 500)
@@ -325,19 +285,17 @@ def test_answers_about_a_large_swarm_are_bounded() -> None:
     [
         ({"serve": 8090, "watch": True}, "--serve goes without --watch"),
         ({"history": "x.sqlite"}, "--history is for --serve"),
-        ({"initial_peers": (), "replay": ("logs",), "watch": True}, "--replay and --watch"),
+        ({"ledger": "x.json"}, "--ledger is for --serve"),
         ({"serve": 70000}, "--serve 70000 must be 0 to 65535"),
     ],
 )
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_flags_that_do_not_go_together(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         cli.StatusSettings(**{"initial_peers": ("/ip4/192.0.2.1/tcp/1",), **words})
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_without_the_server_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    settings = cli.StatusSettings(replay=("logs",), serve=0)
+    settings = cli.StatusSettings(initial_peers=("/ip4/192.0.2.1/tcp/1",), serve=0)
     with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[serve\]'"):
         settings.open_port()

@@ -21,7 +21,7 @@ ProblemKind = Literal[
     "untrained", "stalled", "forked", "behind", "broken", "copies", "waiting", "undialable"
 ]
 
-# Rounds without a commit: one or two failed meetings are ordinary, and the work is carried on.
+# Rounds without a step: one or two are ordinary, and the next one carries the work.
 STALLED_ROUNDS = 3
 # A peer that missed a step has the state within two rounds.
 BEHIND_ROUNDS = 2

@@ -250,7 +250,7 @@ class StatusService:
         def find(status: Values) -> Values | None:
             return next((one for one in status["modules"] if one["module"] == module), None)
 
-        columns = ("version", "tokens", "last_round", "trainers", "agree", "digest")
+        columns = ("version", "weight", "last_round", "trainers", "agree", "digest")
         return await self._one(request, "module", module, find, columns)
 
     async def _one(

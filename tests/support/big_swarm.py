@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
+from dipaco.dht.admission import Gate
 from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.records import Reachability
 from dipaco.dht.status.summary import status_of
 
-from .swarm_views import Records, digest_of, healthy_swarm, peer_name, plan_of
+from .swarm_views import Records, healthy_swarm, peer_name, plan_of
 
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060", "AMD Radeon 7900", "cpu x16")
 VERSIONS = ("dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.3.2", "dipaco/1.2.0")
@@ -18,8 +18,6 @@ WAYS: tuple[Reachability, ...] = (
     "direct", "direct", "direct", "direct", "direct", "relayed", "outgoing",
 )  # fmt: skip
 HOSTILE_NAME = "<img src=x onerror=alert(1)>"
-KILLED = 60
-"""So many peers are killed at once; a module's trainers are among them."""
 
 
 def big_records(
@@ -63,19 +61,10 @@ def big_records(
     return records
 
 
-def kill(records: Records, names: list[str]) -> None:
-    """Let peers vanish, with what they said."""
-    for name in names:
-        records.peers.pop(name, None)
-        records.claims.pop(name, None)
-        for place in [place for place in records.holdings if place[1] == name]:
-            del records.holdings[place]
-
-
 def fork(records: Records, module: str) -> None:
     """Let half of a module's trainers hold a chain of their own."""
     holders = sorted(peer for held, peer in records.holdings if held == module)
-    newest = max(h.round for (held, _), h in records.holdings.items() if held == module)
+    newest = max(h.head.round_index for (held, _), h in records.holdings.items() if held == module)
     for peer in holders[::2]:
         records.hold(peer, module, newest, chain="other")
 
@@ -84,10 +73,8 @@ def isolate(records: Records, peer: str) -> None:
     """Let a peer hold states of its own of all that it trains."""
     for held, owner in list(records.holdings):
         if owner == peer:
-            newest = records.holdings[held, owner]
-            records.holdings[held, owner] = newest.model_copy(
-                update={"digest": digest_of(held, newest.version, peer)}
-            )
+            newest = records.holdings[held, owner].head
+            records.hold(peer, held, newest.round_index, chain=peer)
 
 
 def neglect(records: Records, path: int, since_round: int) -> None:
@@ -114,21 +101,5 @@ def spoiled_records(round_index: int = 30, **about: Any) -> Records:
 def status_at(records: Records, operator: str = "0" * 16) -> dict[str, Any]:
     """Return the status of the records."""
     manifest = SignedManifest(records.plan, operator, b"")
-    return status_of(records.view(), manifest, records.grid)
-
-
-def history_of_a_kill(rounds: int = 40, **about: Any) -> Iterator[dict[str, Any]]:
-    """Yield the statuses of a large swarm: healthy, then many are killed, later all is spoiled."""
-    for round_index in range(4, rounds):
-        for in_round in (0.25, 0.75):
-            spoiled = round_index >= rounds - 6
-            make = spoiled_records if spoiled else big_records
-            records = make(round_index, in_round=in_round, **about)
-            if rounds // 2 <= round_index < rounds // 2 + 5:
-                kill(records, [peer_name(number) for number in range(0, 8 * KILLED, 8)])
-                for path in range(0, 256, 8):
-                    if path in records.progress and not any(
-                        claim.path == path for claim in records.claims.values()
-                    ):
-                        neglect(records, path, rounds // 2 - 1)
-            yield status_at(records)
+    gate = Gate(records.plan.run_id, bytes(32))
+    return status_of(records.view(), manifest, records.grid, gate=gate)

@@ -184,8 +184,11 @@ def _add_holdings(records: Records, module: str, behind: int, in_round: float) -
     trainers = records.trainers(module)
     if trainers and in_round > offset and not rounds.inner_steps:
         last_round = max(claim.round for claim in records.claims.values())
+    # Who is late is so for a moment: a state that is rounds old is with all that need it.
+    present = int((records.now_s - records.plan.start_s) / rounds.duration_s)
+    is_fresh = behind and last_round >= 0 and present - last_round <= 2
     for index, peer in enumerate(trainers):
-        is_late = behind and len(trainers) > 1 and index % behind == 1 and last_round >= 0
+        is_late = is_fresh and len(trainers) > 1 and index % behind == 1
         records.hold(peer, module, last_round - bool(is_late))
     others = [peer for peer in records.peers if peer not in trainers]
     for peer in others[: max(0, rounds.copies - len(trainers))]:
