@@ -308,6 +308,9 @@ def test_a_locator_finds_where_chains_parted_and_all_after_it_is_told(
     # What is known already is told again only between the names of the locator.
     assert 25 <= told <= 25 + len(trunk)
     assert answerer.after(locator, theirs[-1].name, 10) == ((), False)
+    # There is more only behind what was told.
+    assert not answerer.after((theirs[-11].name,), theirs[-1].name, 10)[1]
+    assert answerer.after((theirs[-12].name,), theirs[-1].name, 10)[1]
 
 
 def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
@@ -332,3 +335,11 @@ def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_served() -> Non
     assert made.heaviest(MODULE).name == invented[-1].name
     assert made.heaviest(MODULE, {one.name for one in invented}).name == served[-1].name
     assert made.heaviest(OTHER).version == 0
+
+
+def test_a_chain_that_is_kept_counts_once() -> None:
+    served, long, other = chain(1, 0), chain(3, 1, 2, 3), step(4, 5)
+    made = book(*served, *long, other)
+    for _ in range(2):
+        assert made.keep_heaviest(MODULE, 2, served[-1].name) == 4
+    assert other.name in made
