@@ -45,7 +45,7 @@ class Predecessor:
     manifest: SignedManifest
     allow_genesis: bool = False
     fetched: StateStore | None = None
-    """The newest states of a live swarm, preferred to those of the folder."""
+    """The states taken from a live swarm, which stay as they were while the folder goes on."""
 
     @property
     def plan(self) -> RunPlan:
@@ -63,17 +63,18 @@ class Predecessor:
         return self.folder.grid(self.plan)
 
     @property
-    def _stores(self) -> tuple[StateStore, ...]:
-        return (*([self.fetched] if self.fetched else []), self.folder.states)
+    def _states(self) -> StateStore:
+        return self.fetched or self.folder.states
 
     def take_states_of(
         self, initial_peers: tuple[str, ...], folder: Path, say: Callable[[str], None]
     ) -> None:
         """Fetch the newest state of every module of the live swarm into `folder`, once.
 
-        A module that nobody serves is taken from the run's own folder. Raises the error of the
+        A module that nobody serves is copied from the run's own folder. Raises the error of the
         step of joining that failed.
         """
+        fetched = RunFolder(folder / self.plan.run_id).states
         marker = folder / "states-taken"
         if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
             say(f"states: those fetched from the swarm before; remove {marker} to take newer ones")
@@ -87,12 +88,17 @@ class Predecessor:
             ) as client:
                 for module in modules:
                     try:
-                        taken += client.winning_state(module) is not None
+                        state = client.winning_state(module)
                     except NetworkError as error:
                         say(f"states: {error}")
+                        state = None
+                    taken += state is not None
+                    own = self.folder.states.load_latest(module, self.grid.layout(module))
+                    if state is None and own is not None:
+                        fetched.save(own)
             say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
             atomic_write(marker, run.encode())
-        self.fetched = RunFolder(folder / self.plan.run_id).states
+        self.fetched = fetched
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -102,9 +108,7 @@ class Predecessor:
         """
         found, missing = {}, []
         for module in self.grid.modules():
-            layout = self.grid.layout(module)
-            states = (store.load_latest(module, layout) for store in self._stores)
-            state = next((state for state in states if state is not None), None)
+            state = self._states.load_latest(module, self.grid.layout(module))
             if state is None and self.allow_genesis:
                 state = self.folder.genesis_state(self.plan, module)
             if state is None:
@@ -124,7 +128,7 @@ class Predecessor:
     def load(self, module: str) -> ModuleState:
         """Return the chosen state of a module. Raises IntegrityError if it has vanished since."""
         digest = self.digests[module]
-        file = self._file(digest)
+        file = self._states.find(digest)
         if file is not None:
             return read_state(file, self.grid.layout(module), digest, module=module)
         state = self.folder.genesis_state(self.plan, module)
@@ -134,10 +138,6 @@ class Predecessor:
                 f"still training there? stop it, or give --initial-peers, and start again"
             )
         return state
-
-    def _file(self, digest: str) -> Path | None:
-        files = (store.find(digest) for store in self._stores)
-        return next((file for file in files if file is not None), None)
 
     @property
     def is_dense(self) -> bool:
@@ -169,7 +169,7 @@ class Predecessor:
     @cached_property
     def _summaries(self) -> tuple[StateSummary, ...]:
         """The headers of the chosen states; those still at their genesis count nothing."""
-        files = (self._file(digest) for digest in self.digests.values())
+        files = (self._states.find(digest) for digest in self.digests.values())
         return tuple(read_state_summary(file) for file in files if file is not None)
 
     def tokens_folder(self, inputs: str) -> Path | None:

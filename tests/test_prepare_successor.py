@@ -69,10 +69,10 @@ def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunFolder
     return RunFolder(out), display.console.file.getvalue()
 
 
-def train(run: Path, rounds: int = 1) -> None:
+def train(run: Path, rounds: int = 1, *more: str) -> None:
     """Train in place, so that the run folder holds its newest states."""
     arguments = [str(run), "--out", str(run), "--rounds", str(rounds), "--steps-per-round", "3"]
-    assert simulate.main([*arguments, "--validation-sequences", "0"]) == 0
+    assert simulate.main([*arguments, "--validation-sequences", "0", *more]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +223,35 @@ def test_output_says_where_the_modules_stand(chain: dict[str, Path], tmp_path: P
     run, output = succeed(toml, tmp_path / "later", chain["kmeans"])
     assert "first_step" not in output
     assert run.plan().inner.first_step == 3
+
+
+def test_states_that_were_taken_stay_while_the_folder_goes_on(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bootstrap node keeps newer states in the folder after a successor has begun."""
+
+    class NobodyServes:
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+        def __enter__(self) -> NobodyServes:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+        def winning_state(self, module: str) -> None:
+            return None
+
+    monkeypatch.setattr("dipaco.peer.client.ReadOnlyClient", NobodyServes)
+    old = tmp_path / "old"
+    shutil.copytree(chain["dense"], old)
+
+    def digests() -> dict[str, str]:
+        predecessor = open_predecessor(old)
+        predecessor.take_states_of(("/ip4/127.0.0.1",), tmp_path / "taken", lambda line: None)
+        return predecessor.digests
+
+    taken = digests()
+    train(old, 3, "--resume")
+    assert open_predecessor(old).digests != taken
+    assert digests() == taken
 
 
 def test_a_model_that_differs_is_refused(chain: dict[str, Path], tmp_path: Path) -> None:
