@@ -76,7 +76,6 @@ def _help(action: argparse.Action) -> str:
     return re.sub(r"\s+", " ", action.help or "")
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_the_command_line_is_frozen() -> None:
     found = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, check=True, timeout=280

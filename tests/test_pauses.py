@@ -157,7 +157,6 @@ def test_the_commands_wait_for_what_the_peer_says(
     assert not activity_file(tmp_path).exists()
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_niceness_is_of_the_thread_that_trains() -> None:
     held = os.getpriority(os.PRIO_PROCESS, 0)
     found: list[int] = []

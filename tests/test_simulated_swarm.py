@@ -32,7 +32,6 @@ def test_members_hold_in_histories_with_faults(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", ["calm", "nat", "all_nat", "fixed"])
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile: str) -> None:
     for seed in SEEDS:
         figures = run_history(seed, profile, members=4, rounds=6).figures

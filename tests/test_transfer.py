@@ -420,7 +420,6 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.xfail(reason="not yet brought to protocol 6")
 def test_a_mirror_resumes_and_is_checked(blobs: BlobStore, mirror: Path) -> None:
     source = MirrorSource("https://example.org/blobs/")
     for name in (SHA[:2], "22"):
