@@ -222,6 +222,46 @@ def test_a_file_that_is_no_contribution_is_in_no_step() -> None:
     assert member.strand.heaviest().name == member.strand.book.genesis(MODULE)
 
 
+def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    member.hear(*sorted(set("ABC") - {first, second}))
+    silent = Step.of([member.row(peer) for peer in "ABC"])
+    held = Head(MODULE, silent.name, 1, 3, 0, name("state"), 10**6)
+    member.known.view = view_of("ABC", held=[Holding(first, held)])
+    member.strand.hear_steps([silent], first)
+    proposed: list[Step] = []
+    while not proposed and member.known.now_s < BOUNDARY_S + DURATION_S:
+        member.wait(1.0)
+        actions, member.known.actions = member.known.actions, []
+        for ask in (action for action in actions if isinstance(action, a.Ask)):
+            member.strand.answered(e.Answered(ask.peer, MODULE, is_silent=True))
+        proposed = [s for tell in actions if isinstance(tell, a.Tell) for s in tell.steps]
+    assert proposed[0].peers == set("ABC") - {first}
+    made = Head(MODULE, proposed[0].name, 1, 2, 0, name("without"), 10**6)
+    member.strand.here(e.Computed(made))
+    assert member.strand.stand == made.step
+    # The heavier one is taken when it comes after all.
+    member.strand.here(e.StateFetched(held))
+    (check,) = member.take(a.Check)
+    assert check.step == silent.name
+
+
+def test_a_peer_whose_file_is_refused_is_not_waited_for() -> None:
+    first, _ = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    other, bad = sorted(set("ABC") - {first})
+    member.hear(other)
+    member.hear(bad, gathered=False)
+    failed = e.GatherFailed(MODULE, name(f"file {bad}"), "it is too short", is_refused=True)
+    member.strand.gather_failed(failed)
+    member.wait(0.1)
+    (step,) = member.proposed()
+    assert step.peers == {first, other}
+
+
 def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")

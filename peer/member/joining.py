@@ -155,7 +155,7 @@ class Joining:
         return self._known.grid.modules_of_path(self._chosen.path) if self._chosen else ()
 
     def _missing(self) -> list[str]:
-        return [module for module in self._modules if self._strand(module).ready is None]
+        return [module for module in self._modules if not self._strand(module).is_settled]
 
     def _turn_fetching(self) -> None:
         known, path = self._known, self.path

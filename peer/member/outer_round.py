@@ -101,13 +101,18 @@ class OuterRound:
             return  # Others' step of this round is here already.
         if not known.schedule.fixed_steps and known.now_s > boundary_s + known.gather_s:
             return  # Slept through: who is awake has stepped. The next round takes the work.
-        self.open_round(round_index, boundary_s)
+        self.open_round(round_index, boundary_s, is_again=round_index == self.round_index)
         self.is_open = True
-        known.do(Publish(self.module, round_index, self.stand, boundary_s))
+        own = self._rows.get((round_index, self.stand), {}).get(known.me)
+        if own is None:
+            known.do(Publish(self.module, round_index, self.stand, boundary_s))
+        else:
+            self._spread(own)
 
-    def open_round(self, round_index: int, boundary_s: float) -> None:
-        """A round that is newer than the last one begins here."""
-        if round_index <= self.round_index:
+    def open_round(self, round_index: int, boundary_s: float, *, is_again: bool = False) -> None:
+        """A round that is newer than the last one begins here, or with fixed steps the last one
+        once more, because it brought no step."""
+        if round_index <= self.round_index - is_again:
             return
         if self.round_index >= 0:
             self.in_vain = 0 if self.link.round_index >= self.round_index else self.in_vain + 1
@@ -121,9 +126,12 @@ class OuterRound:
 
     def published(self, event: Published) -> None:
         """The own file is here, and the row that names it."""
-        row = event.row
-        self.files.add(row.file)
-        self._note(row)
+        self.files.add(event.row.file)
+        self._note(event.row)
+        self._spread(event.row)
+
+    def _spread(self, row: Row) -> None:
+        """Make the step of the own row, if it is time; otherwise others hear of it."""
         if self._propose_if_due():
             return
         boxes = self.mailboxes()
@@ -331,8 +339,9 @@ class OuterRound:
             return not boxes and late_s >= 4 * known.grace_s
         place = boxes.index(known.me)
         heard = {p for (r, _), found in self._rows.items() if r == self.round_index for p in found}
-        stray = heard - self._rows.get((self.round_index, self.stand), {}).keys()
-        if place == 0 and awaited <= rows.keys() | stray:
+        here = self._rows.get((self.round_index, self.stand), {})
+        coming = {p for p, row in here.items() if p not in rows and not self.is_refused(row)}
+        if place == 0 and awaited <= heard - coming:
             return True
         limit_s = place * known.grace_s
         if known.schedule.fixed_steps and self.in_vain < ROUNDS_IN_VAIN:

@@ -43,6 +43,7 @@ class _Taking:
     """A chain that is about to be taken."""
 
     target: str
+    since_s: float
     steps: tuple[Step, ...] = ()
     """To be computed on top of `base`; none if the state is fetched."""
     base: str = ""
@@ -137,8 +138,24 @@ class Strand(OuterRound):
 
     def on_time(self) -> None:
         """Time has passed."""
+        self._hurry()
         super().on_time()
         if self._waits or (self.is_wanted and self.ready is None and self._taking is None):
+            self.consider()
+
+    def _hurry(self) -> None:
+        """Go on with the round when a heavier chain takes long to get: its holder may be silent.
+        What is on its way still comes, and is taken then."""
+        known, taking = self.known, self._taking
+        if taking is None or self.is_wanted or taking.head is not None:
+            return
+        if known.now_s - taking.since_s < known.gather_s + 3 * known.grace_s:
+            return
+        if taking.missing:
+            self._fetch(self.book.link(taking.target))
+        else:
+            self._taking = None
+            self._unavailable[taking.target] = known.now_s + known.schedule.duration_s
             self.consider()
 
     def _stand_on(self, link: Link) -> None:
@@ -162,7 +179,7 @@ class Strand(OuterRound):
         if base.bytes and sum(row.bytes for row in missing.values()) > base.bytes:
             self._fetch(best)
             return
-        self._taking = _Taking(best.name, steps, base.step, missing)
+        self._taking = _Taking(best.name, self.known.now_s, steps, base.step, missing)
         if missing:
             self.gather(missing.values(), tuple(self._tellers.get(best.name, ())))
         self._compute_if_whole()
@@ -210,7 +227,7 @@ class Strand(OuterRound):
     def _fetch(self, link: Link) -> None:
         """Fetch the state after a step from who holds it."""
         known, view = self.known, self.known.view
-        self._taking = _Taking(link.name, is_working=True)
+        self._taking = _Taking(link.name, known.now_s, is_working=True)
         if link.step is None:
             known.do(FetchState(genesis_head(self.module, link.name), ()))
             return
@@ -265,6 +282,9 @@ class Strand(OuterRound):
         if self._corrected and head.step == self.stand and self.head is not None:
             self._take(head)
             return
+        is_late = self._unavailable.pop(head.step, None) is not None
+        if is_late and taking is None and self.book.link(head.step).rank < self.link.rank:
+            taking = self._taking = _Taking(head.step, self.known.now_s)
         if taking is None or head.step != taking.target:
             # It may have been asked for twice, and be what the path begins with.
             if self.ready is None or self.ready.step != head.step:
@@ -413,6 +433,13 @@ class Strand(OuterRound):
             key=lambda h: (h.head.rank, not self.known.is_callable(h.peer_id), h.peer_id),
         )
         return tuple(dict.fromkeys(h.peer_id for h in found))[:3]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a state to begin with is here, and nobody who was asked may know a heavier."""
+        is_late = self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
+        is_open = bool(self._to_answer) or self._taking is not None
+        return self.ready is not None and (is_late or not is_open)
 
     def follow(self, role: Role) -> None:
         """Train the module from `ready` on, or keep it, or only know it."""

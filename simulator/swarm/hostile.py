@@ -15,6 +15,7 @@ from dipaco.dht.view import greatest_contribution
 from dipaco.peer.member.actions import Action, Tell
 
 from .machine import Machine, Work
+from .network import NO_ANSWER
 from .world import Content
 
 KINDS = (
@@ -22,6 +23,7 @@ KINDS = (
     "poisons",
     "sends garbage",
     "hides files",
+    "silent",
     "equivocates",
     "two-faced",
     "alone",
@@ -59,6 +61,8 @@ class Liar(Machine):
 
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
         """Answer a call, but give no file of its own away."""
+        if self.lies == "silent" and verb in ("get", "state", "shard"):
+            return None, NO_ANSWER
         hides = self.lies == "hides files" and verb == "get"
         if hides and self.world.files[content].row.peer == self.peer:
             return None, 0

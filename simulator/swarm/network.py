@@ -19,6 +19,8 @@ from .engine import Engine
 CALL_BYTES = 300
 # From here on bytes count for the time that they take.
 BULK_BYTES = 16_384
+# Size of an answer that never comes: a stream is opened, and nothing is sent.
+NO_ANSWER = -1
 
 
 class Host(Protocol):
@@ -188,6 +190,8 @@ class Network:
     def answer(self, call: _Call, content: Any) -> None:
         """Let the callee answer."""
         answer, size = self._hosts[call.callee].serve(call.caller, call.verb, content)
+        if size == NO_ANSWER:
+            return
         call.answered_s = self._send(
             call.callee, call.caller, call.verb, CALL_BYTES + size, call.finish, answer
         )
