@@ -297,6 +297,27 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     assert strand.stand == mine.name
 
 
+def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
+    """Held-out documents of the new path say little: its other modules are another's."""
+    member = Trainer("A", "ABC")
+    strand = member.strand
+    own = Step.of([member.row(peer) for peer in "ABC"])
+    strand.book.add(own)
+    strand.head, strand.stand = Head(MODULE, own.name, 1, 3, 0, name("own"), 10**6), own.name
+    strand.want()
+    step = Step.of([member.row(peer, parent=own.name, round_index=1) for peer in "BC"])
+    strand.hear_steps([step], "B")
+    for ask in member.take(a.Ask):
+        strand.answered(e.Answered(ask.peer, MODULE, is_silent=True))
+    for peer in "BC":
+        strand.gathered(name(f"file {peer}"))
+    member.take(a.Compute)
+    head = Head(MODULE, step.name, 2, 5, 1, name("next"), 10**6)
+    strand.here(e.Computed(head))
+    assert member.take(a.Check) == []
+    assert strand.ready == head
+
+
 def test_equal_events_give_equal_actions() -> None:
     def life() -> list[a.Action]:
         member = Member(MemberSettings("A"), PLAN, GRID)

@@ -155,7 +155,7 @@ class Strand(OuterRound):
             self._fetch(self.book.link(taking.target))
         else:
             self._taking = None
-            self._unavailable[taking.target] = known.now_s + known.schedule.duration_s
+            self._unavailable[taking.target] = known.now_s + UNAVAILABLE_S
             self.consider()
 
     def _stand_on(self, link: Link) -> None:
@@ -298,11 +298,11 @@ class Strand(OuterRound):
 
     def _is_to_be_checked(self, step: str) -> bool:
         """Tell whether a state was made by others without this peer's chain in it, or by few."""
-        if self.is_wanted:
-            return self.book.link(step).version > 0
+        if self.head is None:
+            return self.is_wanted and self.book.link(step).version > 0
         is_fork = not self.book.stands_on(step, self.stand)
         is_of_few = not self._is_good_link(self.book.link(step))
-        return self.role is Role.TRAINER and (is_fork or is_of_few)
+        return (self.role is Role.TRAINER or self.is_wanted) and (is_fork or is_of_few)
 
     def checked(self, event: Checked) -> None:
         """Held-out documents say what the state is worth."""
@@ -321,7 +321,7 @@ class Strand(OuterRound):
         """Tell whether half of those who counted where two chains parted, or more, are in one of
         them. Where two began apart, or a split was even, each side fits the documents of the
         other worse, by many nats: that says nothing."""
-        if self.is_wanted:
+        if self.head is None:
             return False
         fork = self.book.ancestor(step, self.stand).name
         voters = self.book.contributors(fork, RECENT_STEPS)
