@@ -90,6 +90,7 @@ class OuterSteps:
         self._fetching = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="states")
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._rounds: dict[str, _Round] = {}
+        self._coming: set[Head] = set()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -109,7 +110,9 @@ class OuterSteps:
             case a.Compute():
                 self._submit(self._computing, lambda: self._compute(action), _failed(action))
             case a.FetchState():
-                self._submit(self._fetching, lambda: self._fetch(action), _failed(action))
+                if action.head not in self._coming:
+                    self._coming.add(action.head)
+                    self._submit(self._fetching, lambda: self._fetch(action), _failed(action))
             case a.Check():
                 return True, self._check(action)
             case a.Adopt():
@@ -243,6 +246,8 @@ class OuterSteps:
             if self._trainer is not None and isinstance(error, PERMANENT):
                 self._fail(error)
             raise
+        finally:
+            self._coming.discard(wanted)
         if state.version != wanted.version:
             raise IntegrityError(f"it has version {state.version}, not {wanted.version}")
         node.held.put(wanted.step, state)

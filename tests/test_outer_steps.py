@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,6 +255,28 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     # What was trained before the boundary is not in it, and is lost.
     assert torch.equal(one.local(), one.node.held.find(MODULE, step.name).parameters)
     assert one.do(a.Publish(MODULE, 1, step.name, 0.0)).kind == "publish_failed"
+
+
+def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
+    swarm: tuple[Peer, Peer, Peer],
+) -> None:
+    """The first of two downloads of one state would remove what the second is about to read."""
+    one, other, _ = swarm
+    step = Step.of([other.publish()])
+    head = other.compute(step.parent, step)
+    state, go, asked = other.node.held.waiting(MODULE, step.name), threading.Event(), []
+
+    def slow(wanted: Head, holders: Sequence[str]) -> ModuleState:
+        asked.append(wanted)
+        assert go.wait(60)
+        return state
+
+    one.node.fetcher = SimpleNamespace(state=slow)
+    for _ in range(3):
+        one.outer.carry_out(a.FetchState(head, (other.me,)))
+    go.set()
+    assert one.reported.get(timeout=60) == e.StateFetched(head)
+    assert asked == [head]
 
 
 def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer]) -> None:
