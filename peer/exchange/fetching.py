@@ -32,6 +32,8 @@ logger = logging.getLogger("dipaco.peer.exchange.fetching")
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
 ASK_AGAIN = "start again, other holders are then asked too"
+# A program that cannot do without a blob looks for holders again and again, for so long.
+NEEDED_LIMIT_S, NEEDED_AGAIN_S = 30.0, 2.0
 # How often it is looked whether another peer of this machine has fetched a blob.
 TURN_S = 0.5
 # Unfinished downloads of states that are kept for another attempt.
@@ -141,12 +143,20 @@ class ContentFetcher:
             raise type(error)(f"could not fetch {what}: {error}") from None
 
     def needed_blob(self, sha256: str, what: str) -> Path:
-        """Return the file of a blob as `blob` does, for a program that ends without it: the error
-        says what to do."""
-        try:
-            return self.blob(sha256, what)
-        except DipacoError as error:
-            raise type(error)(f"{error}; {ASK_AGAIN}") from None
+        """Return the file of a blob as `blob` does, for a program that ends without it.
+
+        In a busy swarm a holder may have just gone, so others are looked for during
+        `NEEDED_LIMIT_S`. The error says what to do.
+        """
+        until_s = time.monotonic() + NEEDED_LIMIT_S
+        while True:
+            try:
+                return self.blob(sha256, what)
+            except DipacoError as error:
+                if time.monotonic() > until_s or not isinstance(error, NetworkError):
+                    raise type(error)(f"{error}; {ASK_AGAIN}") from None
+                self.say(f"{error}; tries again for {until_s - time.monotonic():.0f} s at most")
+            time.sleep(NEEDED_AGAIN_S)
 
     def _blob_sources(self, sha256: str) -> tuple[str, ...]:
         """Return whom to ask for a blob: those that announce it, and the given addresses too, as
