@@ -55,7 +55,7 @@ MEANS: dict[str, dict[str, Any]] = {"robust": ROBUST, "default": {}}
 _CONTRIBUTION = """
 from dipaco.peer.trainer import Snapshot
 honest = Snapshot.outer_gradient
-Snapshot.outer_gradient = lambda snapshot: honest(snapshot) * {factor}
+Snapshot.outer_gradient = lambda snapshot: honest(snapshot)[:] * {factor}
 """
 # What a hostile peer does before it starts as any other.
 KINDS = {

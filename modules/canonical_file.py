@@ -11,7 +11,10 @@ smaller files, of arrays of any kind behind one metadata entry (`write_arrays`, 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ import torch
 
 from .errors import IntegrityError
 from .files import canonical_json, storage_errors
+from .pages import all_finite
 
 GREATEST_HEADER_BYTES = 2**26
 
@@ -62,18 +66,25 @@ def read_header(file: Path, what: str) -> bytes:
     return header
 
 
-def load_bytes(source: FileSource, greatest_bytes: int, what: str) -> np.ndarray:
-    """Read everything into one writable buffer, uint8, that tensors may be views of.
+def load_bytes(source: FileSource, greatest_bytes: int, what: str) -> tuple[np.ndarray, str]:
+    """Return everything as one buffer, uint8, that tensors may be views of, and its SHA-256.
 
-    Raises `IntegrityError` for a file of more than `greatest_bytes`.
+    A file is mapped: it takes only memory that the machine can take back, and may be removed or
+    replaced meanwhile, but not written. Raises `IntegrityError` for a file of more than
+    `greatest_bytes`.
     """
     if not isinstance(source, Path):
-        return np.frombuffer(bytearray(source), dtype=np.uint8)
-    with storage_errors(source.parent):
-        size = source.stat().st_size
+        return np.frombuffer(bytearray(source), np.uint8), hashlib.sha256(source).hexdigest()
+    with storage_errors(source.parent), source.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         if size > greatest_bytes:
             raise IntegrityError(f"{source} has {size} bytes, too many for {what} of this run")
-        return np.fromfile(source, dtype=np.uint8)
+        # Read first: of a page that cannot be read, a map ends the process without a word.
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if not size:
+            return np.empty(0, np.uint8), digest
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        return np.frombuffer(mapped, np.uint8), digest
 
 
 def header_of(data: np.ndarray, what: str) -> bytes:
@@ -121,7 +132,7 @@ def numbers_behind(data: np.ndarray, header: bytes, count: int, what: str) -> to
     if len(data) != start + 4 * count:
         raise IntegrityError(f"{what} has {len(data)} bytes, not {start + 4 * count}")
     numbers = torch.from_numpy(data[start:].view("<f4").astype(np.float32, copy=False))
-    if not bool(torch.isfinite(numbers).all()):
+    if not all_finite(numbers):
         raise IntegrityError(f"{what} has numbers that are not finite")
     return numbers
 

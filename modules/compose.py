@@ -6,11 +6,13 @@ the model stay valid while a peer changes paths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from .grid import Grid
+from .pages import own_pages
 from .state import ModuleState
 from .transformer import PathModel
 
@@ -34,7 +36,8 @@ def gather_module(
     the level it holds.
     """
     layout = grid.layout(module)
-    flat = torch.empty(layout.size, dtype=torch.float32, device=device)
+    on_cpu = torch.device(device).type == "cpu"
+    flat = own_pages(layout.size) if on_cpu else torch.empty(layout.size, device=device)
     with torch.no_grad():
         for name, view in layout.views(flat).items():
             view.copy_(model.get_parameter(name))
@@ -46,6 +49,30 @@ def scatter_module(model: PathModel, grid: Grid, module: str, flat: torch.Tensor
     with torch.no_grad():
         for name, view in grid.layout(module).views(flat).items():
             model.get_parameter(name).copy_(view)
+
+
+@contextmanager
+def lent_parameters(
+    model: PathModel, grid: Grid, path: int, states: Mapping[str, ModuleState]
+) -> Iterator[None]:
+    """Let `model` be another path meanwhile: its parameters lie in the memory of `states`.
+
+    They are only to be read. On another device they are copies. Its own parameters are what they
+    were afterwards, the same memory. Raises KeyError when a module of the path is missing.
+    """
+    lent = {
+        name: view
+        for module in grid.modules_of_path(path)
+        for name, view in grid.layout(module).views(states[module].parameters).items()
+    }
+    own = {name: model.get_parameter(name).data for name in lent}
+    try:
+        for name, view in lent.items():
+            model.get_parameter(name).data = view.to(own[name].device)
+        yield
+    finally:
+        for name, data in own.items():
+            model.get_parameter(name).data = data
 
 
 def add_to_module(

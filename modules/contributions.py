@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from .config import CodecName
 from .errors import IntegrityError
+from .pages import own_pages
 
 Data = bytes | bytearray | memoryview
 """Anything with a buffer, such as a mapped file."""
+
+
+class Numbers(Protocol):
+    """Flat fp32 numbers that are asked for in pieces: a tensor, or what is computed on demand."""
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
+
 
 CHUNK_VALUES = 4096
 KEPT_OF_A_CHUNK = 64
@@ -53,16 +66,23 @@ class Codec(ABC):
     def _padded(self, values: int) -> int:
         return self.blocks(values) * self.block_values
 
-    def encode(self, flat: torch.Tensor) -> bytes:
-        """Return the file of a flat fp32 tensor of finite numbers."""
-        scales, codes = [], []
-        for piece in flat.split(_PIECE_VALUES):
-            padding = self._padded(piece.numel()) - piece.numel()
+    def encode(self, flat: Numbers) -> bytearray:
+        """Return the file of finite numbers."""
+        values = flat.numel()
+        data = bytearray(self.file_bytes(values))
+        scales = np.frombuffer(data, "<u2", self.blocks(values))
+        codes = np.frombuffer(data, np.uint8, offset=scales.nbytes)
+        done = 0
+        for begin, end in pieces(values):
+            piece = flat[begin:end]
+            padding = self._padded(end - begin) - (end - begin)
             blocks = torch.nn.functional.pad(piece, (0, padding)).view(-1, self.block_values)
             scale = _upper_half(self._scales(blocks))
-            scales.append(scale)
-            codes.append(self._codes(blocks, _fp32_of(scale)))
-        return b"".join(part.tobytes() for part in (*scales, *codes))
+            scales[self.blocks(begin) :][: len(scale)] = scale
+            code = self._codes(blocks, _fp32_of(scale)).view(np.uint8).reshape(-1)
+            codes[done : done + len(code)] = code
+            done += len(code)
+        return data
 
     def check(self, data: Data, values: int) -> None:
         """Check that a file may be decoded. Raises `IntegrityError`."""
@@ -114,8 +134,12 @@ class Float32(Codec):
     def file_bytes(self, values: int) -> int:
         return 4 * values
 
-    def encode(self, flat: torch.Tensor) -> bytes:
-        return flat.numpy().astype("<f4", copy=False).tobytes()
+    def encode(self, flat: Numbers) -> bytearray:
+        data = bytearray(4 * flat.numel())
+        numbers = np.frombuffer(data, "<f4")
+        for begin, end in pieces(flat.numel()):
+            numbers[begin:end] = flat[begin:end].numpy()
+        return data
 
     def check(self, data: Data, values: int) -> None:
         if len(data) != 4 * values:
@@ -267,10 +291,25 @@ CODECS: dict[str, Codec] = {
 }
 
 
+@dataclass(frozen=True)
+class _Corrected:
+    """An outer gradient with what the last encoding lost, piece by piece."""
+
+    gradient: Numbers
+    error: torch.Tensor
+    decay: float
+
+    def numel(self) -> int:
+        return self.gradient.numel()
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor:
+        return self.gradient[part].add(self.error[part].float(), alpha=self.decay)
+
+
 def publish(
-    gradient: torch.Tensor, codec: Codec, error: torch.Tensor | None = None
-) -> tuple[bytes, torch.Tensor | None]:
-    """Return the file of an outer gradient, flat fp32, and what the encoding lost, as bf16.
+    gradient: Numbers, codec: Codec, error: torch.Tensor | None = None
+) -> tuple[bytearray, torch.Tensor | None]:
+    """Return the file of an outer gradient, and what the encoding lost, as bf16.
 
     `error` is what the last one lost: it is added first. With a codec that needs no error feedback
     nothing is kept, and `error` is ignored.
@@ -278,13 +317,10 @@ def publish(
     if codec.feedback_decay is None:
         return codec.encode(gradient), None
     values = gradient.numel()
-    wanted = gradient
-    if error is not None:
-        wanted = gradient.add(error.float(), alpha=codec.feedback_decay)
+    wanted = gradient if error is None else _Corrected(gradient, error, codec.feedback_decay)
     data = codec.encode(wanted)
-    lost = torch.empty(values, dtype=torch.bfloat16)
-    for begin in range(0, values, _PIECE_VALUES):
-        end = min(begin + _PIECE_VALUES, values)
+    lost = own_pages(values, torch.bfloat16)
+    for begin, end in pieces(values):
         lost[begin:end] = wanted[begin:end] - codec.decode(data, values, begin, end)
     return data, lost
 
@@ -296,15 +332,24 @@ def contribution_norm(codec: Codec, data: Data, values: int) -> float:
     order is the same however wide a machine's vectors are; the chunks are added exactly.
     """
     sums: list[float] = []
-    for begin in range(0, values, _PIECE_VALUES):
-        end = min(begin + _PIECE_VALUES, values)
-        piece = codec.decode(data, values, begin, end).double()
-        piece = torch.nn.functional.pad(piece, (0, -piece.numel() % CHUNK_VALUES))
-        squares = piece.mul_(piece).view(-1, CHUNK_VALUES)
-        while (width := squares.shape[1]) > 1:
-            squares = squares[:, : width // 2] + squares[:, width // 2 :]
-        sums += squares.view(-1).tolist()
+    memory = torch.empty(_PIECE_VALUES, dtype=torch.float64)
+    for begin, end in pieces(values):
+        flat = memory[: end - begin + -end % CHUNK_VALUES]
+        flat[: end - begin] = codec.decode(data, values, begin, end)
+        flat[end - begin :] = 0.0
+        chunks = flat.mul_(flat).view(-1, CHUNK_VALUES)
+        half = CHUNK_VALUES // 2
+        while half:
+            chunks[:, :half].add_(chunks[:, half : 2 * half])
+            half //= 2
+        sums += chunks[:, 0].tolist()
     return math.sqrt(math.fsum(sums))
+
+
+def pieces(values: int, piece_values: int = _PIECE_VALUES) -> Iterator[tuple[int, int]]:
+    """Yield where each piece of so many values begins and ends."""
+    for begin in range(0, values, piece_values):
+        yield begin, min(begin + piece_values, values)
 
 
 # -- bits
@@ -338,7 +383,8 @@ def _unpacked(
 ) -> torch.Tensor:
     block_bytes = block_values // (table.itemsize // 4)
     codes = np.frombuffer(data, np.uint8, (last - first) * block_bytes, where + first * block_bytes)
-    return torch.from_numpy(table[codes].view(np.float32))
+    # Every byte is in the table; told to clip, numpy does not look first.
+    return torch.from_numpy(np.take(table, codes, mode="clip").view(np.float32))
 
 
 def _rounded(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:

@@ -78,7 +78,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def atomic_write(
-    path: Path, chunks: bytes | Iterable[bytes | memoryview], mode: int = 0o666
+    path: Path, chunks: bytes | Iterable[bytes | bytearray | memoryview], mode: int = 0o666
 ) -> None:
     """Write `chunks` to `path`: afterwards it has the old content or all of the new."""
     with atomic_file(path, mode) as handle:

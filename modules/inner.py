@@ -235,10 +235,15 @@ class InnerLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy on the CPU of all that `load_state_dict` needs to go on bit for bit."""
+        lent = self.lent_state_dict()
+        return {**lent, "optimizer": _copied_to_cpu(lent["optimizer"])}
+
+    def lent_state_dict(self) -> dict[str, Any]:
+        """Return the same without a copy, to be written before the next step changes it."""
         return {
             "kind": self.kind,
             "steps_since_fresh": self.steps_since_fresh,
-            "optimizer": _copied_to_cpu(self._optimizer.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:

@@ -16,9 +16,10 @@ import torch
 
 from . import robust_mean
 from .config import ContributionsConfig, OuterConfig
-from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm
+from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm, pieces
 from .errors import IntegrityError
 from .grid import PRIVATE_LEVEL, ModuleLayout
+from .pages import all_finite, own_pages
 from .plan import RunPlan, ShardIndex
 from .robust_mean import fp32
 from .state import ModuleState, PathProgress
@@ -101,9 +102,23 @@ def _lower_median(values: Sequence[T]) -> T:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def outer_gradient(anchor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return anchor minus local, both flat fp32 [size]: what inner training changed, negated."""
-    return anchor - local
+@dataclass(frozen=True)
+class OuterGradient:
+    """Anchor minus local, both flat fp32 [size]: what inner training changed, negated.
+
+    It is computed where it is asked for, a part at a time, as all who use it do.
+    """
+
+    anchor: torch.Tensor
+    local: torch.Tensor
+
+    def numel(self) -> int:
+        """Return how many numbers it has."""
+        return self.anchor.numel()
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor:
+        """Return a part of it, in new memory."""
+        return self.anchor[part] - self.local[part]
 
 
 UNKNOWN = Usual()
@@ -207,16 +222,17 @@ class OuterRule:
         root = fp32(math.sqrt(len(contributing))) if self.outer.sqrt_paths_rescaling else None
         mu = fp32(self.outer.momentum)
         rate = fp32(outer_learning_rate(self.outer, state.version))
-        parameters, momentum = torch.empty_like(state.parameters), torch.empty_like(state.momentum)
-        for begin in range(0, parameters.numel(), self.piece_values):
-            end = min(begin + self.piece_values, parameters.numel())
+        size = state.layout.size
+        parameters, momentum = own_pages(size), own_pages(size)
+        memory = torch.empty(min(size, self.piece_values))
+        for begin, end in pieces(size, self.piece_values):
             gradient = combine(begin, end)
             if root is not None:
                 gradient.mul_(root)
             kept = torch.mul(state.momentum[begin:end], mu, out=momentum[begin:end]).add_(gradient)
-            change = kept.mul(mu).add_(gradient).mul_(rate)
-            torch.sub(state.parameters[begin:end], change, out=parameters[begin:end])
-            if not bool(torch.isfinite(parameters[begin:end]).all() and torch.isfinite(kept).all()):
+            change = torch.mul(kept, mu, out=memory[: end - begin]).add_(gradient).mul_(rate)
+            new = torch.sub(state.parameters[begin:end], change, out=parameters[begin:end])
+            if not (all_finite(new) and all_finite(kept)):
                 raise IntegrityError(f"an outer step of {state.module} gave no finite numbers")
         return ModuleState(
             module=state.module,
@@ -230,7 +246,8 @@ class OuterRule:
     def _combination(
         self, state: ModuleState, files: Sequence[Data], rows: Sequence[Contribution]
     ) -> Callable[[int, int], torch.Tensor]:
-        """Return what gives the combined contributions from one value to another, in new memory."""
+        """Return what gives the combined contributions from one value to another; the caller may
+        change what it is given, until it asks for the next."""
         codec, values = self.codec_of(state.module), state.layout.size
         weights = self.weights(rows, Usual.of(state.progress, state.version))
         norms = [0.0] * len(files)
@@ -239,13 +256,14 @@ class OuterRule:
         scales = self.scales(norms)
         mean = self._robust_mean() if len(files) >= robust_mean.LEAST_VOTERS else None
         paths = [row.path for row in rows]
+        sums = torch.empty(min(values, self.piece_values))
 
         def combine(begin: int, end: int) -> torch.Tensor:
             pieces = (codec.decode(data, values, begin, end) for data in files)
             if mean is not None:
                 scaled = [p.mul_(fp32(s)) for p, s in zip(pieces, scales, strict=True)]
                 return robust_mean.of_paths(scaled, weights, paths, mean).clone()
-            total = torch.zeros(end - begin)
+            total = sums[: end - begin].zero_()
             for piece, weight, scale in zip(pieces, weights, scales, strict=True):
                 total.add_(piece.mul_(fp32(weight * scale)))
             return total

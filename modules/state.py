@@ -33,6 +33,7 @@ from .canonical_file import (
 from .errors import IntegrityError
 from .files import atomic_write
 from .grid import ModuleLayout
+from .pages import all_finite, own_pages
 
 STATE_FORMAT = "dipaco-state/1"
 GREATEST_COUNT = 2**62
@@ -90,6 +91,16 @@ class ModuleState:
             hasher.update(chunk)
         return hasher.hexdigest()
 
+    def rest_on(self, other: ModuleState) -> None:
+        """Take the memory of an equal state, read from a file, for everybody who holds this one.
+
+        The own memory goes back to the machine. Raises ValueError for another state.
+        """
+        if other.digest != self.digest:
+            raise ValueError(f"{self.module}: state {other.digest[:16]} is another one")
+        object.__setattr__(self, "parameters", other.parameters)
+        object.__setattr__(self, "momentum", other.momentum)
+
     @property
     def byte_size(self) -> int:
         """Length of the state's bytes."""
@@ -116,7 +127,7 @@ def genesis_state(
 
     Raises `IntegrityError` when `base` lacks a parameter or has it in another shape.
     """
-    parameters = torch.empty(layout.size, dtype=torch.float32)
+    parameters = own_pages(layout.size)
     for name, view in layout.views(parameters).items():
         if name not in base:
             raise IntegrityError(f"the base model lacks '{name}', which {module} needs")
@@ -126,9 +137,9 @@ def genesis_state(
                 f"needs {tuple(view.shape)}"
             )
         view.copy_(base[name].detach())
-    if not bool(torch.isfinite(parameters).all()):
+    if not all_finite(parameters):
         raise IntegrityError(f"the base model has numbers in {module} that are not finite")
-    return ModuleState(module, 0, parameters, torch.zeros_like(parameters), {}, layout)
+    return ModuleState(module, 0, parameters, own_pages(layout.size), {}, layout)
 
 
 def state_chunks(state: ModuleState) -> Iterator[bytes | memoryview]:
@@ -164,14 +175,13 @@ def read_state(
     module: str | None = None,
     paths: Collection[int] | None = None,
 ) -> ModuleState:
-    """Read a state from a file or from bytes, believing nothing.
+    """Read a state from a file, which is mapped, or from bytes, believing nothing.
 
     Checks the digest, that the bytes are the canonical ones for `layout`, that all numbers are
     finite and all counts plausible, and, where given, that it is a state of `module` and that its
     progress names only `paths`. Raises `IntegrityError` with what is wrong.
     """
-    data = load_bytes(source, 8 * layout.size + GREATEST_HEADER_BYTES, "a state")
-    digest = hashlib.sha256(data.data).hexdigest()
+    data, digest = load_bytes(source, 8 * layout.size + GREATEST_HEADER_BYTES, "a state")
     if expected_digest is not None and digest != expected_digest:
         raise IntegrityError(f"state {expected_digest[:16]} has the digest {digest[:16]} instead")
     header = header_of(data, "a module state")

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,15 +149,29 @@ class StateStore:
 
     def save_optimizer(self, path: int, state: Mapping[str, Any]) -> None:
         """Keep the AdamW state of `path` for a return to it; only the latest few are kept."""
+        self.write_optimizer(path, state)()
+
+    def write_optimizer(self, path: int, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Write an AdamW state, tensor by tensor, so that it may change afterwards.
+
+        The returned function waits for the disk, and makes it the one that is kept. Both raise
+        `StorageError`.
+        """
         entries = self._optimizer_entries()
         sequence = entries[0][0] + 1 if entries else 1
         file = self._optimizers / f"{sequence:010d}-path-{path}.pt"
-        with atomic_file(file) as handle:
-            torch.save(dict(state), handle)
-        older = [entry for entry in entries if entry[1] == path]
-        others = [entry for entry in entries if entry[1] != path]
-        for _, _, old in older + others[max(0, self.kept_optimizers - 1) :]:
-            old.unlink(missing_ok=True)
+        with contextlib.ExitStack() as stack:
+            torch.save(dict(state), stack.enter_context(atomic_file(file)))
+            written = stack.pop_all()
+
+        def keep() -> None:
+            written.close()
+            older = [entry for entry in entries if entry[1] == path]
+            others = [entry for entry in entries if entry[1] != path]
+            for _, _, old in older + others[max(0, self.kept_optimizers - 1) :]:
+                old.unlink(missing_ok=True)
+
+        return keep
 
     def load_optimizer(self, path: int) -> dict[str, Any] | None:
         """Return the kept AdamW state of `path`, or None; a damaged file is logged and removed."""

@@ -24,10 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from dipaco.dht.chain import Head, Row, Step, sign_row
 from dipaco.dht.view import claimed_tokens
-from dipaco.modules.contributions import publish
+from dipaco.modules.contributions import pieces, publish
 from dipaco.modules.errors import (
     ConfigurationError,
     CorpusError,
@@ -35,6 +34,7 @@ from dipaco.modules.errors import (
     IntegrityError,
     StorageError,
 )
+from dipaco.modules.pages import all_finite
 from dipaco.modules.state import ModuleState
 
 from .member import actions as a
@@ -150,7 +150,7 @@ class OuterSteps:
     def _publish(self, action: a.Publish, snapshot: Snapshot) -> None:
         node, module = self._node, action.module
         gradient = snapshot.outer_gradient()
-        if not bool(torch.isfinite(gradient).all()):
+        if not all(all_finite(gradient[begin:end]) for begin, end in pieces(gradient.numel())):
             reason = "the local parameters are no longer numbers"
             self._report(e.PublishFailed(module, action.round_index, reason, is_finite=False))
             return
@@ -193,7 +193,7 @@ class OuterSteps:
     def _check_file(self, row: Row, file: Path) -> None:
         """Raise `IntegrityError` when a file is no contribution to its module."""
         node = self._node
-        node.rule.codec_of(row.module).check(file.read_bytes(), node.grid.layout(row.module).size)
+        node.rule.codec_of(row.module).check(_mapped(file), node.grid.layout(row.module).size)
 
     # -- compute
 
@@ -219,11 +219,7 @@ class OuterSteps:
         path = self._node.contributions.find(row.file)
         if path is None:
             raise StorageError(f"the file of {row.peer} is not here any more")
-        try:
-            with path.open("rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError) as error:
-            raise StorageError(f"{path}: {error}") from None
+        return _mapped(path)
 
     def _offer(self, step: Step, state: ModuleState) -> None:
         self._rounds.setdefault(state.module, _Round()).step = step
@@ -374,6 +370,17 @@ class OuterSteps:
 
         if not self._stopping.is_set():
             workers.submit(run)
+
+
+def _mapped(path: Path) -> memoryview:
+    """Return the bytes of a file without reading them. Raises `StorageError`."""
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError:
+        return memoryview(b"")  # An empty file cannot be mapped.
+    except OSError as error:
+        raise StorageError(f"{path}: {error}") from None
 
 
 def _failed(action: a.Publish | a.Compute | a.FetchState) -> Callable[[str], e.Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 
@@ -177,24 +178,31 @@ class OptimizerFiles:
         self._saving: Future[None] = saver.submit(lambda: None)
 
     def save(self) -> None:
-        """Write the present one in the background; only copying it takes time here."""
-        path = self._trainer.path
-        if path is None or not self._saving.done():
+        """Write the present one; the disk is waited for in the background."""
+        if not self._saving.done():
             return
-        state = self._trainer.optimizer_state()
-        self._saving = self._saver.submit(self._write, path, state)
+        self._saving = self._saver.submit(self._finish, self._write())
         self._background.watch("saving", self._saving)
 
     def keep(self) -> None:
         """Write the present one now: the peer moves, pauses or leaves."""
         if not self._saving.cancel():
             wait([self._saving])
-        if self._trainer.path is not None:
-            self._write(self._trainer.path, self._trainer.optimizer_state())
+        self._finish(self._write())
 
-    def _write(self, path: int, state: dict[str, object]) -> None:
+    def _write(self) -> Callable[[], None]:
+        """Write the present one; what is returned makes it safe."""
+        path, trainer = self._trainer.path, self._trainer
+        if path is not None:
+            try:
+                return self._states.write_optimizer(path, trainer.optimizer_state())
+            except DipacoError as error:
+                logger.warning("AdamW state not kept: %s", error)
+        return lambda: None
+
+    def _finish(self, keep: Callable[[], None]) -> None:
         try:
-            self._states.save_optimizer(path, state)
+            keep()
         except DipacoError as error:
             logger.warning("AdamW state not kept: %s", error)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from dipaco.modules.device import return_freed_memory
 from dipaco.modules.errors import IntegrityError, NetworkError
 
 from .background import Background
@@ -247,6 +248,7 @@ class Session:
         self._resumed = optimizer_state is not None
         self.status.validation_loss = float("nan")
         self._files.release()
+        return_freed_memory()  # What it took to begin is several times what stays.
 
     def _begun(self, action: a.Begun) -> None:
         self._set_waiting("")

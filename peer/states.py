@@ -1,8 +1,9 @@
 """The module states of this process: what it serves, and what waits for the member's word.
 
 A state that was computed or fetched waits here until the member adopts it, keeps it, or wants it no
-more. What is served lies in memory until it was saved; the one before it is on the disk too. Which
-step a state on the disk is of is in the log of its chain.
+more. Of a state that is held there is one object, also for the trainer, and once it was saved its
+memory is its file, mapped. The one before it is on the disk too. Which step a state on the disk is
+of is in the log of its chain.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from dipaco.modules.state import ModuleState, read_state, state_chunks
 from dipaco.modules.store import StateStore
 
 from .exchange.chain_store import ChainStore
+from .exchange.content import Parts
 
 logger = logging.getLogger("dipaco.peer.states")
 
 # Who read an announcement asks for that state, and rounds can be shorter than the reading: a state
-# is served for so long after it came, in so much memory, whatever has taken its place.
+# is served for so long after another has taken its place, if it is small. Of larger ones the disk
+# has the last two.
 RECENT_S = 30.0
-RECENT_BYTES = 256 * 2**20
+RECENT_BYTES = 2**25
 # Of one module, that wait for the member's word.
 MOST_WAITING = 4
 
@@ -54,6 +57,8 @@ class States:
         self._monotonic = monotonic
         self._lock = threading.RLock()
         self._held: dict[str, Head] = {}
+        self._state_of: dict[str, ModuleState] = {}
+        """What is held, by module."""
         self._in_memory: dict[str, ModuleState] = {}
         """What is held and not saved yet, by digest."""
         self._waiting: dict[str, dict[str, ModuleState]] = {}
@@ -70,9 +75,10 @@ class States:
         for module in self._grid.modules():
             for digest in self._store.digests(module):
                 head = self._chains.head_of(module, digest)
-                if head is not None and self._read(head) is not None:
+                state = None if head is None else self._read(module, digest)
+                if head is not None and state is not None:
                     with self._lock:
-                        self._held[module] = head
+                        self._held[module], self._state_of[module] = head, state
                     self._chains.serve(module, head.step, head)
                     break
         return self.all()
@@ -120,13 +126,13 @@ class States:
             state = state or self.find(head.module, head.step)
             if state is None or state.digest != head.digest:
                 raise KeyError(head.step)
-            before = self._held.get(head.module)
+            before = self._state_of.get(head.module)
             if before is not None and before.digest != head.digest:
                 self._in_memory.pop(before.digest, None)
-            self._held[head.module] = head
+                self._remember(before)
+            self._held[head.module], self._state_of[head.module] = head, state
             if is_new:
                 self._in_memory[head.digest] = state
-                self._remember(state)
         self._tell_of(head.module, head.step, head)
         return state
 
@@ -141,7 +147,7 @@ class States:
             logger.debug("the steps of %s to %s are not here", module, step)
 
     def save(self, state: ModuleState) -> None:
-        """Write a held state to disk, to be served from there.
+        """Write a held state to disk, to be served from there, and to lie there for its holders.
 
         A full disk is reported and the state is kept in memory, so that training goes on.
         """
@@ -150,6 +156,10 @@ class States:
         except StorageError as error:
             logger.warning("state of %s kept in memory only: %s", state.module, error)
             return
+        saved = self._read(state.module, state.digest)
+        if saved is None:
+            return
+        state.rest_on(saved)
         with self._lock:
             self._in_memory.pop(state.digest, None)
 
@@ -164,6 +174,7 @@ class States:
         """Serve a module no more, and remove its states from the disk."""
         with self._lock:
             held = self._held.pop(module, None)
+            self._state_of.pop(module, None)
             if held is not None:
                 self._in_memory.pop(held.digest, None)
         self._store.remove(module)
@@ -189,36 +200,38 @@ class States:
             state, held = self.waiting(module, step), self._held.get(module)
             if state is not None:
                 return state
-            if held is not None and held.step == step and held.digest in self._in_memory:
-                return self._in_memory[held.digest]
+            if held is not None and held.step == step:
+                return self._state_of[module]
         for digest in self._store.digests(module):
             head = self._chains.head_of(module, digest)
             if head is not None and head.step == step:
-                return self._read(head)
+                return self._read(module, digest)
         return None
 
-    def _read(self, head: Head) -> ModuleState | None:
-        file = self._store.find(head.digest)
+    def _read(self, module: str, digest: str) -> ModuleState | None:
+        """Return a state that lies in its file on the disk."""
+        file = self._store.find(digest)
         if file is None:
             return None
         try:
-            return read_state(file, self._grid.layout(head.module), head.digest, module=head.module)
+            return read_state(file, self._grid.layout(module), digest, module=module)
         except DipacoError as error:
-            logger.warning("state of %s on disk is not used: %s", head.module, error)
+            logger.warning("state of %s on disk is not used: %s", module, error)
             return None
 
     # -- the exchange's source
 
     def _remember(self, state: ModuleState) -> None:
-        self._recent.setdefault(state.digest, (self._monotonic(), state))
+        self._recent.pop(state.digest, None)
+        self._recent[state.digest] = (self._monotonic(), state)
         used_bytes = sum(state.byte_size for _, state in self._recent.values())
-        for digest, (came_s, old) in list(self._recent.items()):
-            if used_bytes <= RECENT_BYTES and self._monotonic() - came_s <= RECENT_S:
+        for digest, (until_s, old) in list(self._recent.items()):
+            if used_bytes <= RECENT_BYTES and self._monotonic() - until_s <= RECENT_S:
                 break
             used_bytes -= old.byte_size
             del self._recent[digest]
 
-    def lookup(self, sha256: str) -> Path | bytes | None:
+    def lookup(self, sha256: str) -> Path | Parts | None:
         """Find a state or a blob by its hash. The exchange calls this."""
         with self._lock:
             state = self._in_memory.get(sha256)
@@ -232,5 +245,5 @@ class States:
                 recent = self._recent.get(sha256)
             state = recent[1] if recent is not None else None
         if state is not None:
-            return b"".join(bytes(chunk) for chunk in state_chunks(state))
+            return tuple(state_chunks(state))
         return self._earlier.lookup(sha256) if self._earlier is not None else None

@@ -7,8 +7,8 @@ becomes `new anchor + (local - snapshot)`. Without steps in between the differen
 and local becomes exactly the anchor, as in the reference. Where a round brought no state, nothing
 is called, and the next snapshot holds everything since the anchor.
 
-In main memory, for a parameter: the anchor has 8 bytes, a snapshot 4 until its round has ended,
-error feedback 2, where the codec has it.
+In main memory, for a parameter: the anchor has 8 bytes until it is on the disk, a snapshot 4 until
+its round has ended, error feedback 2, where the codec has it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
+from dipaco.modules.compose import (
+    add_to_module,
+    gather_module,
+    lent_parameters,
+    load_path,
+    scatter_module,
+)
 from dipaco.modules.device import release_memory, return_freed_memory
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
-from dipaco.modules.outer import outer_gradient
+from dipaco.modules.outer import OuterGradient
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -49,9 +55,9 @@ class Snapshot:
     next_error: torch.Tensor | None = None
     """What this one loses; it counts once a state was adopted."""
 
-    def outer_gradient(self) -> torch.Tensor:
-        """Return anchor minus local, flat fp32. What is not finite there is not finite here."""
-        return outer_gradient(self.anchor.parameters, self.local)
+    def outer_gradient(self) -> OuterGradient:
+        """Return anchor minus local. What is not finite there is not finite here."""
+        return OuterGradient(self.anchor.parameters, self.local)
 
 
 @dataclass
@@ -210,26 +216,18 @@ class PathTrainer:
     def loss_of(self, path: int, states: Mapping[str, ModuleState], rows: torch.Tensor) -> LossSum:
         """Return the loss of `rows` [sequences, length] of a path under states of its modules.
 
-        The routing prefix is not scored. Local parameters wait on the device meanwhile, and are
-        restored bit for bit.
+        The routing prefix is not scored. On a CPU the states' own memory is what is scored; else
+        copies of them are on the device meanwhile.
         """
         if self._is_released:
             self._make_model()
-        local = {
-            module: gather_module(self.model, self.grid, module, self.device)
-            for module in self.modules
-        }
-        try:
-            load_path(self.model, self.grid, path, states)
+        with lent_parameters(self.model, self.grid, path, states):
             skip_tokens = self.plan.routing.prefix_tokens
             return LossSum(*sum_losses(self.model, rows, skip_tokens, device=self.device))
-        finally:
-            for module, flat in local.items():
-                scatter_module(self.model, self.grid, module, flat)
 
     def optimizer_state(self) -> dict[str, object]:
-        """Return the AdamW state, to be kept on disk for a return to this path."""
-        return self.inner.state_dict()
+        """Return the AdamW state, which the next step changes, to be kept on disk."""
+        return self.inner.lent_state_dict()
 
 
 RATE_WINDOW_S = 30.0

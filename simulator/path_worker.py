@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.contributions import Codec, publish
+from dipaco.modules.contributions import Codec, Data, publish
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, KeptOptimizer
-from dipaco.modules.outer import Contribution, outer_gradient
+from dipaco.modules.outer import Contribution, OuterGradient
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
@@ -91,7 +91,7 @@ class PathWorker:
         """Return this worker's row in the table of an outer step."""
         return Contribution(self.peer.path, self.peer.peer, self.unmerged_tokens[module])
 
-    def publish(self, module: str, codec: Codec) -> bytes:
+    def publish(self, module: str, codec: Codec) -> Data:
         """Return the file of this worker's outer gradient; what its encoding lost is kept."""
         error = self._shelf.errors.get((self.number, module))
         data, lost = publish(self.outer_gradient(module), codec, error)
@@ -158,7 +158,7 @@ class PathWorker:
             local = kept.to("cpu")
         else:
             local = anchor
-        return outer_gradient(anchor, local)
+        return OuterGradient(anchor, local)[:]
 
     def checkpoint(self) -> tuple[dict[str, Any], Luggage]:
         """Return the counters, and local parameters and AdamW state on the CPU."""

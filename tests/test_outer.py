@@ -16,13 +16,13 @@ from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
     Contribution,
+    OuterGradient,
     OuterRule,
     Usual,
     advanced_progress,
     bounded_table,
     canonical_table,
     greatest_contribution_bytes,
-    outer_gradient,
 )
 from dipaco.modules.robust_mean import exact_norm
 from dipaco.modules.state import ModuleState, PathProgress
@@ -366,7 +366,7 @@ def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
     anchor, local = drawn(0), drawn(1)
     rule = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0))
     state = state_of(parameters=anchor, momentum=torch.zeros(SIZE))
-    files = files_of(rule, outer_gradient(anchor, local))
+    files = files_of(rule, OuterGradient(anchor, local)[:])
     stepped = rule.step(state, files, [Contribution(0, "a", 1)], 0)
     torch.testing.assert_close(stepped.parameters, local)
 

@@ -3,164 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.dht.chain import Head, Row, Step, genesis_name
-from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
-from dipaco.modules.compose import gather_module
-from dipaco.modules.errors import IntegrityError, NetworkError
-from dipaco.modules.outer import OuterRule
+from dipaco.dht.chain import Head, Step
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
-from dipaco.peer.outer_steps import OuterSteps
 from dipaco.peer.states import States, head_of
-from dipaco.peer.trainer import PathTrainer
-from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
-from support.fake_swarm import FakeEvents, FakeTime
+from support.outer_peer import MODULE, Peer
 from support.tiny_run import make_tiny_run
 
-MODULE, OTHER = "L0.E0", "L1.E0"
-WAIT_S = 60.0
-
-
-class FakeExchange:
-    """Gives the files that lie with other peers of the test."""
-
-    def __init__(self, own: ContributionFiles) -> None:
-        self._own = own
-        self.others: list[ContributionFiles] = []
-
-    def gather(
-        self,
-        rows: Sequence[Row],
-        others: Mapping[str, tuple[str, ...]],
-        *,
-        check: Callable[[Row, Path], None],
-        on_done: Callable[[Row, str, bool], None],
-        timeout_s: float,
-    ) -> None:
-        for row in rows:
-            found = [files.find(row.file) for files in (self._own, *self.others)]
-            file = next((file for file in found if file is not None), None)
-            if file is None:
-                on_done(row, "nobody has it", False)
-                continue
-            try:
-                check(row, file)
-            except IntegrityError as error:
-                on_done(row, str(error), True)
-                continue
-            self._own.add(row, file.read_bytes())
-            on_done(row, "", False)
-
-
-class Peer:
-    """One peer that trains path 0, or a keeper that trains nothing."""
-
-    def __init__(self, run: RunFolder, folder: Path, path: int | None) -> None:
-        plan = self.plan = run.plan()
-        grid = self.grid = run.grid(plan)
-        key = Ed25519PrivateKey.generate()
-        self.me = peer_id_of_public_key(raw_public_key(key))
-        self.reported: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
-        self.events = FakeEvents()
-        chains = ChainStore(plan.run_id, grid.modules(), folder / "chains")
-        contributions = ContributionFiles(folder / "contributions")
-        self.fetched: dict[str, ModuleState] = {}
-        own = RunFolder(folder / "run")
-        self.node: Any = SimpleNamespace(
-            plan=plan,
-            grid=grid,
-            me=self.me,
-            identity=SimpleNamespace(key=key),
-            rule=OuterRule.of(plan, run.shard_index(plan)),
-            chains=chains,
-            contributions=contributions,
-            held=States(grid, own.states, own.blobs, chains),
-            exchange=FakeExchange(contributions),
-            clock=FakeTime(plan.start_s + 100.0).clock,
-            fetcher=SimpleNamespace(state=self._fetch),
-            genesis_step=lambda module: genesis_name(plan.run_id, module),
-        )
-        base = run.base_parameters(plan)
-        self.genesis = {m: run.genesis_state(plan, m, base) for m in grid.modules()}
-        rows = torch.ones(2, plan.model.sequence_length, dtype=torch.int64)
-        files: Any = SimpleNamespace(
-            genesis_state=lambda module: self.genesis[module], path=path, validation=rows
-        )
-        self.trainer = None if path is None else PathTrainer(plan, grid, torch.device("cpu"))
-        self.outer = OuterSteps(
-            self.node,
-            files,
-            self.events,  # type: ignore[arg-type]
-            self.reported.put,
-            announce=lambda: None,
-            trainer=self.trainer,
-        )
-        if self.trainer is not None:
-            assert path is not None
-            heads = []
-            for module in grid.modules_of_path(path):
-                found = self.do(a.FetchState(self.head0(module), ()))
-                assert isinstance(found, e.StateFetched)
-                heads.append(found.head)
-            states = self.outer.hold(tuple(heads))
-            tokens = run.train_tokens(plan, path)
-            sequences = plan.inner.batch_sequences
-            stream = BatchStream(tokens, seed=plan.seed, path=path, batch_sequences=sequences)
-            self.trainer.start_path(path, states, stream)
-
-    def _fetch(self, head: Head, holders: Sequence[str]) -> ModuleState:
-        if head.digest not in self.fetched:
-            raise NetworkError(f"none of {len(holders)} holders answers")
-        return self.fetched[head.digest]
-
-    def head0(self, module: str) -> Head:
-        return Head(module, genesis_name(self.plan.run_id, module), 0, 0, -1, "", 0)
-
-    def do(self, action: a.Action) -> e.Event:
-        """Have an action carried out, and return what came of it."""
-        is_done, event = self.outer.carry_out(action)
-        assert is_done
-        return event or self.reported.get(timeout=WAIT_S)
-
-    def publish(self, round_index: int = 0, steps: int = 2, module: str = MODULE) -> Row:
-        assert self.trainer is not None
-        for _ in range(steps):
-            self.trainer.inner_step()
-        parent = self.node.held.get(module).step
-        event = self.do(a.Publish(module, round_index, parent, 0.0))
-        assert isinstance(event, e.Published), event
-        return event.row
-
-    def gather(self, *rows: Row) -> list[e.Event]:
-        self.outer.carry_out(a.Gather(rows[0].module, rows))
-        return [self.reported.get(timeout=WAIT_S) for _ in rows]
-
-    def compute(self, base: str, *steps: Step) -> Head:
-        event = self.do(a.Compute(steps[0].module, base, steps))
-        assert isinstance(event, e.Computed), event
-        return event.head
-
-    def adopt(self, head: Head, *, save: bool = False) -> None:
-        adopt = a.Adopt(head, head.round_index, 2, 2, True, save)
-        assert self.outer.carry_out(adopt) == (True, None)
-
-    def local(self, module: str = MODULE) -> torch.Tensor:
-        assert self.trainer is not None
-        return gather_module(self.trainer.model, self.grid, module)
+OTHER = "L1.E0"
 
 
 @pytest.fixture(params=["float32", "int4", "sign"])
@@ -205,7 +66,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert keeper.outer.carry_out(a.Keep(heads[0])) == (True, None)
     content = keeper.node.held.lookup(heads[0].digest)
     assert content is not None
-    data = content if isinstance(content, bytes) else content.read_bytes()
+    data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
     assert hashlib.sha256(data).hexdigest() == heads[0].digest
     # The next step stands on what is kept, in memory or on disk.
     second = Step.of([one.publish(1)])

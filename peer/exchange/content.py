@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -16,11 +16,14 @@ from .loop_thread import run_blocking
 logger = logging.getLogger("dipaco.peer.exchange.content")
 
 
+Parts = Sequence[bytes | memoryview]
+
+
 class ContentSource(Protocol):
     """Finds content by its hash. Called on a thread of its own, so it may read the disk."""
 
-    def lookup(self, sha256: str) -> Path | bytes | None:
-        """Return a file or the bytes, or None when it is not here.
+    def lookup(self, sha256: str) -> Path | Parts | None:
+        """Return a file or the parts that make it up, or None when it is not here.
 
         `sha256` is 64 lower-case hexadecimal digits. What is returned is never changed in place:
         a file may be replaced or deleted, not overwritten.
@@ -29,23 +32,27 @@ class ContentSource(Protocol):
 
 
 class OpenContent:
-    """An immutable snapshot of content: bytes, or an open file that may since be unlinked."""
+    """An immutable snapshot of content: memory, or an open file that may since be unlinked."""
 
-    def __init__(self, found: Path | bytes) -> None:
-        self._bytes = found if isinstance(found, bytes) else None
+    def __init__(self, found: Path | Parts) -> None:
+        self._parts: Parts = ()
         self._file: BinaryIO | None = None
-        if isinstance(found, bytes):
-            self.size_bytes = len(found)
+        if not isinstance(found, Path):
+            self._parts = found
+            self.size_bytes = sum(len(part) for part in found)
         else:
             self._file = found.open("rb", buffering=0)
             self.size_bytes = os.fstat(self._file.fileno()).st_size
 
     async def read(self, offset: int, count: int) -> bytes | memoryview:
-        """Return `count` bytes from `offset`; fewer only when the file was cut off."""
-        if self._bytes is not None:
-            return memoryview(self._bytes)[offset : offset + count]
-        assert self._file is not None
-        return await run_blocking(os.pread, self._file.fileno(), count, offset)
+        """Return up to `count` bytes from `offset`; none only when the file was cut off."""
+        if self._file is not None:
+            return await run_blocking(os.pread, self._file.fileno(), count, offset)
+        for part in self._parts:
+            if offset < len(part):
+                return memoryview(part)[offset : offset + count]
+            offset -= len(part)
+        return b""
 
     def close(self) -> None:
         """Close the file."""

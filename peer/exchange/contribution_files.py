@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dipaco.dht.chain import Row
 from dipaco.modules.blobs import BlobStore, is_sha256
+from dipaco.modules.contributions import Data
 from dipaco.modules.files import atomic_write, storage_errors
 
 KEPT_ROUNDS = 3
@@ -67,11 +68,11 @@ class ContributionFiles:
 
     # -- coming and going
 
-    def add(self, row: Row, data: bytes) -> Path:
+    def add(self, row: Row, data: Data) -> Path:
         """Store an own contribution, which `row` names. Raises `StorageError`."""
         path = self._path(row)
         if self.find(row.file) is None:
-            atomic_write(path, data)
+            atomic_write(path, (data,))
         return self._note(row, path, is_mail=False, is_checked=True)
 
     def install(

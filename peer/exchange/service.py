@@ -25,7 +25,7 @@ from dipaco.dht.repetition import Complaints
 from dipaco.modules.plan import PROTOCOL_VERSION
 
 from .chain_store import ChainStore
-from .content import ContentShelf, ContentSource, OpenContent
+from .content import ContentShelf, ContentSource, OpenContent, Parts
 from .contribution_files import PUT_PREFIX, ContributionFiles
 from .hello import Greeting
 from .limits import Bounds, ByteBuckets, Slot, Slots
@@ -87,7 +87,7 @@ class ServedRun:
     admission: bytes | None = None
     """This peer's own; None for a process that only reads."""
 
-    def lookup(self, sha256: str) -> Path | bytes | None:
+    def lookup(self, sha256: str) -> Path | Parts | None:
         """Return what is served by hash."""
         if self.contributions is not None:
             found = self.contributions.find(sha256)

@@ -95,8 +95,9 @@ class Held:
     def __init__(self, *contents: bytes) -> None:
         self.contents = {hashlib.sha256(data).hexdigest(): data for data in contents}
 
-    def lookup(self, sha256: str) -> Path | bytes | None:
-        return self.contents.get(sha256)
+    def lookup(self, sha256: str) -> Path | tuple[bytes, ...] | None:
+        found = self.contents.get(sha256)
+        return None if found is None else (found,)
 
 
 class Told:

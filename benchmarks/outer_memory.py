@@ -1,0 +1,221 @@
+"""Where the main memory of a peer goes in an outer round, phase by phase, in bytes a parameter.
+
+    python benchmarks/outer_memory.py [--json] [--millions 20] [--codec int4] [--levels 1]
+
+One process does what a peer does between two boundaries, with the real trainer, states, files and
+codec, and no network: the others' contributions lie in a folder. What counts is the memory of the
+process that is no file on the disk (anonymous), above the most that the bare training loop has:
+the program, the model, its gradients, AdamW's states and the pass, all of which a peer has all the
+time. Told for each phase: the most during it, what is left after it, the pages of mapped files that
+were in memory, which the machine can take at any time, and the seconds. The first round is of the
+genesis state; what counts is the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from dipaco.dht.chain import Row, Step
+from dipaco.modules.config import ModelConfig
+from dipaco.modules.contributions import Codec
+from dipaco.modules.device import prepare_process, return_freed_memory
+from dipaco.modules.inner import InnerLoop
+from dipaco.modules.outer import OuterRule
+from dipaco.modules.store import StateStore
+from dipaco.modules.transformer import PathModel
+from dipaco.peer.background import Background
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.member import actions as a
+from dipaco.peer.path_files import OptimizerFiles
+from parts.common import Report, build_parser, scratch_folder
+from parts.synthetic_run import make_synthetic_run
+from support.outer_peer import Peer
+
+SHAPE = {
+    "vocabulary_size": 320,
+    "hidden_size": 640,
+    "feed_forward_size": 1760,
+    "head_count": 10,
+    "sequence_length": 16,
+}
+BLOCK_MILLIONS = 5
+SAMPLE_S = 0.001
+STEPS = 2
+# The upper half of 2^-22.
+SMALL_SCALE = bytes([0x80, 0x34])
+
+
+def options() -> argparse.Namespace:
+    parser = build_parser(__doc__)
+    parser.add_argument("--millions", type=int, default=20, help="parameters: 5, 10, ... (20)")
+    parser.add_argument("--codec", default="int4", help="int4, int2 or sign (int4)")
+    parser.add_argument("--levels", type=int, default=1, help="of the grid (1)")
+    parser.add_argument("--members", type=int, default=4, help="contributions of a step (4)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each level's module (3)")
+    return parser.parse_args()
+
+
+class Watch:
+    """Samples the memory of this process."""
+
+    def __init__(self) -> None:
+        self._peak = (0, 0)
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def now(self) -> tuple[int, int]:
+        """Return the bytes that are anonymous, and those of files."""
+        _, resident, shared = map(int, Path("/proc/self/statm").read_text().split()[:3])
+        return (resident - shared) * self._page, shared * self._page
+
+    def _run(self) -> None:
+        while True:
+            self._peak = tuple(map(max, self._peak, self.now()))  # type: ignore[assignment]
+            time.sleep(SAMPLE_S)
+
+    def peak(self) -> tuple[int, int]:
+        """Return the most since this was called last."""
+        found, self._peak = tuple(map(max, self._peak, self.now())), self.now()
+        return found  # type: ignore[return-value]
+
+
+class OneMember:
+    """The peer, and what is measured of it."""
+
+    def __init__(self, folder: Path, chosen: argparse.Namespace, report: Report) -> None:
+        blocks = max(1, chosen.millions // BLOCK_MILLIONS)
+        self.run = make_synthetic_run(
+            folder / "run",
+            ModelConfig(**SHAPE, block_count=blocks),
+            modules_per_level=(1,) * chosen.levels,
+            batch_sequences=1,
+            codec=chosen.codec,
+            train_sequences=64,
+            validation_sequences=8,
+            inner_steps=2,
+        )
+        plan = self.run.plan()
+        grid = self.run.grid(plan)
+        self.modules = grid.modules_of_path(0)
+        self.parameters = sum(grid.layout(module).size for module in self.modules)
+        self.members, self.report = chosen.members, report
+        self.others = ContributionFiles(folder / "others")
+        self.rule = OuterRule.of(plan, None)
+        self.watch = Watch()
+        self.base, self.files = self._bare_loop()
+        return_freed_memory()
+        self.peer = Peer(self.run, folder / "peer", 0)
+        # As a real peer does once training has begun.
+        self.peer.genesis.clear()
+        return_freed_memory()
+        self.peer.node.exchange.others = [self.others]
+        self.step_of: dict[str, str] = {}
+        self.greatest = 0.0
+        self.optimizers = StateStore(folder / "peer" / "optimizers")
+
+    def _bare_loop(self) -> tuple[int, int]:
+        """Return the most memory of a loop that trains the path for itself."""
+        plan = self.run.plan()
+        model, tokens = PathModel(plan.model), torch.from_numpy(self.run.train_tokens(plan, 0)[:1])
+        inner = InnerLoop(model, plan.inner, torch.device("cpu"))
+        for step in range(STEPS):
+            inner.step(tokens.long(), step)
+        return self.watch.peak()
+
+    def train(self) -> None:
+        """Take inner steps, and keep as much memory as their gradients had: the next one is under
+        way while the outer round goes on."""
+        self.gradients: list[torch.Tensor] = []
+        for _ in range(STEPS):
+            self.peer.trainer.inner_step()
+        self.gradients = [torch.ones_like(p) for p in self.peer.trainer.model.parameters()]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.watch.peak()
+        began_s = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_s
+        time.sleep(2 * SAMPLE_S)
+        (most, most_files), (left, _) = self.watch.peak(), self.watch.now()
+        a_parameter = [
+            (value - base) / self.parameters
+            for value, base in ((most, self.base), (left, self.base), (most_files, self.files))
+        ]
+        self.greatest = max(self.greatest, a_parameter[0])
+        self.report.row(name, *(f"{value:.2f}" for value in a_parameter), seconds)
+        self.report.figures[name] = [round(value, 3) for value in (*a_parameter, seconds)]
+
+    def round_of(self, module: str, index: int) -> None:
+        peer, name = self.peer, f"{index} {module} "
+        codec = self.rule.codec_of(module)
+        self.greatest = 0.0
+        with self.phase(name + "train"):
+            self.train()
+        with self.phase(name + "publish"):
+            row = peer.publish(index, 0, module)
+        rows = [row, *(self._other(row, number, codec) for number in range(1, self.members))]
+        with self.phase(name + "gather"):
+            peer.gather(*rows)
+        step = Step.of(rows)
+        with self.phase(name + "compute"):
+            head = peer.compute(step.parent, step)
+        with self.phase(name + "score"):
+            peer.do(a.Check(module, head.step))
+        with self.phase(name + "adopt"):
+            peer.adopt(head)
+        with self.phase(name + "serve"):
+            found = peer.node.held.lookup(head.digest)
+        del found
+        with self.phase(name + "save"):
+            peer.node.held.save_all()
+        with self.phase(name + "optimizer"):
+            self._save_optimizer()
+        self.report.row(name + "peak", f"{self.greatest:.2f}", "", "", "")
+        self.report.figures["peak"] = round(self.greatest, 3)
+
+    def _other(self, row: Row, number: int, codec: Codec) -> Row:
+        """Make the file of another peer, small numbers, and return its row."""
+        values = self.peer.grid.layout(row.module).size
+        scales = codec.blocks(values)
+        data = bytearray(codec.file_bytes(values))
+        data[: 2 * scales] = SMALL_SCALE * scales
+        data[-1] = number
+        return self.peer.foreign_row(self.others, row, bytes(data))
+
+    def _save_optimizer(self) -> None:
+        saver = ThreadPoolExecutor(1)
+        files = OptimizerFiles(self.optimizers, self.peer.trainer, saver, Background())
+        files.save()
+        saver.shutdown(wait=True)
+
+
+def main() -> int:
+    chosen = options()
+    prepare_process(1)
+    columns = ("phase", "most", "left", "files", "seconds")
+    report = Report(f"main memory of an outer round, {chosen.codec}", columns)
+    with scratch_folder() as folder:
+        member = OneMember(folder, chosen, report)
+        with member.phase("first step"):
+            member.train()
+        report.figures["parameters"] = member.parameters
+        for index in range(chosen.rounds):
+            for module in member.modules:
+                member.round_of(module, index)
+        member.peer.outer.stop()
+    report.print(chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
