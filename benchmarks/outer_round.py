@@ -3,6 +3,7 @@
     python benchmarks/outer_round.py [--json] [--codecs int4,int2,sign,top64] [--members 4,8]
     python benchmarks/outer_round.py --millions 80 --codecs int4 --members 4
     python benchmarks/outer_round.py --idle                      # a peer that waits for its run
+    python benchmarks/outer_round.py --phases --codecs int4 --members 4    # where the memory goes
 
 Real `dipaco-peer` processes with one thread each train one module, all of them, in the fixed-steps
 mode: they wait while it is stepped, so nothing but the outer round takes time. Each has a network
@@ -16,8 +17,8 @@ steps, and all of the DHT. Told for each swarm:
   is tiny. On a CPU 16 bytes of it are model, gradients and AdamW's states; on a GPU none is.
 
 With --idle: processes of a peer that has everything and waits for its run to start, and their
-memory (proportional and anonymous), beside the bare training loop. Needs root and iproute2, but
-for --idle.
+memory (proportional and anonymous), beside the bare training loop. With --phases: the main memory
+of one process, phase by phase (`parts/outer_memory.py`). All else needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -47,17 +48,10 @@ from parts.common import (
     steady_peer,
 )
 from parts.home_lines import Homes, can_make_homes, homes
+from parts.outer_memory import BLOCK_MILLIONS, SHAPE, measure_phases
 from parts.synthetic_run import make_synthetic_run
 from support.swarm import BIN, Member, Swarm
 
-BLOCK_MILLIONS = 5
-SHAPE = {
-    "vocabulary_size": 320,
-    "hidden_size": 640,
-    "feed_forward_size": 1760,
-    "head_count": 10,
-    "sequence_length": 16,
-}
 TINY = {"hidden_size": 64, "feed_forward_size": 176, "head_count": 2}
 START_S, ROUND_S, FIRST_ROUNDS = 300.0, 120.0, 2
 SAMPLE_S = 0.5
@@ -73,8 +67,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (3)")
     parser.add_argument("--device", default="cpu", help="of the peers: cpu or cuda (cpu)")
     parser.add_argument("--idle", action="store_true", help="only what an idle peer takes")
+    parser.add_argument("--phases", action="store_true", help="only memory, phase by phase")
+    parser.add_argument("--levels", type=int, default=1, help="of the grid, with --phases (1)")
     chosen = parser.parse_args()
-    if not chosen.idle and not can_make_homes(with_nat=False):
+    if not (chosen.idle or chosen.phases) and not can_make_homes(with_nat=False):
         parser.error("needs root and iproute2")
     return chosen
 
@@ -308,6 +304,17 @@ def main() -> int:
     if chosen.idle:
         report = Report("an idle peer", ("", "processes", "proportional MiB", "anonymous MiB"))
         measure_idle(report)
+    elif chosen.phases:
+        columns = ("phase", "most", "left", "files", "seconds")
+        report = Report("main memory in an outer round, bytes a parameter", columns)
+        measure_phases(
+            report,
+            millions=chosen.millions,
+            levels=chosen.levels,
+            codec=chosen.codecs.split(",")[0],
+            members=int(chosen.members.split(",")[0]),
+            rounds=chosen.rounds,
+        )
     else:
         columns = ("codec", "members", "received", "sent", "s, median", "s, greatest", "s, alone",
                    "memory")  # fmt: skip

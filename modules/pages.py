@@ -31,5 +31,6 @@ def all_finite(flat: torch.Tensor) -> bool:
     return all(
         math.isfinite(extreme.item())
         for piece in flat.split(LOOKED_AT_VALUES)
+        if piece.numel()
         for extreme in torch.aminmax(piece)
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dipaco.dht.chain import Head
 from dipaco.modules.blobs import BlobStore
+from dipaco.modules.device import return_freed_memory
 from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, state_chunks
@@ -160,6 +161,7 @@ class States:
         if saved is None:
             return
         state.rest_on(saved)
+        return_freed_memory()  # What the round took; the next one may find its pieces too small.
         with self._lock:
             self._in_memory.pop(state.digest, None)
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dipaco.modules.compose import add_to_module, gather_module, load_path, scatter_module
+from dipaco.modules.compose import (
+    add_to_module,
+    gather_module,
+    lent_parameters,
+    load_path,
+    scatter_module,
+)
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, genesis_state
@@ -75,6 +81,25 @@ def test_scatter_touches_only_its_module() -> None:
         assert torch.equal(gather_module(model, GRID, module), flat)
     with pytest.raises(ValueError, match="elements"):
         scatter_module(model, GRID, "L0.E0", torch.zeros(3))
+
+
+def test_parameters_are_lent_without_a_copy_and_come_back() -> None:
+    model, path = model_of(0), 0
+    states = {
+        module: genesis_state(module, GRID.layout(module), dict(model_of(1).named_parameters()))
+        for module in GRID.modules_of_path(path)
+    }
+    own = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    with lent_parameters(model, GRID, path, states):
+        for module, state in states.items():
+            for name, view in GRID.layout(module).views(state.parameters).items():
+                assert model.get_parameter(name).data_ptr() == view.data_ptr()
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == own[name][0]
+        assert torch.equal(parameter, own[name][1])
+    del states[GRID.modules_of_path(path)[0]]
+    with pytest.raises(KeyError), lent_parameters(model, GRID, path, states):
+        pass
 
 
 def test_progress_since_a_snapshot_is_put_on_a_new_anchor() -> None:

@@ -156,6 +156,8 @@ def memory_need(plan: RunPlan, settings: PeerSettings, gpu: m.Gpu | None) -> c.M
     in_bf16 = gpu is not None and gpu.has_bf16
     on_device = needs.device_bytes(plan, count, settings.optimizer, in_bf16=in_bf16)
     one_pass = on_device.pop(needs.ONE_PASS)
+    if gpu is None:
+        del on_device[needs.SCORING]
     main = needs.main_memory_bytes(plan, grid, count)
     main_bytes = sum(main.values()) + c.PROGRAMS_BYTES
     return c.MemoryNeed(

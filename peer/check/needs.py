@@ -31,8 +31,9 @@ FP32_BYTES, BF16_BYTES = 4, 2
 # First and second moment of a parameter, in fp32 or in 8 bits.
 ADAMW_BYTES = {"adamw": 8, "adamw8bit": 2}
 ONE_PASS = "pass of one sequence, about"
-# Seldom, and only while nothing else is in progress on the device.
-SCORING = "local parameters, while anchors are scored"
+# Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
+SCORING = "anchors, while they are scored"
+ANCHORS = "anchors that are not on the disk: before their first step"
 
 
 class Run(Protocol):
@@ -122,20 +123,26 @@ def codec_of(run: Run, level: str) -> Codec:
 
 
 def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, int]:
-    """Return what a peer holds beside its device, fp32, if all that can happen happens at once."""
+    """Return what a peer holds beside its device, fp32, if all that can happen happens at once.
+
+    Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; 13 were
+    measured (`benchmarks/outer_round.py --phases`). States that are on the disk are mapped from
+    there, and of a genesis the momentum is no memory.
+    """
     path = FP32_BYTES * path_parameters
     sizes = {level: grid.layout(level).size for level in grid.level_names}
     feedback = sum(
-        BF16_BYTES * size
+        2 * BF16_BYTES * size
         for level, size in sizes.items()
         if codec_of(run, level).feedback_decay is not None
     )
+    is_saved = run.rounds.save_every_rounds == 1
     return {
-        "anchors": path,
-        "outer momentum": path,
+        ANCHORS: path if is_saved else 2 * path,
         "snapshots": path,
-        "error feedback": feedback,
-        "the next state of a module": 2 * FP32_BYTES * max(sizes.values()),
+        "error feedback, old and new": feedback,
+        "an encoded contribution": max(file_bytes(run, grid, level) for level in sizes),
+        "new states, until they are on the disk": 2 * path,
     }
 
 

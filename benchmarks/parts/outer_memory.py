@@ -1,7 +1,5 @@
 """Where the main memory of a peer goes in an outer round, phase by phase, in bytes a parameter.
 
-    python benchmarks/outer_memory.py [--json] [--millions 20] [--codec int4] [--levels 1]
-
 One process does what a peer does between two boundaries, with the real trainer, states, files and
 codec, and no network: the others' contributions lie in a folder. What counts is the memory of the
 process that is no file on the disk (anonymous), above the most that the bare training loop has:
@@ -13,9 +11,7 @@ genesis state; what counts is the last.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,9 +32,10 @@ from dipaco.peer.background import Background
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.member import actions as a
 from dipaco.peer.path_files import OptimizerFiles
-from parts.common import Report, build_parser, scratch_folder
-from parts.synthetic_run import make_synthetic_run
 from support.outer_peer import Peer
+
+from .common import Report, scratch_folder
+from .synthetic_run import make_synthetic_run
 
 SHAPE = {
     "vocabulary_size": 320,
@@ -52,16 +49,6 @@ SAMPLE_S = 0.001
 STEPS = 2
 # The upper half of 2^-22.
 SMALL_SCALE = bytes([0x80, 0x34])
-
-
-def options() -> argparse.Namespace:
-    parser = build_parser(__doc__)
-    parser.add_argument("--millions", type=int, default=20, help="parameters: 5, 10, ... (20)")
-    parser.add_argument("--codec", default="int4", help="int4, int2 or sign (int4)")
-    parser.add_argument("--levels", type=int, default=1, help="of the grid (1)")
-    parser.add_argument("--members", type=int, default=4, help="contributions of a step (4)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each level's module (3)")
-    return parser.parse_args()
 
 
 class Watch:
@@ -91,14 +78,16 @@ class Watch:
 class OneMember:
     """The peer, and what is measured of it."""
 
-    def __init__(self, folder: Path, chosen: argparse.Namespace, report: Report) -> None:
-        blocks = max(1, chosen.millions // BLOCK_MILLIONS)
+    def __init__(
+        self, folder: Path, report: Report, millions: int, levels: int, codec: str, members: int
+    ) -> None:
+        blocks = max(1, millions // BLOCK_MILLIONS)
         self.run = make_synthetic_run(
             folder / "run",
             ModelConfig(**SHAPE, block_count=blocks),
-            modules_per_level=(1,) * chosen.levels,
+            modules_per_level=(1,) * levels,
             batch_sequences=1,
-            codec=chosen.codec,
+            codec=codec,
             train_sequences=64,
             validation_sequences=8,
             inner_steps=2,
@@ -107,7 +96,7 @@ class OneMember:
         grid = self.run.grid(plan)
         self.modules = grid.modules_of_path(0)
         self.parameters = sum(grid.layout(module).size for module in self.modules)
-        self.members, self.report = chosen.members, report
+        self.members, self.report = members, report
         self.others = ContributionFiles(folder / "others")
         self.rule = OuterRule.of(plan, None)
         self.watch = Watch()
@@ -199,23 +188,17 @@ class OneMember:
         saver.shutdown(wait=True)
 
 
-def main() -> int:
-    chosen = options()
+def measure_phases(
+    report: Report, *, millions: int, levels: int, codec: str, members: int, rounds: int
+) -> None:
+    """Add a row for every phase of `rounds` rounds of each level's module."""
     prepare_process(1)
-    columns = ("phase", "most", "left", "files", "seconds")
-    report = Report(f"main memory of an outer round, {chosen.codec}", columns)
     with scratch_folder() as folder:
-        member = OneMember(folder, chosen, report)
+        member = OneMember(folder, report, millions, levels, codec, members)
+        report.figures["parameters"] = member.parameters
         with member.phase("first step"):
             member.train()
-        report.figures["parameters"] = member.parameters
-        for index in range(chosen.rounds):
+        for index in range(rounds):
             for module in member.modules:
                 member.round_of(module, index)
         member.peer.outer.stop()
-    report.print(chosen.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
