@@ -7,6 +7,7 @@ as a whole, and pages of it that nobody has written take nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -23,7 +24,12 @@ def own_pages(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     if count < LEAST_OWN_VALUES:
         return torch.zeros(count, dtype=dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * count, flags), dtype=dtype)
+    mapped = mmap.mmap(-1, dtype.itemsize * count, flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A page of 4 KiB takes longer to get than to fill. Kernels without large ones refuse.
+        with contextlib.suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype)
 
 
 def all_finite(flat: torch.Tensor) -> bool:
