@@ -83,7 +83,11 @@ def load_bytes(source: FileSource, greatest_bytes: int, what: str) -> tuple[np.n
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if not size:
             return np.empty(0, np.uint8), digest
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        try:
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        except OSError:  # Some file systems have no maps.
+            file.seek(0)
+            return np.fromfile(file, np.uint8), digest
         return np.frombuffer(mapped, np.uint8), digest
 
 

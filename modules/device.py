@@ -115,7 +115,8 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give what glibc keeps for later use back to the machine: a peer pauses."""
+    """Give what glibc keeps for later use back to the machine: a peer pauses, or a round
+    is over."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

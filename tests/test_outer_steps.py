@@ -153,6 +153,34 @@ def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer])
     assert not failed.is_finite
 
 
+def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
+    swarm: tuple[Peer, Peer, Peer],
+) -> None:
+    one, _, _ = swarm
+    assert one.trainer is not None
+    held = one.node.held
+    step = Step.of([one.publish()])
+    head = one.compute(step.parent, step)
+    one.adopt(head)
+    state = one.trainer.anchor(MODULE)
+    assert held.find(MODULE, step.name) is held.newest(MODULE) is state
+    numbers, place = state.parameters.clone(), state.parameters.data_ptr()
+    parts = held.lookup(head.digest)
+    assert not isinstance(parts, Path)
+    held.save_all()
+    assert one.trainer.anchor(MODULE) is held.find(MODULE, step.name) is state
+    assert state.parameters.data_ptr() != place
+    assert torch.equal(state.parameters, numbers)
+    assert held.lookup(head.digest).read_bytes() == b"".join(parts)
+    # A state that was not saved before the next one came is served a while, if it is small.
+    for index in (1, 2):
+        step = Step.of([one.publish(index)])
+        newer = one.compute(step.parent, step)
+        one.adopt(newer)
+        assert held.lookup(head.digest) is not None
+        head = newer
+
+
 def test_a_restart_finds_what_was_saved(swarm: tuple[Peer, Peer, Peer], tmp_path: Path) -> None:
     one, _, _ = swarm
     step = Step.of([one.publish()])
