@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import IntegrityError, StorageError
-from .files import atomic_file, atomic_write, remove_stale_temporaries, storage_errors
+from .files import (
+    TEMPORARY_SUFFIX,
+    atomic_file,
+    atomic_write,
+    remove_stale_temporaries,
+    storage_errors,
+)
 from .grid import ModuleLayout, module_name_is_valid
 from .shared_content import SharedContent
 from .state import (
@@ -61,9 +67,10 @@ class StateStore:
         self.shared = shared
         self.kept_optimizers = kept_optimizers
         self._optimizers = self.folder / "optimizers"
+        self._unsaved = self.folder / "unsaved"
         with storage_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        for subfolder in (*self._module_folders(), self._optimizers):
+        for subfolder in (*self._module_folders(), self._optimizers, self._unsaved):
             remove_stale_temporaries(subfolder)
 
     def save(self, state: ModuleState) -> Path:
@@ -85,6 +92,18 @@ class StateStore:
         if self.shared is not None:
             self.shared.prune()
         return path
+
+    def lay_down(self, state: ModuleState) -> None:
+        """Let a state that is not to be saved lie in a file without a name.
+
+        It takes no memory that way, and the file ends with the process. Raises `StorageError`.
+        """
+        file = self._unsaved / f".{state.digest}{TEMPORARY_SUFFIX}"
+        try:
+            write_state(state, file)
+            state.rest_on(read_state(file, state.layout, state.digest))
+        finally:
+            file.unlink(missing_ok=True)
 
     def load_latest(
         self, module: str, layout: ModuleLayout, *, set_aside: bool = True

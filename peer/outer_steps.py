@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dipaco.dht.chain import Head, Row, Step, sign_row
@@ -341,7 +342,12 @@ class OuterSteps:
 
     def hold(self, heads: tuple[Head, ...]) -> dict[str, ModuleState]:
         """Serve what a path begins with, and return it by module. Raises KeyError."""
-        return {head.module: self._node.held.hold(head) for head in heads}
+        held = self._node.held
+        states = {head.module: held.hold(head) for head in heads}
+        for head in heads:
+            if head.version == 0:  # Others lie in files: a genesis was made of the base model.
+                self._submit(self._saving, partial(held.lay_down, states[head.module]))
+        return states
 
     # -- workers
 

@@ -165,6 +165,14 @@ class States:
         with self._lock:
             self._in_memory.pop(state.digest, None)
 
+    def lay_down(self, state: ModuleState) -> None:
+        """Let a held state that is not saved take no memory, if the disk has room for it."""
+        try:
+            self._store.lay_down(state)
+        except DipacoError as error:
+            logger.info("state of %s stays in memory: %s", state.module, error)
+        return_freed_memory()
+
     def save_all(self) -> None:
         """Write what is only in memory; called on leaving."""
         with self._lock:

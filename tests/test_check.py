@@ -235,8 +235,7 @@ def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     grid = needs.grid_of(plan)
     main = needs.main_memory_bytes(plan, grid, need.path_parameters)
     assert need.main_bytes == sum(main.values()) + checks.PROGRAMS_BYTES
-    # The target of the design, and the codec's share.
-    assert sum(main.values()) <= 17 * need.path_parameters
+    assert sum(main.values()) <= 13 * need.path_parameters
 
 
 def test_a_member_receives_everybody_else_s_contributions(tmp_path: Path) -> None:

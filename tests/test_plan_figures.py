@@ -17,7 +17,7 @@ from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.transformer import PathModel, initialise, token_losses
-from dipaco.peer.check.needs import ANCHORS, pass_bytes
+from dipaco.peer.check.needs import pass_bytes
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"
@@ -146,7 +146,7 @@ def test_main_memory_follows_the_run() -> None:
     figures = plan_figures(config)
     path = 4 * figures.path_parameters
     counted = figures.main_memory_bytes
-    assert counted[ANCHORS] == counted["snapshots"] == path
+    assert counted["snapshots"] == path
     assert figures.main_memory_a_parameter * figures.path_parameters == pytest.approx(
         sum(counted.values())
     )

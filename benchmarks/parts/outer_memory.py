@@ -161,12 +161,12 @@ class OneMember:
         with self.phase(name + "score"):
             peer.do(a.Check(module, head.step))
         with self.phase(name + "adopt"):
-            peer.adopt(head)
+            peer.adopt(head, save=True)
         with self.phase(name + "serve"):
             found = peer.node.held.lookup(head.digest)
         del found
         with self.phase(name + "save"):
-            peer.node.held.save_all()
+            peer.wait_until_saved()
         with self.phase(name + "optimizer"):
             self._save_optimizer()
         self.report.row(name + "peak", f"{self.greatest:.2f}", "", "", "")

@@ -33,7 +33,6 @@ ADAMW_BYTES = {"adamw": 8, "adamw8bit": 2}
 ONE_PASS = "pass of one sequence, about"
 # Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
 SCORING = "anchors, while they are scored"
-ANCHORS = "anchors that are not on the disk: before their first step"
 
 
 class Run(Protocol):
@@ -126,8 +125,8 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     """Return what a peer holds beside its device, fp32, if all that can happen happens at once.
 
     Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; 13 were
-    measured (`benchmarks/outer_round.py --phases`). States that are on the disk are mapped from
-    there, and of a genesis the momentum is no memory.
+    measured (`benchmarks/outer_round.py --phases`). Anchors lie in files, which are mapped,
+    if every round is saved.
     """
     path = FP32_BYTES * path_parameters
     sizes = {level: grid.layout(level).size for level in grid.level_names}
@@ -138,7 +137,7 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     )
     is_saved = run.rounds.save_every_rounds == 1
     return {
-        ANCHORS: path if is_saved else 2 * path,
+        "anchors that are not saved": 0 if is_saved else 2 * path,
         "snapshots": path,
         "error feedback, old and new": feedback,
         "an encoded contribution": max(file_bytes(run, grid, level) for level in sizes),

@@ -166,6 +166,9 @@ class Peer:
         adopt = a.Adopt(head, head.round_index, 2, 2, True, save)
         assert self.outer.carry_out(adopt) == (True, None)
 
+    def wait_until_saved(self) -> None:
+        self.outer._saving.submit(lambda: None).result(WAIT_S)
+
     def local(self, module: str = MODULE) -> torch.Tensor:
         assert self.trainer is not None
         return gather_module(self.trainer.model, self.grid, module)
