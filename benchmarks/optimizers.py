@@ -32,6 +32,7 @@ from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_files import even_sample
 from dipaco.simulator.dense import MixedBatches
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatorSettings
@@ -54,6 +55,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--outer", help="RATE/MOMENTUM,...: train the paths")
     parser.add_argument("--steps", type=int, default=20, help="inner steps of a round (20)")
     parser.add_argument("--rounds", type=numbers, default=(10,), help="scored after these (10)")
+    parser.add_argument("--held-out", type=int, default=400, help="sequences a path (400)")
     parser.add_argument("--no-root", action="store_true", help="no root of the paths")
     return parser.parse_args()
 
@@ -73,6 +75,7 @@ class Variant(RunFolder):
         self.changed = plan.model_copy(
             update={"inner": plan.inner.model_copy(update=inner), "seed": plan.seed + seed}
         )
+        self.held_out: int = chosen.held_out
         self.trained_base: PathModel | None = None
 
     def plan(self) -> RunPlan:
@@ -91,9 +94,13 @@ class Variant(RunFolder):
             return super().base_parameters(plan)
         return {name: p.detach().clone() for name, p in self.trained_base.named_parameters()}
 
-    def train_base(self, rate: float, steps: int) -> None:
-        """Train a base of its own from scratch."""
-        plan = self.changed
+    def train_base(self, rate: float, steps: int, file: Path) -> None:
+        """Train a base of its own from scratch, or read the one that is in `file` already."""
+        plan, model = self.changed, PathModel(self.changed.model)
+        self.trained_base = model.eval()
+        if file.exists():
+            model.load_state_dict(torch.load(file, weights_only=True))
+            return
         inner = plan.inner.model_copy(
             update={
                 "learning_rate": rate,
@@ -101,16 +108,15 @@ class Variant(RunFolder):
                 "batch_sequences": BASE_BATCH_SEQUENCES,
             }
         )
-        model = PathModel(plan.model)
         initialise(model, plan.seed)
         # Batches that no path sees: of another seed.
         other = plan.model_copy(update={"inner": inner, "seed": plan.seed + 1000})
         _train(model, inner, MixedBatches(self, other), steps)
-        self.trained_base = model.eval()
+        torch.save(model.eval().state_dict(), file)
 
     def halves(self, path: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the held-out sequences of a path by which is chosen, and those that are told."""
-        rows = self.validation_tokens(self.changed, path)
+        rows = even_sample(self.validation_tokens(self.changed, path), self.held_out)
         return rows[0::2], rows[1::2]
 
     def scores(self, models: Iterator[tuple[int, PathModel]]) -> dict[str, float]:
@@ -161,6 +167,7 @@ def measure(chosen: argparse.Namespace, log: Log, rate: float, seed: int) -> Non
         "rate": rate,
         "seed": seed,
         "base": chosen.base,
+        "held_out": chosen.held_out,
     }
     outers = [tuple(map(float, o.split("/"))) for o in (chosen.outer or "").split(",") if o]
     cells = [
@@ -174,7 +181,8 @@ def measure(chosen: argparse.Namespace, log: Log, rate: float, seed: int) -> Non
         return
     run = Variant(chosen, rate, seed)
     if chosen.base:
-        run.train_base(chosen.base, chosen.base_steps)
+        name = f"base-{chosen.optimizer}-{chosen.base}-{chosen.base_steps}-{seed}.pt"
+        run.train_base(chosen.base, chosen.base_steps, chosen.log.with_name(name))
     plan = run.plan()
     paths = range(run.grid(plan).path_count)
     if (chosen.dense or not outers) and not log.has(cells[-1]):
