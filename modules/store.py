@@ -148,7 +148,7 @@ class StateStore:
         return found
 
     def save_optimizer(self, path: int, state: Mapping[str, Any]) -> None:
-        """Keep the AdamW state of `path` for a return to it; only the latest few are kept."""
+        """Keep the optimizer state of `path` for a return to it; only the latest few are kept."""
         entries = self._optimizer_entries()
         sequence = entries[0][0] + 1 if entries else 1
         file = self._optimizers / f"{sequence:010d}-path-{path}.pt"
@@ -160,14 +160,14 @@ class StateStore:
             old.unlink(missing_ok=True)
 
     def load_optimizer(self, path: int) -> dict[str, Any] | None:
-        """Return the kept AdamW state of `path`, or None; a damaged file is logged and removed."""
+        """Return the kept state of `path`, or None; a damaged file is logged and removed."""
         for _, owner, file in self._optimizer_entries():
             if owner != path:
                 continue
             try:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # torch raises whatever the damage makes it stumble over
-                logger.warning("damaged AdamW state %s (%s); starting afresh", file.name, error)
+                logger.warning("damaged optimizer state %s (%s); starting afresh", file.name, error)
                 file.unlink(missing_ok=True)
                 continue
             if isinstance(loaded, dict):

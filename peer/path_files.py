@@ -196,7 +196,7 @@ class OptimizerFiles:
         try:
             self._states.save_optimizer(path, state)
         except DipacoError as error:
-            logger.warning("AdamW state not kept: %s", error)
+            logger.warning("optimizer state not kept: %s", error)
 
 
 def _as_tensor(rows: np.ndarray) -> torch.Tensor:
