@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.bootstrap.plan_figures import plan_figures
 from dipaco.bootstrap.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
@@ -225,22 +224,6 @@ def test_a_run_without_the_setting_is_the_run_that_it_was() -> None:
     with pytest.raises(ConfigurationError, match=r"RUN: optimizer: .*'adamw' or 'muon'"):
         parse_config(InnerConfig, {"optimizer": "adam"}, "RUN")
     assert load_run_config(TINY).base_inner().optimizer == load_run_config(TINY).inner.optimizer
-
-
-def test_the_plan_counts_one_moment_less() -> None:
-    config = load_run_config(TINY)
-    figures = {
-        name: plan_figures(
-            config.model_copy(update={"inner": config.inner.model_copy(update={"optimizer": name})})
-        )
-        for name in ("adamw", "muon")
-    }
-    model = PathModel(config.model)
-    matrices = sum(p.nbytes for n, p in model.named_parameters() if is_for_muon(n, p.shape))
-    adamw, muon = figures["adamw"], figures["muon"]
-    assert muon.device_bytes["Muon and AdamW"] == adamw.device_bytes["AdamW"] - matrices
-    kept = "optimizer states"
-    assert muon.disk_bytes[kept] == adamw.disk_bytes[kept] - 2 * matrices
 
 
 def test_the_base_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
