@@ -180,8 +180,14 @@ class GridConfig(Config):
 
 
 class InnerConfig(Config):
-    """AdamW inside a round, and the per-path learning-rate schedule (by that path's own steps)."""
+    """The optimizer inside a round, and the per-path learning-rate schedule (by that path's own
+    steps). `optimizer` is left out of what is written where it is adamw: a run without it has the
+    plan, and so the id, that it always had.
+    """
 
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for the matrices of blocks, AdamW for everything else."
+    )
     learning_rate: float = Field(4e-4, gt=0, description="Peak learning rate.")
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.99, ge=0, lt=1)
@@ -205,8 +211,15 @@ class InnerConfig(Config):
         "its parameters were trained before this run, so that one schedule spans several runs.",
     )
     fresh_state_warmup_steps: int = Field(
-        10, ge=0, description="Warmup of a peer that starts a path with a fresh AdamW state."
+        10, ge=0, description="Warmup of a peer that starts a path with a fresh optimizer state."
     )
+
+    @model_serializer(mode="wrap")
+    def _without_adamw(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        if self.optimizer == "adamw":
+            del written["optimizer"]
+        return written
 
 
 class OuterConfig(Config):

@@ -1,4 +1,4 @@
-"""Inner training: AdamW on batches of one path's shard, with that path's own schedule.
+"""Inner training: AdamW or Muon on batches of a path's shard, with that path's own schedule.
 
 The published method leaves betas, clipping and the cosine's floor open; here they are settings
 of the run (`InnerConfig`). The same loop trains the base model, the peers and the simulator.
@@ -18,6 +18,7 @@ from torch import nn
 from .config import InnerConfig
 from .device import autocast_for, is_out_of_memory, load_bitsandbytes, release_memory
 from .errors import ConfigurationError, nearest_name
+from .muon import Muon, is_for_muon
 from .transformer import PathModel, target_mask, token_losses
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,9 @@ LossFunction = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class KeptOptimizer:
-    """An AdamW put aside with its state in place; to be given back to the loop it came from."""
+    """An optimizer put aside with its state in place; to be given back to the loop it came from."""
 
-    optimizer: torch.optim.Optimizer
+    parts: Mapping[str, torch.optim.Optimizer]
     steps_since_fresh: int
 
 
@@ -64,6 +65,8 @@ class InnerLoop:
     A batch that does not fit in memory is split into halves until it does; the loss is normalised
     over the whole batch, so the split changes rounding only. On CUDA passes are in bf16, weights
     and AdamW state in fp32. The model's parameters may be overwritten in place between steps.
+    `optimizer` is how AdamW keeps its state; whether Muon has the matrices of blocks is for
+    `config` to say.
 
     Raises `ConfigurationError` for an unknown optimizer.
     """
@@ -84,14 +87,15 @@ class InnerLoop:
         self.model = model
         self.config = config
         self.device = device
-        self.kind = optimizer
+        self._adamw_kind = optimizer
+        self.kind = optimizer if config.optimizer == "adamw" else f"{config.optimizer}+{optimizer}"
         self.micro_batch_size = min(
             micro_batch_size or config.batch_sequences, config.batch_sequences
         )
         self.steps_since_fresh = 0
         self.skipped_steps = 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = self._new_optimizer()
+        self._optimizers = self._new_optimizers()
         self._compiled: LossFunction | None = None
         if compile_model and device.type == "cuda":
             self._compiled = torch.compile(self._summed_loss, dynamic=False)
@@ -114,7 +118,7 @@ class InnerLoop:
             self._update(rate)
         else:
             self._report_skipped(path_step, mean_loss)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return mean_loss
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
@@ -127,10 +131,14 @@ class InnerLoop:
                     raise
                 out_of_memory = is_out_of_memory(error)
             # Outside of the handler, whose traceback keeps the failed pass alive.
-            self._optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
             release_memory(self.device)
             if out_of_memory:
                 self._halve_micro_batch(tokens.shape[1])
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _backward(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -173,16 +181,18 @@ class InnerLoop:
         return True
 
     def _update(self, rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         try:
-            self._optimizer.step()
+            for optimizer in self._optimizers.values():
+                optimizer.step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise ConfigurationError(
-                f"the AdamW state does not fit in the memory of {self.device}; try --optimizer "
-                f"adamw8bit, a smaller --micro-batch-size or --device cpu"
+                f"the optimizer's state does not fit in the memory of {self.device}; try "
+                f"--optimizer adamw8bit, a smaller --micro-batch-size or --device cpu"
             ) from error
         self.steps_since_fresh += 1
 
@@ -197,17 +207,28 @@ class InnerLoop:
                 self.skipped_steps,
             )
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        """Build an optimizer without state; weight decay is for matrices only."""
-        matrices = [p for p in self._parameters if p.ndim >= 2]
-        vectors = [p for p in self._parameters if p.ndim < 2]
+    def _new_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Build the optimizers without state, by their names in a kept state; weight decay is for
+        matrices only."""
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        by_muon = [p for n, p in trained if self._is_for_muon(n, p)]
+        others = [p for n, p in trained if not self._is_for_muon(n, p)]
+        rate, decay = self.config.learning_rate, self.config.weight_decay
         groups = [
-            {"params": matrices, "weight_decay": self.config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
-        betas = (self.config.beta1, self.config.beta2)
-        rate, epsilon = self.config.learning_rate, self.config.epsilon
-        if self.kind == "adamw8bit":
+        built = {"optimizer": self._new_adamw(groups, rate)}
+        if by_muon:
+            built["muon"] = Muon(by_muon, lr=rate, weight_decay=decay)
+        return built
+
+    def _is_for_muon(self, name: str, parameter: torch.Tensor) -> bool:
+        return self.config.optimizer == "muon" and is_for_muon(name, parameter.shape)
+
+    def _new_adamw(self, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
+        betas, epsilon = (self.config.beta1, self.config.beta2), self.config.epsilon
+        if self._adamw_kind == "adamw8bit":
             load_bitsandbytes()
             from bitsandbytes.optim import AdamW8bit
 
@@ -217,37 +238,37 @@ class InnerLoop:
         )
 
     def reset(self) -> None:
-        """Forget the AdamW state and warm up again; for a path whose state is not here."""
-        self._optimizer = self._new_optimizer()
+        """Forget the optimizer's state and warm up again; for a path whose state is not here."""
+        self._optimizers = self._new_optimizers()
         self.steps_since_fresh = 0
 
     def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
-        """Switch to an AdamW that was put aside, or a fresh one, and return the present one.
+        """Switch to an optimizer that was put aside, or a fresh one, and return the present one.
 
         Nothing is copied; the simulator uses this to train many paths in turn on one model.
         """
-        kept = KeptOptimizer(self._optimizer, self.steps_since_fresh)
+        kept = KeptOptimizer(self._optimizers, self.steps_since_fresh)
         if other is None:
             self.reset()
         else:
-            self._optimizer, self.steps_since_fresh = other.optimizer, other.steps_since_fresh
+            self._optimizers = dict(other.parts)
+            self.steps_since_fresh = other.steps_since_fresh
         return kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy on the CPU of all that `load_state_dict` needs to go on bit for bit."""
-        lent = self.lent_state_dict()
-        return {**lent, "optimizer": _copied_to_cpu(lent["optimizer"])}
+        return {name: _copied_to_cpu(value) for name, value in self.lent_state_dict().items()}
 
     def lent_state_dict(self) -> dict[str, Any]:
         """Return the same without a copy, to be written before the next step changes it."""
         return {
             "kind": self.kind,
             "steps_since_fresh": self.steps_since_fresh,
-            "optimizer": self._optimizer.state_dict(),
+            **{name: o.state_dict() for name, o in self._optimizers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go on with a kept AdamW state, and return whether it could be used.
+        """Go on with a kept state, and return whether it could be used.
 
         With a state of another optimizer or model it starts afresh, with a warning: losing it
         costs a few steps of warmup and is no reason to stop. `state` is copied.
@@ -255,10 +276,11 @@ class InnerLoop:
         self.reset()
         reason = self._unfit(state)
         if reason is not None:
-            logger.warning("the kept AdamW state is not used (%s); starting afresh", reason)
+            logger.warning("the kept optimizer state is not used (%s); starting afresh", reason)
             return False
         # Copied first, because PyTorch would go on training the given tensors in place.
-        self._optimizer.load_state_dict(_copied_to_cpu(state["optimizer"]))
+        for name, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(_copied_to_cpu(state[name]))
         self.steps_since_fresh = int(state["steps_since_fresh"])
         return True
 
@@ -267,15 +289,14 @@ class InnerLoop:
         try:
             if state["kind"] != self.kind:
                 return f"it is of {state['kind']}, not {self.kind}"
-            saved = state["optimizer"]["state"]
-            groups = state["optimizer"]["param_groups"]
-            fresh = self._optimizer.state_dict()["param_groups"]
-            if [len(group["params"]) for group in groups] != [len(g["params"]) for g in fresh]:
-                return "it is of another model"
-            ordered = [p for group in self._optimizer.param_groups for p in group["params"]]
-            for index, entry in saved.items():
-                if _first_moment(entry).shape != ordered[index].shape:
+            for name, optimizer in self._optimizers.items():
+                fresh, groups = optimizer.param_groups, state[name]["param_groups"]
+                if [len(group["params"]) for group in groups] != [len(g["params"]) for g in fresh]:
                     return "it is of another model"
+                ordered = [p for group in fresh for p in group["params"]]
+                for index, entry in state[name]["state"].items():
+                    if _first_moment(entry).shape != ordered[index].shape:
+                        return "it is of another model"
             int(state["steps_since_fresh"])
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             return f"{type(error).__name__} in it"
@@ -286,7 +307,7 @@ def _first_moment(entry: Mapping[str, Any]) -> torch.Tensor:
     """Find a parameter's first moment; bitsandbytes puts it one dictionary deeper."""
     nested = [value for value in entry.values() if isinstance(value, Mapping)]
     for mapping in (entry, *nested):
-        for key in ("exp_avg", "state1"):
+        for key in ("exp_avg", "state1", "momentum"):
             if key in mapping:
                 return mapping[key]
     raise KeyError("first moment")

@@ -167,11 +167,11 @@ class StateStore:
         return found
 
     def save_optimizer(self, path: int, state: Mapping[str, Any]) -> None:
-        """Keep the AdamW state of `path` for a return to it; only the latest few are kept."""
+        """Keep the optimizer state of `path` for a return to it; only the latest few are kept."""
         self.write_optimizer(path, state)()
 
     def write_optimizer(self, path: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Write an AdamW state, tensor by tensor, so that it may change afterwards.
+        """Write an optimizer state, tensor by tensor, so that it may change afterwards.
 
         The returned function waits for the disk, and makes it the one that is kept. Both raise
         `StorageError`.
@@ -193,14 +193,14 @@ class StateStore:
         return keep
 
     def load_optimizer(self, path: int) -> dict[str, Any] | None:
-        """Return the kept AdamW state of `path`, or None; a damaged file is logged and removed."""
+        """Return the kept state of `path`, or None; a damaged file is logged and removed."""
         for _, owner, file in self._optimizer_entries():
             if owner != path:
                 continue
             try:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # torch raises whatever the damage makes it stumble over
-                logger.warning("damaged AdamW state %s (%s); starting afresh", file.name, error)
+                logger.warning("damaged optimizer state %s (%s); starting afresh", file.name, error)
                 file.unlink(missing_ok=True)
                 continue
             if isinstance(loaded, dict):

@@ -204,7 +204,7 @@ class OptimizerFiles:
         try:
             keep()
         except DipacoError as error:
-            logger.warning("AdamW state not kept: %s", error)
+            logger.warning("optimizer state not kept: %s", error)
 
 
 def _as_tensor(rows: np.ndarray) -> torch.Tensor:

@@ -177,7 +177,7 @@ class _DenseCheckpoint:
                 for name, parameter in model.named_parameters():
                     parameter.copy_(content["model"][name])
             if not inner.load_state_dict(content["inner"]):
-                raise ValueError("its AdamW state does not fit")
+                raise ValueError("its optimizer state does not fit")
             return int(content["steps"]), content["loss"]
         except Exception as error:  # pickle, zip and key errors alike
             raise IntegrityError(

@@ -151,7 +151,7 @@ def _opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
             f"{file} is broken ({type(error).__name__}: {error}); remove its checkpoint to start "
-            f"from the saved module states with fresh AdamW states"
+            f"from the saved module states with fresh optimizer states"
         ) from None
 
 

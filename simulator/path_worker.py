@@ -225,7 +225,7 @@ class PathWorker:
         elif isinstance(luggage.optimizer, KeptOptimizer):
             bench.inner.exchange_optimizer(luggage.optimizer)
         elif not bench.inner.load_state_dict(luggage.optimizer):
-            raise IntegrityError(f"the AdamW state of path {self.peer.path} does not fit this run")
+            raise IntegrityError(f"the kept state of path {self.peer.path} does not fit this run")
         bench.occupant = self
 
     def _notes(self) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _round_after(states: dict[str, ModuleState]) -> int:
 def _states_note(found: int, modules: int) -> str:
     if not found:
         return "starting from the genesis"
-    return f"starting from {found} of {modules} saved module states, with fresh AdamW states"
+    return f"starting from {found} of {modules} saved module states, with fresh optimizer states"
 
 
 def _is_due(swarm: ReferenceSwarm, done: int, rounds: int) -> bool:

@@ -63,7 +63,7 @@ def helps() -> dict[str, tuple[int | None, str]]:
 
 
 def test_there_are_few() -> None:
-    assert len(NAMES) <= 12
+    assert len(NAMES) <= 13
     lines = sum(len(file.read_text().splitlines()) for file in FOLDER.rglob("*.py"))
     assert lines <= 6500
 

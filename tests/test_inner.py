@@ -126,7 +126,7 @@ def test_norms_do_not_decay() -> None:
     loop = loop_of(weight_decay=0.5)
     decay = {
         id(p): group["weight_decay"]
-        for group in loop._optimizer.param_groups
+        for group in loop._optimizers["optimizer"].param_groups
         for p in group["params"]
     }
     for name, parameter in loop.model.named_parameters():
@@ -330,7 +330,7 @@ def test_reset_warms_up_anew() -> None:
         if step == 3:
             loop.reset()
         loop.step(batch_of(), step)
-        rates.append(loop._optimizer.param_groups[0]["lr"])
+        rates.append(loop._optimizers["optimizer"].param_groups[0]["lr"])
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.0025, 0.005, 0.0075])
 
 

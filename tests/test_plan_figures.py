@@ -16,6 +16,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
+from dipaco.modules.store import KEPT_OPTIMIZERS
 from dipaco.modules.transformer import PathModel, initialise, token_losses
 from dipaco.peer.check.needs import pass_bytes
 
@@ -110,17 +111,23 @@ def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
     assert figures.disk_bytes["token files"] == 0
 
 
-def test_memory_is_what_training_keeps() -> None:
-    """A GPU holds 16 bytes a parameter and a pass; the pass is counted with real tensors here."""
+@pytest.mark.parametrize(("optimizer", "named"), [("adamw", "AdamW"), ("muon", "Muon and AdamW")])
+def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
+    """A GPU holds 16 bytes a parameter and a pass; the pass is counted with real tensors here.
+    Muon has one moment of a matrix."""
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    inner = config.inner.model_copy(update={"optimizer": optimizer})
+    config = config.model_copy(update={"inner": inner})
     figures = plan_figures(config)
     model = PathModel(config.model)
     loop = InnerLoop(model, config.inner, torch.device("cpu"))
     tokens = torch.ones(config.inner.batch_sequences, config.model.sequence_length).long()
     loop.step(tokens, 0)
-    adamw = loop.state_dict()["optimizer"]["state"]
-    moments = sum(t.nbytes for entry in adamw.values() for t in entry.values() if t.numel() > 1)
-    assert figures.device_bytes["AdamW"] == moments
+    states = [part["state"] for part in loop.state_dict().values() if isinstance(part, dict)]
+    kept_by = [entry for state in states for entry in state.values()]
+    moments = sum(t.nbytes for entry in kept_by for t in entry.values() if t.numel() > 1)
+    assert figures.device_bytes[named] == moments
+    assert figures.disk_bytes["optimizer states"] == KEPT_OPTIMIZERS * moments
     assert figures.device_bytes["gradients"] == sum(p.nbytes for p in model.parameters())
 
     kept: dict[int, int] = {}

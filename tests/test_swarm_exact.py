@@ -30,12 +30,16 @@ def simulated(run_folder: Path, out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    ("codec", "private", "is_open"),
-    [("float32", None, False), ("int4", "int8", True), ("sign", "int2", True)],
-    ids=["float32-invited", "int4-private-int8", "sign-private-int2"],
+    ("codec", "private", "is_open", "optimizer"),
+    [
+        ("float32", None, False, "adamw"),
+        ("int4", "int8", True, "adamw"),
+        ("sign", "int2", True, "muon"),
+    ],
+    ids=["float32-invited", "int4-private-int8", "sign-private-int2-muon"],
 )
 def test_four_peers_equal_the_reference(
-    tmp_path: Path, codec: str, private: str | None, is_open: bool
+    tmp_path: Path, codec: str, private: str | None, is_open: bool, optimizer: str
 ) -> None:
     run = make_tiny_run(
         tmp_path / "run",
@@ -43,6 +47,7 @@ def test_four_peers_equal_the_reference(
         private_blocks=() if private is None else (0, 3),
         contributions={} if private is None else {"private_codec": private},
         inner_steps=STEPS,
+        inner={"optimizer": optimizer},
         # A limit: rounds end when everybody is done, however long that takes.
         duration_s=LIMIT_S,
         rounds={"validation_sequences": 4},

@@ -8,6 +8,7 @@ one peer on every path, all of them reachable and equally fast.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from dipaco.modules.config import (
     RoundsConfig,
 )
 from dipaco.modules.contributions import CODECS, Codec
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
+from dipaco.modules.muon import is_for_muon
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import PathModel, token_losses
@@ -30,6 +32,7 @@ from torch._subclasses import FakeTensorMode
 FP32_BYTES, BF16_BYTES = 4, 2
 # First and second moment of a parameter, in fp32 or in 8 bits.
 ADAMW_BYTES = {"adamw": 8, "adamw8bit": 2}
+OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 # Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
 SCORING = "anchors, while they are scored"
@@ -81,10 +84,21 @@ def device_bytes(
     return {
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
-        "AdamW": ADAMW_BYTES[optimizer] * path_parameters,
+        OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
         SCORING: FP32_BYTES * path_parameters,
         ONE_PASS: pass_bytes(run.model, in_bf16=in_bf16),
     }
+
+
+def moments_bytes(
+    run: Run, path_parameters: int, optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+) -> int:
+    """Return the size of the inner optimizer's state of a path. Muon has one moment, in fp32."""
+    matrices = 0
+    if run.inner.optimizer == "muon":
+        shapes = parameter_shapes(run.model)
+        matrices = sum(math.prod(s) for name, s in shapes.items() if is_for_muon(name, s))
+    return FP32_BYTES * matrices + ADAMW_BYTES[optimizer] * (path_parameters - matrices)
 
 
 def pass_bytes(config: ModelConfig, *, in_bf16: bool = True) -> int:
@@ -155,7 +169,7 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
         "own states": KEPT_STATES * sum(states.values()),
         "copies of private states": (keepers - 1) * KEPT_STATES * states.get(PRIVATE_LEVEL, 0),
         "contributions": KEPT_ROUNDS * (received + sent_bytes(run, grid)),
-        "AdamW states": KEPT_OPTIMIZERS * ADAMW_BYTES["adamw"] * path_parameters,
+        "optimizer states": KEPT_OPTIMIZERS * moments_bytes(run, path_parameters),
         "base model": FP32_BYTES * path_parameters,
         "token files": (1 + keepers) * shard_bytes,
     }
