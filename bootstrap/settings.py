@@ -24,7 +24,8 @@ class PrepareSettings(ComputeSettings):
     start_in_s: Annotated[
         float | None,
         Option(
-            "seconds from now until round 0 begins (default: 0); signs the manifest again",
+            "seconds from now until round 0 begins (default: 0); of a run that is signed already "
+            "with --replace",
             "S",
             least=0,
             most=1e9,
@@ -39,8 +40,8 @@ class PrepareSettings(ComputeSettings):
     admission: Annotated[
         Literal["open", "invitation"] | None,
         Option(
-            "who counts in the run: everybody, or whom you invite (default: as in the run before, "
-            "else open)"
+            "who counts in the run: everybody, or whom you invite (default: as this folder or the "
+            "run before has it, else open)"
         ),
     ] = None
     predecessor: Annotated[
@@ -74,6 +75,9 @@ class PrepareSettings(ComputeSettings):
     allow_genesis: Annotated[
         bool,
         Option("with --from: a module that was never trained starts again as that run began it"),
+    ] = False
+    replace: Annotated[
+        bool, Option("give up another run that is signed in this folder already")
     ] = False
 
     def __post_init__(self) -> None:
