@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 
 from dipaco.modules.errors import (
@@ -16,12 +18,13 @@ from dipaco.modules.errors import (
     ManifestError,
     NetworkError,
     RunSelectionError,
+    StorageError,
     UnreachableError,
 )
+from dipaco.modules.files import atomic_write
 from hivemind.proto import dht_pb2
 from multiaddr import Multiaddr
 
-from .directory import Directory
 from .guarded_dht import GuardedDHT
 from .identity import Identity
 from .manifest import SignedManifest, current_runs, newest_run
@@ -127,8 +130,9 @@ def check_port_is_free(address: str) -> None:
                 ) from None
 
 
-def take_port(first: int = DEFAULT_PORT) -> int:
-    """Return the first port from `first` on that no other node and no program uses.
+def take_port(first: int = DEFAULT_PORT, last_time: Path | None = None) -> int:
+    """Return the first port from `first` on that no other node and no program uses; before those,
+    the one that this node had, which stands in the file `last_time`: others know it there.
 
     p2pd would share a port with another p2pd that starts at the same moment, and each would get
     calls for the other. So a node holds a name for its port as long as it lives: an abstract
@@ -136,7 +140,7 @@ def take_port(first: int = DEFAULT_PORT) -> int:
     """
     if first in _taken:
         return _taken[first][1]
-    for port in range(first, first + PORTS_TRIED):
+    for port in (*_noted_port(last_time), *range(first, first + PORTS_TRIED)):
         name = socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0dipaco-port-{port}")
@@ -151,6 +155,21 @@ def take_port(first: int = DEFAULT_PORT) -> int:
     )
 
 
+def note_port(file: Path, first: int = DEFAULT_PORT) -> None:
+    """Keep the port that `take_port` took, if it took one, for the next time."""
+    if first in _taken:
+        with contextlib.suppress(StorageError):
+            atomic_write(file, str(_taken[first][1]).encode())
+
+
+def _noted_port(file: Path | None) -> list[int]:
+    try:
+        port = int(file.read_bytes()[:9]) if file is not None else 0
+    except (OSError, ValueError):
+        return []
+    return [port] if 1024 <= port < 2**16 else []
+
+
 def join_dht(
     initial_peers: Sequence[str],
     *,
@@ -159,12 +178,14 @@ def join_dht(
     announce_maddrs: Sequence[str] = (),
     client_mode: bool = False,
     is_relay: bool = False,
+    may_be_first: bool = False,
 ) -> GuardedDHT:
     """Start this node's DHT process and p2pd, and join through `initial_peers` if there are any.
 
     A node that its operator has made public relays for others that nobody can call (`is_relay`);
     one that joins lets the nodes relay for it through which it joins. Which of them need it,
-    libp2p finds out by itself.
+    libp2p finds out by itself. With `may_be_first` nobody has to answer: the addresses are known
+    to this node, which others can come to.
 
     Raises `AddressError` for an address that cannot be used, `UnreachableError` when nobody
     answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
@@ -198,6 +219,7 @@ def join_dht(
         trusted_relays=list(initial_peers) if needs_relay else None,
         # libp2p relays only where it knows that it is public, and nobody tells the first node.
         force_reachability="public" if is_relay else None,
+        ensure_bootstrap_success=not may_be_first,
     )
     try:
         dht.run_in_background(timeout=STARTUP_TIMEOUT_S + 15.0)
@@ -260,13 +282,13 @@ def _clock_difference(reason: str) -> str:
 
 
 def select_run(
-    directory: Directory,
+    manifests: Sequence[SignedManifest],
     run: str | None,
     *,
     operator: str | None = None,
     served: Callable[[], Collection[str]] = frozenset,
 ) -> SignedManifest:
-    """Return the run that `run` (id, its beginning, or name) means, or the only one there is.
+    """Return which of these runs `run` (id, its beginning, or name) means, or the only one.
 
     With `operator`, only runs that this one signed count. A run with a successor signed by the same
     operator counts only when it is asked for. Anybody can announce runs: of several, that one is
@@ -274,7 +296,6 @@ def select_run(
     Raises `RunSelectionError`, listing the runs, when there is not exactly one, and `ManifestError`
     when all there are have other operators.
     """
-    manifests = directory.list_manifests()
     if not manifests:
         raise RunSelectionError(
             "this DHT holds no run; check the address, or start a bootstrap node: "
@@ -307,7 +328,7 @@ def select_run(
     return matching[0]
 
 
-def _signed_by(operator: str, manifests: list[SignedManifest]) -> list[SignedManifest]:
+def _signed_by(operator: str, manifests: Sequence[SignedManifest]) -> list[SignedManifest]:
     signed = [m for m in manifests if m.operator_fingerprint == operator]
     if not signed:
         other = manifests[0]

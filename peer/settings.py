@@ -92,6 +92,11 @@ class NodeSettings(Settings):
         if self.metrics_host != type(self).metrics_host and self.metrics_port is None:
             raise ConfigurationError("--metrics-host is for --metrics-port PORT; name the port")
 
+    @property
+    def port_file(self) -> Path | None:
+        """Where the default port is kept that others know this node by."""
+        return None
+
     def listen_maddrs(self) -> tuple[str, ...]:
         """Return the addresses to listen on; a default port is this process's from here on."""
         if self.host_maddrs:
@@ -101,7 +106,7 @@ class NodeSettings(Settings):
             # Not before a peer starts: --help does not wait for what this imports.
             from dipaco.dht.node import take_port
 
-            port = take_port()
+            port = take_port(last_time=self.port_file)
         return (f"/ip4/0.0.0.0/tcp/{port}",)
 
 
@@ -192,6 +197,11 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             flag="--content-dir",
         ),
     ] = None
+
+    @property
+    def port_file(self) -> Path:
+        """Where the default port is kept that others know this node by."""
+        return self.cache_folder / "port"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -117,7 +117,7 @@ def _select(directory: Directory, run: str | None, operator: str | None) -> Sign
     deadline = time.monotonic() + MANIFEST_WAIT_S
     while True:
         try:
-            return select_run(directory, run, operator=operator)
+            return select_run(directory.list_manifests(), run, operator=operator)
         except RunSelectionError:
             if directory.list_manifests() or time.monotonic() > deadline:
                 raise
