@@ -178,14 +178,13 @@ def join_dht(
     announce_maddrs: Sequence[str] = (),
     client_mode: bool = False,
     is_relay: bool = False,
-    may_be_first: bool = False,
+    is_first: bool = False,
 ) -> GuardedDHT:
     """Start this node's DHT process and p2pd, and join through `initial_peers` if there are any.
 
     A node that its operator has made public relays for others that nobody can call (`is_relay`);
     one that joins lets the nodes relay for it through which it joins. Which of them need it,
-    libp2p finds out by itself. With `may_be_first` nobody has to answer: the addresses are known
-    to this node, which others can come to.
+    libp2p finds out by itself. With `is_first` nobody is called now, and relays are as before.
 
     Raises `AddressError` for an address that cannot be used, `UnreachableError` when nobody
     answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
@@ -202,7 +201,7 @@ def join_dht(
     # Nobody calls a client, and the first node of a swarm knows no relay.
     needs_relay = bool(initial_peers) and not client_mode and not is_relay
     dht = GuardedDHT(
-        initial_peers=list(initial_peers) or None,
+        initial_peers=None if is_first else list(initial_peers) or None,
         start=False,
         host_maddrs=list(host_maddrs),
         announce_maddrs=list(announce_maddrs) or None,
@@ -219,7 +218,6 @@ def join_dht(
         trusted_relays=list(initial_peers) if needs_relay else None,
         # libp2p relays only where it knows that it is public, and nobody tells the first node.
         force_reachability="public" if is_relay else None,
-        ensure_bootstrap_success=not may_be_first,
     )
     try:
         dht.run_in_background(timeout=STARTUP_TIMEOUT_S + 15.0)

@@ -280,7 +280,7 @@ def join_run(
     identity = load_or_create_identity(identity_path or cache_folder / "identity.key", say)
     known = KnownPeers(cache_folder)
 
-    def join(through: tuple[str, ...], *, may_be_first: bool = False) -> GuardedDHT:
+    def join(through: tuple[str, ...], *, is_first: bool = False) -> GuardedDHT:
         return join_dht(
             through,
             identity=identity,
@@ -288,7 +288,7 @@ def join_run(
             announce_maddrs=announce_maddrs,
             client_mode=client_mode,
             is_relay=is_relay,
-            may_be_first=may_be_first,
+            is_first=is_first,
         )
 
     def come_in() -> tuple[GuardedDHT, tuple[str, ...], bytes | None]:
@@ -311,7 +311,7 @@ def join_run(
             unreachable = error
         if manifest is None or client_mode:
             raise unreachable
-        dht = join(through, may_be_first=True)
+        dht = join(through, is_first=True)
         say(
             f"nobody of run '{verify_manifest(manifest).plan.name}' answers: this peer starts the "
             f"swarm again with what is on its disk, listens at "
