@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dipaco.dht.addresses import check_given_peer
 from dipaco.modules.command_line import ComputeSettings, Option, Settings
 from dipaco.modules.errors import ConfigurationError
 from dipaco.peer.settings import NodeSettings
@@ -58,6 +59,7 @@ class PrepareSettings(ComputeSettings):
         Option(
             "with --from: addresses of the run's live swarm, which gives its newest modules",
             "ADDR",
+            check=check_given_peer,
         ),
     ] = ()
     workers: Annotated[
@@ -164,7 +166,8 @@ class ServeSettings(NodeSettings):
 
     folder: Annotated[Path, RUN_FOLDER]
     initial_peers: Annotated[
-        tuple[str, ...], Option("other bootstrap nodes or peers of the same swarm", "ADDR")
+        tuple[str, ...],
+        Option("other bootstrap nodes or peers of the same swarm", "ADDR", check=check_given_peer),
     ] = ()
     port: Annotated[
         int,

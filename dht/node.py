@@ -23,8 +23,8 @@ from dipaco.modules.errors import (
 )
 from dipaco.modules.files import atomic_write
 from hivemind.proto import dht_pb2
-from multiaddr import Multiaddr
 
+from .addresses import check_listen_address, check_peer_address, parse_listen, port_of
 from .guarded_dht import GuardedDHT
 from .identity import Identity
 from .manifest import SignedManifest, current_runs, newest_run
@@ -39,78 +39,12 @@ PORTS_TRIED = 100
 MOST_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
 _taken: dict[int, tuple[socket.socket, int]] = {}
-EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
-OPERATOR_MARK = "/operator/"
-EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
-
-
-def check_peer_address(address: str) -> str:
-    """Return `address` if it names a peer and where to find it. Raises `AddressError`."""
-    _parse(address, EXAMPLE_PEER)
-    if "/p2p/" not in address:
-        raise AddressError(
-            f"'{address}' does not end with /p2p/ and a peer id; paste the whole address, "
-            f"for example {EXAMPLE_PEER}"
-        )
-    return address
-
-
-def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """Return addresses as libp2p takes them, and the fingerprint of the operator that they pin.
-
-    A pasted address may end with `/operator/` and the fingerprint; one of several is enough.
-    Raises `AddressError` when it is none, or when two pin different operators.
-    """
-    plain, pinned = [], []
-    for address in addresses:
-        before, mark, fingerprint = address.partition(OPERATOR_MARK)
-        if mark and not re.fullmatch(r"[0-9a-f]{16}", fingerprint):
-            raise AddressError(
-                f"'{address}' ends with {mark}{fingerprint}, which is no fingerprint of an "
-                "operator (16 digits 0-9 and a-f); paste the whole address"
-            )
-        plain.append(before)
-        pinned += [fingerprint] if mark else []
-    if len(set(pinned)) > 1:
-        raise AddressError(
-            f"these addresses name different operators: {', '.join(sorted(set(pinned)))}; give "
-            "those of one run"
-        )
-    return tuple(plain), pinned[0] if pinned else None
-
-
-def check_listen_address(address: str, flag: str) -> str:
-    """Return `address` if one can listen there or announce it. Raises `AddressError`."""
-    parsed = _parse(address, EXAMPLE_LISTEN)
-    protocols = {protocol.name for protocol in parsed.protocols()}
-    if not protocols & {"tcp", "udp", "p2p-circuit"}:
-        raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
-    if flag == "--announce-maddrs" and _port(parsed) == 0:
-        raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")
-    return address
-
-
-def _parse(address: str, example: str) -> Multiaddr:
-    try:
-        return Multiaddr(address)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AddressError(
-            f"'{address}' is not a multiaddress ({reason}); for example {example}"
-        ) from None
-
-
-def _port(address: Multiaddr) -> int | None:
-    try:
-        return int(address.value_for_protocol("tcp"))
-    except Exception:
-        return None
 
 
 def check_port_is_free(address: str) -> None:
     """Raise `AddressError` when another program listens at an address already."""
-    parsed = _parse(address, EXAMPLE_LISTEN)
-    port = _port(parsed)
+    parsed = parse_listen(address)
+    port = port_of(parsed)
     if not port:
         return
     for name, family in (("ip4", socket.AF_INET), ("ip6", socket.AF_INET6)):

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from dipaco.dht.addresses import split_operator
 from dipaco.dht.admission import Gate
 from dipaco.dht.chain import genesis_name
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
-from dipaco.dht.node import join_dht, select_run, split_operator
+from dipaco.dht.node import join_dht, select_run
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
     DipacoError,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.dht.addresses import split_operator
 from dipaco.dht.coverage import scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
@@ -23,7 +24,7 @@ from dipaco.dht.manifest import (
     sign_manifest,
     verify_manifest,
 )
-from dipaco.dht.node import join_dht, select_run, split_operator
+from dipaco.dht.node import join_dht, select_run
 from dipaco.dht.record_keys import record_key, record_subkey
 from dipaco.dht.records import (
     BlobRecord,

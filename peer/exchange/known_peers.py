@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dipaco.dht.node import check_peer_address
+from dipaco.dht.addresses import check_peer_address
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import AddressError, DipacoError
 from dipaco.modules.files import atomic_write
