@@ -51,6 +51,7 @@ def run_prepare(settings: PrepareSettings) -> int:
                 predecessor=predecessor,
                 workers=workers,
                 admission=settings.admission,
+                replace=settings.replace,
             )
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)

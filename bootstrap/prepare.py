@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,12 +60,14 @@ def prepare(
     predecessor: Predecessor | None = None,
     workers: Workers | None = None,
     admission: Literal["open", "invitation"] | None = None,
+    replace: bool = False,
 ) -> RunPlan:
     """Make the run folder `out` from a RUN.toml and return the plan that was signed.
 
     Round 0 begins `start_in_s` seconds from now (default: at once). When everything is done
-    already, nothing is made or signed again unless `start_in_s` is given. The operator's key is
-    `operator_key`, by default `out/operator.pem`, made if it is missing.
+    already, nothing is made or signed again; another run in `out` is refused, unless it is to be
+    replaced. The operator's key is `operator_key`, by default `out/operator.pem`, made if it is
+    missing.
 
     With a `predecessor` it is a successor of that run: signed by the same operator, with its
     tokenizer, and its trained modules to begin with. `workers` tokenise, route and score.
@@ -85,6 +87,7 @@ def prepare(
         predecessor,
         workers or Workers(),
         admission,
+        replace,
     )
     return preparation.run(start_in_s)
 
@@ -101,6 +104,7 @@ class Preparation:
     predecessor: Predecessor | None
     workers: Workers
     admission: Literal["open", "invitation"] | None = None
+    replace: bool = False
 
     def __post_init__(self) -> None:
         self.work = self.out / "work"
@@ -117,6 +121,9 @@ class Preparation:
                 f"documents; train a run with kind = 'kmeans' under [router] first, and give it "
                 f"with --from RUN"
             )
+        if self._signed is not None:
+            # What the blobs do not decide is refused before hours of work.
+            self._is_signed(self._plan(self._signed.blobs, start_in_s), start_in_s)
         tokenizer, base, router, shards = self.tokenizer, self.base, self.router, self.shards
         genesis = self.succession.genesis if self.succession else None
         blobs = RunBlobs(
@@ -360,21 +367,48 @@ class Preparation:
     def _paths(self) -> int:
         return math.prod(self.config.grid.modules_per_level)
 
-    def _sign(self, blobs: RunBlobs, start_in_s: float | None) -> tuple[RunPlan, bool]:
-        """Stage 6: sign the plan, unless the same one is signed already. Returns the plan, and
-        whether it is new."""
-        plan = self.config.plan(
+    @cached_property
+    def _signed(self) -> RunPlan | None:
+        """The run that the folder holds already."""
+        return self.folder.plan() if self.folder.manifest_path.exists() else None
+
+    def _plan(self, blobs: RunBlobs, start_in_s: float | None) -> RunPlan:
+        return self.config.plan(
             blobs,
             round(time.time() + (start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
         ).model_copy(update={"invitations_of": self._invitations_of})
+
+    def _is_signed(self, plan: RunPlan, start_in_s: float | None) -> bool:
+        """Whether the folder holds this run already, whenever it began. Raises ConfigurationError
+        when it holds another one, unless that is to be replaced."""
+        if self._signed is None:
+            return False
+        ignored = {"start_s": 0.0, "admission": None}
+        changed = differing_keys(
+            self._signed.model_copy(update=ignored).model_dump(mode="json"),
+            plan.model_copy(update=ignored).model_dump(mode="json"),
+        )
+        changed += ["admission"] * (is_open(self._signed) != self._is_open)
+        changed += ["start_s (--start-in-s)"] * (start_in_s is not None)
+        if changed and not self.replace:
+            raise ConfigurationError(
+                f"{self.out} holds the signed run '{self._signed.name}' ({self._signed.run_id}), "
+                f"which peers may be training; '{plan.name}' would be another one "
+                f"({plan.run_id}), for {', '.join(changed)} differ{'s' * (len(changed) == 1)}. "
+                f"Give another folder with --out, or --replace to give up the run there"
+            )
+        return not changed
+
+    def _sign(self, blobs: RunBlobs, start_in_s: float | None) -> tuple[RunPlan, bool]:
+        """Stage 6: sign the plan, unless the same one is signed already. Returns the plan, and
+        whether it is new."""
+        plan = self._plan(blobs, start_in_s)
         if self.predecessor:
             check_start(plan, self.predecessor.plan)
-        if start_in_s is None and self.folder.manifest_path.exists():
-            signed = self.folder.plan()
-            same = {"start_s": plan.start_s, "admission": None}
-            if is_open(signed) == self._is_open and signed.model_copy(update=same) == plan:
-                return signed, False
+        if self._is_signed(plan, start_in_s):
+            assert self._signed is not None
+            return self._signed, False
         key = load_or_create_operator_key(self.operator_key)
         if self._is_open:
             plan = opened(plan, key)
@@ -387,9 +421,10 @@ class Preparation:
     @property
     def _is_open(self) -> bool:
         """Whether everybody is in: as is asked for, or as before."""
-        if self.admission is not None or self.predecessor is None:
+        before = self._signed or (self.predecessor.plan if self.predecessor else None)
+        if self.admission is not None or before is None:
             return self.admission != "invitation"
-        return is_open(self.predecessor.plan)
+        return is_open(before)
 
     @property
     def _invitations_of(self) -> str | None:
@@ -416,7 +451,7 @@ class Preparation:
         if not is_new:
             self.display.say(
                 "Everything is done already and the manifest is unchanged. For a new "
-                "start give --start-in-s"
+                "start give --start-in-s S --replace"
             )
         elif any((self.out / "states").glob("*")):
             self.display.say(
@@ -438,6 +473,18 @@ class Preparation:
                 )
                 total_nll, total_tokens = total_nll + nll, total_tokens + count
         return math.exp(total_nll / max(1, total_tokens)), total_tokens
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
+    """Return the keys of nested settings whose values differ, as `outer.momentum`."""
+    found = []
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differing_keys(before, after, f"{table}{key}.")
+        elif before != after:
+            found.append(f"{table}{key}")
+    return found
 
 
 def check_shards(summaries: tuple[PathSummary, ...]) -> None:

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 
-from dipaco.dht.node import OPERATOR_MARK
+from dipaco.dht.addresses import OPERATOR_MARK
 from dipaco.dht.view import present_round
 from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
@@ -97,7 +97,7 @@ def _serve(
     )
     pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
     by_invitation = node.plan.admission is None
-    display.say(f"dipaco-peer --initial-peers {pinned}" + by_invitation * " --invitation TEXT")
+    display.say(f"dipaco-peer {pinned}" + by_invitation * " --invitation TEXT")
     if by_invitation:
         display.say(
             f"the run is by invitation: make a TEXT with dipaco-bootstrap invite {settings.folder} "

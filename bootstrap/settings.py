@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dipaco.dht.addresses import check_given_peer
 from dipaco.modules.command_line import ComputeSettings, Option, Settings
 from dipaco.modules.errors import ConfigurationError
 from dipaco.peer.settings import NodeSettings
@@ -24,7 +25,8 @@ class PrepareSettings(ComputeSettings):
     start_in_s: Annotated[
         float | None,
         Option(
-            "seconds from now until round 0 begins (default: 0); signs the manifest again",
+            "seconds from now until round 0 begins (default: 0); of a run that is signed already "
+            "with --replace",
             "S",
             least=0,
             most=1e9,
@@ -39,8 +41,8 @@ class PrepareSettings(ComputeSettings):
     admission: Annotated[
         Literal["open", "invitation"] | None,
         Option(
-            "who counts in the run: everybody, or whom you invite (default: as in the run before, "
-            "else open)"
+            "who counts in the run: everybody, or whom you invite (default: as this folder or the "
+            "run before has it, else open)"
         ),
     ] = None
     predecessor: Annotated[
@@ -57,6 +59,7 @@ class PrepareSettings(ComputeSettings):
         Option(
             "with --from: addresses of the run's live swarm, which gives its newest modules",
             "ADDR",
+            check=check_given_peer,
         ),
     ] = ()
     workers: Annotated[
@@ -74,6 +77,9 @@ class PrepareSettings(ComputeSettings):
     allow_genesis: Annotated[
         bool,
         Option("with --from: a module that was never trained starts again as that run began it"),
+    ] = False
+    replace: Annotated[
+        bool, Option("give up another run that is signed in this folder already")
     ] = False
 
     def __post_init__(self) -> None:
@@ -160,7 +166,8 @@ class ServeSettings(NodeSettings):
 
     folder: Annotated[Path, RUN_FOLDER]
     initial_peers: Annotated[
-        tuple[str, ...], Option("other bootstrap nodes or peers of the same swarm", "ADDR")
+        tuple[str, ...],
+        Option("other bootstrap nodes or peers of the same swarm", "ADDR", check=check_given_peer),
     ] = ()
     port: Annotated[
         int,

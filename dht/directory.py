@@ -6,6 +6,7 @@ node that gave it should have checked.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -19,6 +20,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
+from multiaddr import Multiaddr
 
 from .admission import Gate, read_revocations
 from .bounded_protocol import serve_run
@@ -43,6 +45,8 @@ from .view import SwarmView, view_of_records
 logger = logging.getLogger("dipaco.dht.directory")
 
 MAX_COMPLAINTS = 1024
+# What calling a peer at its addresses may take.
+CONNECT_LIMIT_S = 15.0
 RecordT = TypeVar("RecordT", bound=Record)
 _RECORDS: dict[str, type[Record]] = {
     "modules": ModuleRecord,
@@ -358,12 +362,13 @@ class Directory:
         """Ask for a key that nobody has: the search drops dead peers from the routing table."""
         self._get_many((f"dipaco/refresh/{number}",))
 
-    def call_peers(self, peers: tuple[str, ...]) -> None:
-        """Call peers that may have been cut off, so that they are in the routing table again.
+    def call_peers(self, addresses: Mapping[str, tuple[str, ...]]) -> None:
+        """Call peers that may have been cut off, so that they are in the routing table again; at
+        these addresses, or where they were last.
 
         Returns at once: the calls are made in the DHT process, each within its time limit.
         """
-        self._dht.call(_ping_in_background, peers)
+        self._dht.call(_ping_in_background, dict(addresses))
 
     def _read(
         self, kind: str, item: str | None, record_class: type[RecordT]
@@ -430,15 +435,19 @@ async def _look_up(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]
     }
 
 
-async def _ping_in_background(node: Any, peers: tuple[str, ...]) -> None:
+async def _ping_in_background(node: Any, addresses: dict[str, tuple[str, ...]]) -> None:
     """Runs in the DHT process: ping peers; who answers is no longer shunned."""
 
-    async def ping(peer: Any) -> None:
+    async def ping(peer: Any, places: list[Multiaddr]) -> None:
+        if places:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(node.p2p._client.connect(peer, places), CONNECT_LIMIT_S)
         if await node.protocol.call_ping(peer) is not None:
             node.blacklist.register_success(peer)
 
-    for peer in peers:
-        start_task(ping(PeerID.from_base58(peer)))
+    for peer, places in addresses.items():
+        where = [Multiaddr(place.rpartition("/p2p/")[0]) for place in places]
+        start_task(ping(PeerID.from_base58(peer), where))
 
 
 async def _store_many(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 
 from dipaco.modules.errors import (
@@ -16,12 +18,13 @@ from dipaco.modules.errors import (
     ManifestError,
     NetworkError,
     RunSelectionError,
+    StorageError,
     UnreachableError,
 )
+from dipaco.modules.files import atomic_write
 from hivemind.proto import dht_pb2
-from multiaddr import Multiaddr
 
-from .directory import Directory
+from .addresses import check_listen_address, check_peer_address, parse_listen, port_of
 from .guarded_dht import GuardedDHT
 from .identity import Identity
 from .manifest import SignedManifest, current_runs, newest_run
@@ -36,78 +39,12 @@ PORTS_TRIED = 100
 MOST_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
 _taken: dict[int, tuple[socket.socket, int]] = {}
-EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
-OPERATOR_MARK = "/operator/"
-EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
-
-
-def check_peer_address(address: str) -> str:
-    """Return `address` if it names a peer and where to find it. Raises `AddressError`."""
-    _parse(address, EXAMPLE_PEER)
-    if "/p2p/" not in address:
-        raise AddressError(
-            f"'{address}' does not end with /p2p/ and a peer id; paste the whole address, "
-            f"for example {EXAMPLE_PEER}"
-        )
-    return address
-
-
-def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """Return addresses as libp2p takes them, and the fingerprint of the operator that they pin.
-
-    A pasted address may end with `/operator/` and the fingerprint; one of several is enough.
-    Raises `AddressError` when it is none, or when two pin different operators.
-    """
-    plain, pinned = [], []
-    for address in addresses:
-        before, mark, fingerprint = address.partition(OPERATOR_MARK)
-        if mark and not re.fullmatch(r"[0-9a-f]{16}", fingerprint):
-            raise AddressError(
-                f"'{address}' ends with {mark}{fingerprint}, which is no fingerprint of an "
-                "operator (16 digits 0-9 and a-f); paste the whole address"
-            )
-        plain.append(before)
-        pinned += [fingerprint] if mark else []
-    if len(set(pinned)) > 1:
-        raise AddressError(
-            f"these addresses name different operators: {', '.join(sorted(set(pinned)))}; give "
-            "those of one run"
-        )
-    return tuple(plain), pinned[0] if pinned else None
-
-
-def check_listen_address(address: str, flag: str) -> str:
-    """Return `address` if one can listen there or announce it. Raises `AddressError`."""
-    parsed = _parse(address, EXAMPLE_LISTEN)
-    protocols = {protocol.name for protocol in parsed.protocols()}
-    if not protocols & {"tcp", "udp", "p2p-circuit"}:
-        raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
-    if flag == "--announce-maddrs" and _port(parsed) == 0:
-        raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")
-    return address
-
-
-def _parse(address: str, example: str) -> Multiaddr:
-    try:
-        return Multiaddr(address)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AddressError(
-            f"'{address}' is not a multiaddress ({reason}); for example {example}"
-        ) from None
-
-
-def _port(address: Multiaddr) -> int | None:
-    try:
-        return int(address.value_for_protocol("tcp"))
-    except Exception:
-        return None
 
 
 def check_port_is_free(address: str) -> None:
     """Raise `AddressError` when another program listens at an address already."""
-    parsed = _parse(address, EXAMPLE_LISTEN)
-    port = _port(parsed)
+    parsed = parse_listen(address)
+    port = port_of(parsed)
     if not port:
         return
     for name, family in (("ip4", socket.AF_INET), ("ip6", socket.AF_INET6)):
@@ -127,8 +64,9 @@ def check_port_is_free(address: str) -> None:
                 ) from None
 
 
-def take_port(first: int = DEFAULT_PORT) -> int:
-    """Return the first port from `first` on that no other node and no program uses.
+def take_port(first: int = DEFAULT_PORT, last_time: Path | None = None) -> int:
+    """Return the first port from `first` on that no other node and no program uses; before those,
+    the one that this node had, which stands in the file `last_time`: others know it there.
 
     p2pd would share a port with another p2pd that starts at the same moment, and each would get
     calls for the other. So a node holds a name for its port as long as it lives: an abstract
@@ -136,7 +74,7 @@ def take_port(first: int = DEFAULT_PORT) -> int:
     """
     if first in _taken:
         return _taken[first][1]
-    for port in range(first, first + PORTS_TRIED):
+    for port in (*_noted_port(last_time), *range(first, first + PORTS_TRIED)):
         name = socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0dipaco-port-{port}")
@@ -151,6 +89,21 @@ def take_port(first: int = DEFAULT_PORT) -> int:
     )
 
 
+def note_port(file: Path, first: int = DEFAULT_PORT) -> None:
+    """Keep the port that `take_port` took, if it took one, for the next time."""
+    if first in _taken:
+        with contextlib.suppress(StorageError):
+            atomic_write(file, str(_taken[first][1]).encode())
+
+
+def _noted_port(file: Path | None) -> list[int]:
+    try:
+        port = int(file.read_bytes()[:9]) if file is not None else 0
+    except (OSError, ValueError):
+        return []
+    return [port] if 1024 <= port < 2**16 else []
+
+
 def join_dht(
     initial_peers: Sequence[str],
     *,
@@ -159,12 +112,13 @@ def join_dht(
     announce_maddrs: Sequence[str] = (),
     client_mode: bool = False,
     is_relay: bool = False,
+    is_first: bool = False,
 ) -> GuardedDHT:
     """Start this node's DHT process and p2pd, and join through `initial_peers` if there are any.
 
     A node that its operator has made public relays for others that nobody can call (`is_relay`);
     one that joins lets the nodes relay for it through which it joins. Which of them need it,
-    libp2p finds out by itself.
+    libp2p finds out by itself. With `is_first` nobody is called now, and relays are as before.
 
     Raises `AddressError` for an address that cannot be used, `UnreachableError` when nobody
     answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
@@ -181,7 +135,7 @@ def join_dht(
     # Nobody calls a client, and the first node of a swarm knows no relay.
     needs_relay = bool(initial_peers) and not client_mode and not is_relay
     dht = GuardedDHT(
-        initial_peers=list(initial_peers) or None,
+        initial_peers=None if is_first else list(initial_peers) or None,
         start=False,
         host_maddrs=list(host_maddrs),
         announce_maddrs=list(announce_maddrs) or None,
@@ -260,13 +214,13 @@ def _clock_difference(reason: str) -> str:
 
 
 def select_run(
-    directory: Directory,
+    manifests: Sequence[SignedManifest],
     run: str | None,
     *,
     operator: str | None = None,
     served: Callable[[], Collection[str]] = frozenset,
 ) -> SignedManifest:
-    """Return the run that `run` (id, its beginning, or name) means, or the only one there is.
+    """Return which of these runs `run` (id, its beginning, or name) means, or the only one.
 
     With `operator`, only runs that this one signed count. A run with a successor signed by the same
     operator counts only when it is asked for. Anybody can announce runs: of several, that one is
@@ -274,7 +228,6 @@ def select_run(
     Raises `RunSelectionError`, listing the runs, when there is not exactly one, and `ManifestError`
     when all there are have other operators.
     """
-    manifests = directory.list_manifests()
     if not manifests:
         raise RunSelectionError(
             "this DHT holds no run; check the address, or start a bootstrap node: "
@@ -307,7 +260,7 @@ def select_run(
     return matching[0]
 
 
-def _signed_by(operator: str, manifests: list[SignedManifest]) -> list[SignedManifest]:
+def _signed_by(operator: str, manifests: Sequence[SignedManifest]) -> list[SignedManifest]:
     signed = [m for m in manifests if m.operator_fingerprint == operator]
     if not signed:
         other = manifests[0]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from dipaco.dht.addresses import check_given_peer
 from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings
 from dipaco.modules.errors import ConfigurationError, CorpusError
 
@@ -32,7 +33,8 @@ class InferenceSettings(ComputeSettings, RunSettings):
 
     device: Annotated[str, Option("auto, cpu, cuda or cuda:N", "D")] = "cpu"
     initial_peers: Annotated[
-        tuple[str, ...], Option("addresses of any peers of a live swarm", "ADDR")
+        tuple[str, ...],
+        Option("addresses of any peers of a live swarm", "ADDR", check=check_given_peer),
     ] = ()
     state_folder: Annotated[
         Path | None,

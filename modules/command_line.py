@@ -28,15 +28,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from importlib.metadata import version
 from types import FrameType, NoneType
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 from typing import get_type_hints as type_hints_of
 
 from .errors import ConfigurationError, DipacoError, NetworkError, StorageError
+from .help_pages import new_parser
 from .setting_sources import (
     CONFIG_VARIABLE,
     DEFAULT_ORIGIN,
+    LOOSE,
     Argument,
     Given,
     Option,
@@ -145,7 +146,7 @@ class Command(Generic[SettingsT]):
 
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser; a test freezes it."""
-        parser = _new_parser(self.name, self.description, self.epilog)
+        parser = new_parser(self.name, self.description, self.epilog, arguments_of(self.settings))
         self.add_to(parser)
         return parser
 
@@ -173,6 +174,9 @@ class Command(Generic[SettingsT]):
             action="store_true",
             help="print all settings, and where each comes from, and do nothing else",
         )
+        for argument in found:
+            if argument.option.loose:
+                argument.add_loose_to(parser)
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         may_be_missing = any(argument.takes_words for argument in found)
         for argument in found:
@@ -202,6 +206,10 @@ class Command(Generic[SettingsT]):
         The last positional may follow the addresses of an option, which takes all words it gets.
         """
         values = {a.name: getattr(parsed, a.name) for a in found if hasattr(parsed, a.name)}
+        for argument in found:
+            loose = getattr(parsed, LOOSE, None) if argument.option.loose else None
+            if loose:
+                values[argument.name] = [*loose, *values.get(argument.name, ())]
         many = [argument.name for argument in found if argument.takes_words]
         for argument in found:
             if not argument.option.positional or values.get(argument.name) is not None:
@@ -250,7 +258,7 @@ class Program:
 
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser; a test freezes it."""
-        parser = _new_parser(self.name, self.description, None)
+        parser = new_parser(self.name, self.description, None)
         commands = parser.add_subparsers(dest="command", required=True)
         for command in self.commands:
             command.add_to(
@@ -284,22 +292,6 @@ def _only_given(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 action.nargs = "?"
     for group in parser._mutually_exclusive_groups:
         group.required = False
-    return parser
-
-
-def _new_parser(name: str, description: str, epilog: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description=description,
-        epilog=epilog,
-        # Examples keep their lines.
-        formatter_class=(
-            argparse.RawDescriptionHelpFormatter
-            if "\n\n" in description
-            else argparse.HelpFormatter
-        ),
-    )
-    parser.add_argument("--version", action="version", version=f"dipaco {version('dipaco')}")
     return parser
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -24,6 +24,8 @@ from .errors import ConfigurationError, nearest_name
 
 CONFIG_VARIABLE = "DIPACO_CONFIG"
 DEFAULT_ORIGIN = "default"
+# Where a parser puts the words that no flag takes.
+LOOSE = "_loose"
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True,
              "0": False, "false": False, "no": False, "off": False}  # fmt: skip
 
@@ -53,6 +55,8 @@ class Option:
     A flag is the field's name with hyphens unless `flag` says otherwise; `positional` arguments
     have none, and are named by `metavar`. `least` and `most` bound a number. Of the fields with
     one `alternative_to`, exactly one must be given. A `secret` is not shown by `--show-config`.
+    `check` raises for a word that cannot be. Where some are `common`, `--help` shows these alone;
+    words that no flag takes are values of a field with `loose`.
     """
 
     help: str
@@ -63,6 +67,9 @@ class Option:
     positional: bool = False
     alternative_to: str = ""
     secret: bool = False
+    check: Callable[[str], None] | None = None
+    common: bool = False
+    loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,13 +123,17 @@ class Argument:
     def help(self) -> str:
         """The help, with the default where that is a value to type and not mentioned."""
         default = self.default
-        if default in (MISSING, None, ()) or self.kind is bool or "default" in self.option.help:
+        if default in (MISSING, None, (), "") or self.kind is bool or "default" in self.option.help:
             return self.option.help
         shown = f"{default:g}" if isinstance(default, float) else default
         return f"{self.option.help} (default: {shown})"
 
     def check(self, value: Any, where: str = "") -> None:
-        """Raise ConfigurationError, naming the flag or `where`, for a number out of bounds."""
+        """Raise ConfigurationError, naming the flag or `where`, for a number out of bounds, and
+        what the option's `check` raises."""
+        if self.option.check is not None:
+            for word in value if self.takes_words else [value] if value is not None else ():
+                self.option.check(word)
         if self.kind not in (int, float) or value is None:
             return
         least, most, where = self.option.least, self.option.most, where or self.shown
@@ -134,10 +145,15 @@ class Argument:
         raise ConfigurationError(f"{where} {value} must be {bounds}")
 
     def add_to(
-        self, parser: argparse._ActionsContainer, place: Place, *, may_be_missing: bool = False
+        self,
+        parser: argparse._ActionsContainer,
+        place: Place | None,
+        *,
+        may_be_missing: bool = False,
     ) -> None:
-        """Add it to a parser; its help names the variable too."""
-        keywords: dict[str, Any] = {"help": f"{self.help} [{place.variable(self.key)}]"}
+        """Add it to a parser; its help names the variable too, if there is a place for them."""
+        variable = f" [{place.variable(self.key)}]" if place is not None else ""
+        keywords: dict[str, Any] = {"help": f"{self.help}{variable}"}
         if self.kind is bool:
             action = "store_false" if self.default else "store_true"
             parser.add_argument(self.shown, dest=self.name, action=action, **keywords)
@@ -158,6 +174,10 @@ class Argument:
         else:
             keywords["default"] = self.default
         parser.add_argument(self.shown, dest=self.name, **keywords)
+
+    def add_loose_to(self, parser: argparse._ActionsContainer) -> None:
+        """Let a parser take the words that no flag takes as values of this one."""
+        parser.add_argument(LOOSE, nargs="*", metavar=self.option.metavar, help=self.help)
 
 
 def default_file(environment: Mapping[str, str] = os.environ) -> Path:

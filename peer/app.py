@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import FrameType
 
 import torch
-from dipaco.dht.node import be_client
+from dipaco.dht.node import be_client, note_port
 from dipaco.dht.records import Reachability
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
@@ -81,6 +81,7 @@ def run_peer(settings: PeerSettings) -> int:
             say=display.say,
         )
         joined.set()
+        note_port(settings.port_file)
         node.admit(invitation)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(

@@ -1,6 +1,6 @@
 """`dipaco-peer`: join a swarm and train.
 
-dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...
+dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from .trainers import run_trainers, trainer_settings
 
 def run(settings: PeerSettings) -> int:
     """Join and train until stopped; with --check only look whether that would work."""
-    # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not.
+    # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and whoever
+    # waits is told so.
+    if not settings.json:
+        peers = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
+        print(peers if not settings.check else "looking at this machine", flush=True)
     if settings.check:
         from .check.doctor import run_doctor
 
@@ -35,10 +39,9 @@ COMMAND = Command(
     PeerSettings,
     run,
     description="Join a swarm with one address and train a path of its model on this machine.",
-    epilog="Example: dipaco-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer. "
-    "Ctrl+C leaves cleanly; a second Ctrl+C exits at once. "
-    "dipaco-peer pause and dipaco-peer resume let it rest and go on. "
-    "Exit codes: docs/exit-codes.md.",
+    epilog="Example: dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer\n"
+    "Ctrl+C leaves cleanly, and the same command goes on; a second Ctrl+C exits at once.\n"
+    "dipaco-peer pause and dipaco-peer resume let it rest and go on.",
 )
 
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from dipaco.dht.addresses import check_given_peer
 from dipaco.modules.command_line import Command, Option, RunSettings
 
 
@@ -18,7 +19,9 @@ from dipaco.modules.command_line import Command, Option, RunSettings
 class LedgerSettings(RunSettings):
     """What `dipaco-ledger` can be told."""
 
-    initial_peers: Annotated[tuple[str, ...], Option("addresses of any peers", "ADDR")]
+    initial_peers: Annotated[
+        tuple[str, ...], Option("addresses of any peers", "ADDR", check=check_given_peer)
+    ]
     json: Annotated[bool, Option("print one JSON object instead of a table")] = False
 
 

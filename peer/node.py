@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from dipaco.dht.addresses import split_operator
 from dipaco.dht.admission import Gate
 from dipaco.dht.chain import genesis_name
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
-from dipaco.dht.node import join_dht, select_run, split_operator
+from dipaco.dht.node import join_dht, select_run
 from dipaco.modules.blobs import BlobStore
 from dipaco.modules.errors import (
     DipacoError,
@@ -269,17 +270,18 @@ def join_run(
 
     A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up, and
     relays for peers that nobody can call. When none of `initial_peers` answers, those are tried
-    that were in their swarm the last time. In `content_folder` peers of this machine have blobs and
-    states in common. With an operator's fingerprint in them only runs of that
+    that were in their swarm the last time; when none of them does either, a node that knows the run
+    is the first one of its swarm, and the others find it. In `content_folder` peers of this machine
+    have blobs and states in common. With an operator's fingerprint in them only runs of that
     operator count.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
-    initial_peers, operator = split_operator(initial_peers)
+    given, operator = split_operator(initial_peers)
     make_folder(cache_folder)
-    given = initial_peers
     identity = load_or_create_identity(identity_path or cache_folder / "identity.key", say)
+    known = KnownPeers(cache_folder)
 
-    def join(through: tuple[str, ...]) -> GuardedDHT:
+    def join(through: tuple[str, ...], *, is_first: bool = False) -> GuardedDHT:
         return join_dht(
             through,
             identity=identity,
@@ -287,22 +289,40 @@ def join_run(
             announce_maddrs=announce_maddrs,
             client_mode=client_mode,
             is_relay=is_relay,
+            is_first=is_first,
         )
 
-    try:
+    def come_in() -> tuple[GuardedDHT, tuple[str, ...], bytes | None]:
+        """Return the DHT, the addresses that it was joined through, and the manifest if it is
+        known already."""
         try:
-            dht = join(initial_peers)
-        except UnreachableError:
-            remembered = KnownPeers(cache_folder).beside(initial_peers)
-            if not remembered:
-                raise
+            return join(given), given, own_manifest
+        except UnreachableError as error:
+            unreachable = error
+        remembered = known.beside(given)
+        through = (*remembered, *given)
+        if remembered:
             say(f"nobody answers there; tries {len(remembered)} peers that were there before")
-            dht = join(remembered)
-            initial_peers = (*remembered, *given)
-    except UnreachableError:
-        identity.release()
-        diagnose(given)
-        raise
+            with contextlib.suppress(UnreachableError):
+                return join(remembered), through, own_manifest
+        manifest = own_manifest or _remembered_run(known, given, run, operator)
+        try:
+            diagnose(given)
+        except UnreachableError as error:
+            unreachable = error
+        if manifest is None or client_mode:
+            raise unreachable
+        dht = join(through, is_first=True)
+        say(
+            f"nobody of run '{verify_manifest(manifest).plan.name}' answers: this peer starts the "
+            f"swarm again with what is on its disk, listens at "
+            f"{' '.join(visible_addresses(dht)[:1])} and goes on calling. Others come back with "
+            "their usual command, in any order"
+        )
+        return dht, through, manifest
+
+    try:
+        dht, initial_peers, own_manifest = come_in()
     except BaseException:
         identity.release()
         raise
@@ -428,12 +448,26 @@ def _find_manifest(
     deadline = time.monotonic() + MANIFEST_WAIT_S
     while True:
         try:
-            return select_run(directory, run, operator=operator, served=served)
+            return select_run(directory.list_manifests(), run, operator=operator, served=served)
         except DipacoError:
             # A bootstrap node that has just started publishes its manifest within seconds.
             if directory.list_manifests() or time.monotonic() > deadline:
                 raise
             threading.Event().wait(1.0)
+
+
+def _remembered_run(
+    known: KnownPeers, given: tuple[str, ...], run: str | None, operator: str | None
+) -> bytes | None:
+    """Return the manifest of the run that this peer was in with those at these addresses, if any.
+
+    Raises as `select_run` does when they are several.
+    """
+    manifests = []
+    for file in known.manifests(given):
+        with contextlib.suppress(OSError, DipacoError):
+            manifests.append(verify_manifest(file.read_bytes()))
+    return select_run(manifests, run, operator=operator).envelope if manifests else None
 
 
 def make_folder(path: Path) -> None:

@@ -172,8 +172,11 @@ class Publisher:
         self._blob_countdown = 0
         self._clock_countdown = CLOCK_PERIODS
         self._withdrawing = False
-        ids = [address.rpartition("/p2p/")[2] for address in initial_peers]
-        self._known_peers: deque[str] = deque(dict.fromkeys(ids), maxlen=REMEMBERED_PEERS)
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        for address in initial_peers:
+            peer = address.rpartition("/p2p/")[2]
+            self._addresses[peer] = (*self._addresses.get(peer, ()), address)
+        self._known_peers: deque[str] = deque(self._addresses, maxlen=REMEMBERED_PEERS)
         self._all_blobs: Callable[[], tuple[str, ...]] = tuple
         self._view: SwarmView | None = None
         self._thread = background.thread("publisher", self._run)
@@ -346,7 +349,7 @@ class Publisher:
         if not missing:
             return
         called = missing[:CALLED_AT_ONCE]
-        self._directory.call_peers(tuple(called))
+        self._directory.call_peers({peer: self._addresses.get(peer, ()) for peer in called})
         # Those called last are called first next time.
         for peer in called:
             self._known_peers.remove(peer)

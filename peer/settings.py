@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, check_listen_address
 from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.modules.errors import ConfigurationError
 
@@ -27,7 +29,10 @@ class NodeSettings(Settings):
     group = "network and output"
 
     initial_peers: Annotated[
-        tuple[str, ...], Option("addresses of any peers of the swarm; one is enough", "ADDR")
+        tuple[str, ...],
+        Option(
+            "addresses of any peers of the swarm; one is enough", "ADDR", check=check_given_peer
+        ),
     ]
     port: Annotated[
         int | None,
@@ -39,12 +44,19 @@ class NodeSettings(Settings):
         ),
     ] = None
     host_maddrs: Annotated[
-        tuple[str, ...], Option("addresses to listen on (default: /ip4/0.0.0.0/tcp/PORT)", "ADDR")
+        tuple[str, ...],
+        Option(
+            "addresses to listen on (default: /ip4/0.0.0.0/tcp/PORT)",
+            "ADDR",
+            check=partial(check_listen_address, flag="--host-maddrs"),
+        ),
     ] = ()
     announce_maddrs: Annotated[
         tuple[str, ...],
         Option(
-            "addresses to tell others, for example the router's when its port is forwarded", "ADDR"
+            "addresses to tell others, for example the router's when its port is forwarded",
+            "ADDR",
+            check=partial(check_listen_address, flag="--announce-maddrs"),
         ),
     ] = ()
     identity_path: Annotated[
@@ -58,17 +70,18 @@ class NodeSettings(Settings):
     invitation: Annotated[
         str | None,
         Option(
-            "for a run by invitation: the line that its operator gave you, or a file with it; "
-            "needed once",
+            "for a run by invitation, once: the line that you were given, or a file with it",
             "TEXT",
+            common=True,
         ),
     ] = None
     max_upload_mbps: Annotated[
         float | None,
         Option(
-            "upload of contributions, states and blobs at most, in Mbit/s (default: all there is)",
+            "upload at most, in Mbit/s (default: all there is)",
             "MBPS",
             least=0.1,
+            common=True,
         ),
     ] = None
     address_file: Annotated[
@@ -92,6 +105,11 @@ class NodeSettings(Settings):
         if self.metrics_host != type(self).metrics_host and self.metrics_port is None:
             raise ConfigurationError("--metrics-host is for --metrics-port PORT; name the port")
 
+    @property
+    def port_file(self) -> Path | None:
+        """Where the default port is kept that others know this node by."""
+        return None
+
     def listen_maddrs(self) -> tuple[str, ...]:
         """Return the addresses to listen on; a default port is this process's from here on."""
         if self.host_maddrs:
@@ -101,7 +119,7 @@ class NodeSettings(Settings):
             # Not before a peer starts: --help does not wait for what this imports.
             from dipaco.dht.node import take_port
 
-            port = take_port()
+            port = take_port(last_time=self.port_file)
         return (f"/ip4/0.0.0.0/tcp/{port}",)
 
 
@@ -111,8 +129,22 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
 
     group = "work"
 
+    initial_peers: Annotated[
+        tuple[str, ...],
+        Option(
+            "the address of a peer of the swarm, or several",
+            "ADDR",
+            check=check_given_peer,
+            common=True,
+            loose=True,
+        ),
+    ] = ()
     check: Annotated[
-        bool, Option("do not join: say whether a peer can run here, and what to mend")
+        bool,
+        Option(
+            "do not join: say whether a peer can run here",
+            common=True,
+        ),
     ] = False
     json: Annotated[bool, Option("with --check: one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
@@ -137,10 +169,14 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = True
     hours: Annotated[
         str | None,
-        Option("train at these hours only, local time: 22-7 or 22:30-7:15 (default: all)", "H-H"),
+        Option(
+            "train at these hours only: 22-7 or 22:30-7:15",
+            "H-H",
+            common=True,
+        ),
     ] = None
     on_battery: Annotated[
-        Literal["pause", "run"], Option("on a battery, train nothing or go on")
+        Literal["pause", "run"], Option("on a battery, train nothing or go on", common=True)
     ] = "run"
     nice: Annotated[
         int | None,
@@ -153,7 +189,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = None
     vram_gb: Annotated[
         float | None,
-        Option("GPU memory to take at most, in GiB (default: all)", "GIB", least=0.1),
+        Option("GPU memory at most, in GiB (default: all)", "GIB", least=0.1, common=True),
     ] = None
     max_upload_gb_month: Annotated[
         float | None,
@@ -168,7 +204,12 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         Option("the same for an hour, until the next one begins", "GB", least=0.001),
     ] = None
     name: Annotated[
-        str, Option("what status calls this peer, 32 characters (default: its id alone)", "NAME")
+        str,
+        Option(
+            "what status calls this peer, 32 characters",
+            "NAME",
+            common=True,
+        ),
     ] = ""
     team: Annotated[
         str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")
@@ -176,7 +217,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path,
         Option(
-            "states, shards and AdamW states; a restart resumes from it", "DIR", flag="--cache-dir"
+            "where its files are, from which a restart goes on",
+            "DIR",
+            flag="--cache-dir",
+            common=True,
         ),
     ] = field(default_factory=default_cache_folder)
     devices: Annotated[
@@ -193,8 +237,18 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         ),
     ] = None
 
+    @property
+    def port_file(self) -> Path:
+        """Where the default port is kept that others know this node by."""
+        return self.cache_folder / "port"
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.initial_peers and not self.check:
+            raise ConfigurationError(
+                "no address is given: ask for that of a peer, and type dipaco-peer and the "
+                f"address, for example dipaco-peer {EXAMPLE_PEER}"
+            )
         for device in self.devices:
             check_device("--devices", device)
         if self.hours is not None:

@@ -18,12 +18,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from dipaco.peer import cli
 from dipaco.peer.owner import control_cli
 from support.commands import SCRIPTS as COMMANDS
 from support.commands import program_of
 
 GOLDEN = Path(__file__).parent / "golden" / "command_line.txt"
 CACHE_HOME = "/var/cache/volunteer"
+ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 
 def describe_all() -> str:
@@ -133,6 +135,60 @@ def test_help_does_not_wait_for_large_imports(name: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "message"),
+    [
+        ([], 3, "no address is given"),
+        (["203.0.113.5:31337"], 4, "is not a multiaddress"),
+        (["/ip4/203.0.113.5/tcp/31337"], 4, "paste the whole address"),
+        (["--initial-peers", f"{ADDRESS}/operator/12"], 4, "no fingerprint"),
+        ([ADDRESS, "--announce-maddrs", "/ip4/192.0.2.1"], 4, "--announce-maddrs"),
+        ([ADDRESS, "--hours", "night"], 3, "--hours"),
+    ],
+)
+def test_a_peer_refuses_what_cannot_be_before_it_imports_anything_large(
+    words: list[str], exit_code: int, message: str
+) -> None:
+    program = (
+        "import sys\n"
+        "from dipaco.peer.cli import main\n"
+        f"code = main({words!r})\n"
+        "print(code, sorted({'torch', 'hivemind', 'datasets'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout == f"{exit_code} []\n"
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_address_needs_no_flag() -> None:
+    other = ADDRESS.replace("31337", "31338")
+    for words in ([ADDRESS], ["--check", ADDRESS], [ADDRESS, "--name", "x"]):
+        assert cli.COMMAND.read(cli.COMMAND.parse(words)).initial_peers == (ADDRESS,)
+    both = cli.COMMAND.parse([ADDRESS, "--initial-peers", other])
+    assert cli.COMMAND.read(both).initial_peers == (ADDRESS, other)
+
+
+def test_what_a_volunteer_needs_is_on_one_page() -> None:
+    pages = []
+    for flag in ("--help", "--help-all"):
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "dipaco-peer"), flag],
+            env={**os.environ, "COLUMNS": "80", "XDG_CACHE_HOME": "/var/cache"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=True,
+        )
+        pages.append(done.stdout)
+    assert len(pages[0].splitlines()) <= 28
+    assert "--name" in pages[0]
+    assert "--micro-batch-size" not in pages[0]
+    assert "--micro-batch-size" in pages[1]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.dht.addresses import split_operator
 from dipaco.dht.coverage import scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
@@ -23,7 +24,7 @@ from dipaco.dht.manifest import (
     sign_manifest,
     verify_manifest,
 )
-from dipaco.dht.node import join_dht, select_run, split_operator
+from dipaco.dht.node import join_dht, select_run
 from dipaco.dht.record_keys import record_key, record_subkey
 from dipaco.dht.records import (
     BlobRecord,
@@ -272,13 +273,13 @@ def test_runs_are_listed_and_selected(pair: tuple[TestNode, TestNode], tmp_path:
     reader = Directory(second.dht, second.identity, None)
     assert reader.list_manifests() == []
     with pytest.raises(RunSelectionError, match="holds no run"):
-        select_run(reader, None)
+        select_run(reader.list_manifests(), None)
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     plans = [make_plan(name="one"), make_plan(name="two", seed=1)]
     Directory(first.dht, first.identity, plans[0].run_id).publish_manifest(
         sign_manifest(plans[0], key), LIFE_S
     )
-    assert select_run(reader, None).plan == plans[0]
+    assert select_run(reader.list_manifests(), None).plan == plans[0]
     # Any peer may store it again.
     again = Directory(second.dht, second.identity, plans[0].run_id)
     assert again.publish_manifest(reader.list_manifests()[0].envelope, 2 * LIFE_S)
@@ -286,59 +287,47 @@ def test_runs_are_listed_and_selected(pair: tuple[TestNode, TestNode], tmp_path:
         sign_manifest(plans[1], key), LIFE_S
     )
     with pytest.raises(RunSelectionError, match="several runs.*one.*two.*--run"):
-        select_run(reader, None)
-    assert select_run(reader, "two").plan == plans[1]
-    assert select_run(reader, plans[0].run_id).plan == plans[0]
-    assert select_run(reader, plans[0].run_id[:8]).plan == plans[0]
+        select_run(reader.list_manifests(), None)
+    assert select_run(reader.list_manifests(), "two").plan == plans[1]
+    assert select_run(reader.list_manifests(), plans[0].run_id).plan == plans[0]
+    assert select_run(reader.list_manifests(), plans[0].run_id[:8]).plan == plans[0]
     with pytest.raises(RunSelectionError, match="no run.*one.*two"):
-        select_run(reader, "three")
+        select_run(reader.list_manifests(), "three")
 
 
-def test_a_successor_of_the_same_operator_is_chosen(
-    pair: tuple[TestNode, TestNode], tmp_path: Path
-) -> None:
+def test_a_successor_of_the_same_operator_is_chosen(tmp_path: Path) -> None:
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     stranger = load_or_create_operator_key(tmp_path / "stranger.pem")
     old = make_plan(name="old", seed=2)
     new = make_plan(name="new", seed=3, start_s=2000.0, successor_of=old.run_id)
     usurper = make_plan(name="usurper", seed=4, start_s=2000.0, successor_of=old.run_id)
 
-    class Listing(Directory):
-        def list_manifests(self) -> list[Any]:
-            return [verify_manifest(envelope) for envelope in envelopes]
-
-    listing = Listing(pair[0].dht, pair[0].identity, None)
-    envelopes = [sign_manifest(old, key), sign_manifest(new, key)]
-    assert select_run(listing, None).plan == new
-    assert select_run(listing, "old").plan == old
-    envelopes = [sign_manifest(old, key), sign_manifest(usurper, stranger)]
+    first, second, other = (
+        verify_manifest(sign_manifest(plan, signer))
+        for plan, signer in ((old, key), (new, key), (usurper, stranger))
+    )
+    assert select_run([first, second], None).plan == new
+    assert select_run([first, second], "old").plan == old
     with pytest.raises(RunSelectionError, match="several runs"):
-        select_run(listing, None)
+        select_run([first, other], None)
 
 
-def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(
-    pair: tuple[TestNode, TestNode], tmp_path: Path
-) -> None:
+def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(tmp_path: Path) -> None:
     key, stranger = (load_or_create_operator_key(tmp_path / f"{n}.pem") for n in range(2))
     old = make_plan(name="real", seed=1)
     real = make_plan(name="real", seed=1, start_s=2000.0, successor_of=old.run_id)
     junk = [sign_manifest(make_plan(name="real", seed=100 + n), stranger) for n in range(160)]
     manifests = [verify_manifest(e) for e in (*junk, *(sign_manifest(p, key) for p in (old, real)))]
 
-    class Listing(Directory):
-        def list_manifests(self) -> list[Any]:
-            return manifests
-
-    listing = Listing(pair[0].dht, pair[0].identity, None)
     with pytest.raises(RunSelectionError, match="and 154 more; choose one") as caught:
-        select_run(listing, None, served=lambda: {"0" * 16})
+        select_run(manifests, None, served=lambda: {"0" * 16})
     assert len(str(caught.value)) < 500
     # A peer of the run before leads to the run that succeeds it.
-    assert select_run(listing, None, served=lambda: {old.run_id}).plan == real
+    assert select_run(manifests, None, served=lambda: {old.run_id}).plan == real
     mine, theirs = operator_fingerprint(key), operator_fingerprint(stranger)
-    assert select_run(listing, None, operator=mine).plan == real
+    assert select_run(manifests, None, operator=mine).plan == real
     with pytest.raises(ManifestError, match=f"pins operator {'1' * 16}, but .* {theirs}"):
-        select_run(listing, None, operator="1" * 16)
+        select_run(manifests, None, operator="1" * 16)
 
 
 def test_an_address_may_name_the_operator() -> None:

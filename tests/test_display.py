@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import io
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dipaco.dht.chain import Head
 from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus
-from dipaco.peer.reporting.display import LivePanel
+from dipaco.peer.reporting.display import Display, Given, LivePanel
 from rich.console import Console
 from support.make_plan import make_plan
+from support.swarm_views import record
 
 
-def lines_of(status: PeerStatus, *steps: dict[str, Any], width: int = 80) -> list[str]:
-    """Return the panel's lines in the middle of round 5, after some steps."""
+def lines_of(
+    status: PeerStatus, *events: tuple[str, dict[str, Any]], others: int = 0, width: int = 80
+) -> list[str]:
+    """Return the panel's lines in the middle of round 5, after some events."""
     plan = make_plan(name="a-run-with-a-rather-long-name")
     grid = Grid(plan.model, plan.grid)
-    held = Head("L0.E0", "5" * 64, 12, 30, 5, "d" * 64, 1)
     node = SimpleNamespace(
         plan=plan,
-        run_id="0123456789abcdef",
+        me="me",
         grid=grid,
         clock=SimpleNamespace(now=lambda: plan.start_s + 5.7 * plan.rounds.duration_s),
         schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
-        held=SimpleNamespace(get=lambda module: held),
+        cache_folder=Path("/data/dipaco"),
     )
-    publisher = SimpleNamespace(view=SwarmView(0.0))
-    panel = LivePanel(node, publisher, status)  # type: ignore[arg-type]
-    for step in steps:
-        panel.on_event("commit", step)
+    peers = {name: record(name) for name in ("me", *"abcdef"[:others])}
+    given = Given()
+    for kind, values in events:
+        given.on_event(kind, values)
+    publisher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
+    panel = LivePanel(node, publisher, status, given)  # type: ignore[arg-type]
     console = Console(width=width, height=40, legacy_windows=False, color_system=None)
     with console.capture() as capture:
         console.print(panel)
@@ -43,39 +48,66 @@ def text_of(lines: list[str]) -> str:
     return re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
 
 
-def test_the_panel_says_what_a_peer_does_waits_for_and_was_worth() -> None:
-    claim = Activity("training", 1, reason="the least served of 256 paths, last trained in round 3")
+def step(tokens: int) -> tuple[str, dict[str, Any]]:
+    said = {"path": 1, "path_step": 7, "tokens_per_s": 9.0}
+    return "inner", {"tokens": tokens, "loss": 5.4321, **said}
+
+
+def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> None:
+    claim = Activity("training", 1, reason="nobody trains it (never trained yet)")
     status = PeerStatus(
         claim,
         device="NVIDIA GeForce RTX 4090 Laptop GPU",
         tokens_per_s=12345.6,
-        waiting_for="the shard of path 1, at most 300 s more",
         reachable="outgoing",
         bytes_up=123_456_789,
     )
     lines = lines_of(
         status,
-        {"module": "L1.E1", "round": 3, "rows": 1, "own_tokens": 10},
-        {"module": "L0.E0", "round": 3, "rows": 2, "own_tokens": 10},
-        {"module": "L0.E0", "round": 4, "rows": 3, "own_tokens": 20},
+        step(1500),
+        step(1500),
+        ("commit", {"module": "L1.E1", "own_tokens": 10}),
+        ("commit", {"module": "L0.E0", "own_tokens": 1000}),
+        ("commit", {"module": "L0.E0", "own_tokens": 1000}),
+        others=3,
     )
     assert all(len(line) <= 80 for line in lines)
     text = text_of(lines)
     for part in (
-        "1 the least served of 256 paths, last trained in round 3",
-        "trains, on NVIDIA GeForce RTX 4090 Laptop GPU",
-        "for the shard of path 1, at most 300 s more",
-        "30 tokens in steps; last: L0.E0 in round 4, 3 peers",
-        "up 123 MB, down 0 bytes, nobody can call it",
-        "round 4, 3 peers",
-        "loss -, held-out -",
+        "trains path 1 of 0 to 3, 12,346 tokens/s, on NVIDIA GeForce RTX 4090 Laptop GPU",
+        "3 others are here; they cannot call this machine: it calls them",
+        "3,000 tokens since",
+        "2,000 of them are in the model",
+        "5.432; - on texts that it does not train on",
+        "work is put together in",
+        "sent 123 MB, received 0 bytes",
+        "to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause --cache-dir /data/dipaco",
     ):
         assert part in text, text
-    assert "…" not in text
+    for word in ("boundary", "digest", "L0.E0", "nobody trains it", "…"):
+        assert word not in text
 
 
-def test_a_peer_without_a_path_says_what_it_does() -> None:
-    text = text_of(lines_of(PeerStatus(Activity("paused", None, reason="by dipaco-peer pause"))))
-    assert "- by dipaco-peer pause" in text
-    assert "paused, on cpu" in text
-    assert "module" not in text
+def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
+    status = PeerStatus(
+        Activity("joining", 2), waiting_for="the shard of path 2", reachable="direct"
+    )
+    text = text_of(lines_of(status, others=1))
+    for part in ("joining path 2", "for the shard of path 2", "1 other is here; they can call"):
+        assert part in text, text
+    reason = "by dipaco-peer pause, until dipaco-peer resume"
+    text = text_of(lines_of(PeerStatus(Activity("paused", None, reason=reason))))
+    for part in (f"paused: {reason}", "nobody else is here", "to go on: dipaco-peer resume"):
+        assert part in text, text
+
+
+def test_lines_are_for_people() -> None:
+    output = io.StringIO()
+    display = Display(Console(file=output, width=200))
+    commit = {"module": "L0.E0", "round": 3, "version": 4, "rows": 1, "expected": 1}
+    display.on_event("commit", {**commit, "own_tokens": 9, "digest": "d" * 64})
+    display.on_event(*step(123_456))
+    display.on_event("leaving", {})
+    text = output.getvalue()
+    assert "L0.E0 is now version 4, with the work of 1 of 1 peer\n" in text
+    assert "left: you trained 123,456 tokens; the same command goes on" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from dipaco.dht import node as dht_node
-from dipaco.dht.node import take_port
+from dipaco.dht.node import note_port, take_port
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import RunSelectionError, UnreachableError
 from dipaco.peer import node as peer_node
@@ -65,6 +65,12 @@ def test_the_newest_come_first_and_there_are_not_too_many(tmp_path: Path) -> Non
     assert all(len(addresses) <= MOST_KNOWN for addresses in known.values())
 
 
+def test_the_run_is_remembered_also_where_nobody_can_be_called(tmp_path: Path) -> None:
+    KnownPeers(tmp_path).note(RUN, [address(0)], view_of(1, reachable="outgoing"), "me")
+    assert KnownPeers(tmp_path).manifests([address(0)]) == (tmp_path / RUN / "manifest.json",)
+    assert KnownPeers(tmp_path).manifests([address(1)]) == ()
+
+
 def test_only_who_can_be_called_is_remembered(tmp_path: Path) -> None:
     known = KnownPeers(tmp_path)
     known.note(RUN, [address(0)], view_of(1, reachable="outgoing"), "me")
@@ -113,16 +119,27 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
 # -- the port
 
 
-def test_a_port_that_is_in_use_is_left_to_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_in_use_is_left_to_who_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dht_node, "_taken", {})
     with socket.create_server(("0.0.0.0", 0)) as used, socket.socket(socket.AF_UNIX) as name:
         first = used.getsockname()[1]
         # Another node has chosen the next one, and does not listen yet.
         name.bind(f"\0dipaco-port-{first + 1}")
         port = take_port(first)
+        note_port(tmp_path / "port", first)
         assert port > first + 1
         assert take_port(first) == port, "it stays the same in one process"
         with socket.socket(socket.AF_UNIX) as second, pytest.raises(OSError, match="in use"):
             second.bind(f"\0dipaco-port-{port}")
     for held, _ in dht_node._taken.values():
         held.close()
+    monkeypatch.setattr(dht_node, "_taken", {})
+    assert take_port(first, tmp_path / "port") == port, "others know it there"
+    dht_node._taken[first][0].close()
+    for content in ("", "-1", "80", "ninety", "99999999999"):
+        monkeypatch.setattr(dht_node, "_taken", {})
+        (tmp_path / "port").write_text(content)
+        assert take_port(first, tmp_path / "port") >= first
+        dht_node._taken[first][0].close()

@@ -90,18 +90,18 @@ def test_reasons_come_and_go(tmp_path: Path) -> None:
         now=lambda: clock["now"],  # type: ignore[arg-type, return-value]
         monotonic=lambda: clock["monotonic"],  # type: ignore[arg-type, return-value]
     )
-    assert watch.change() == "outside of --hours 22-7"
+    assert watch.change() == "outside of --hours 22-7, until 22:00"
     assert watch.change() is None
     ask_to_pause(tmp_path)
     assert watch.change() == pauses.BY_COMMAND
     ask_to_resume(tmp_path)
     ask_to_resume(tmp_path)
-    assert watch.change() == "outside of --hours 22-7"
+    assert watch.change() == "outside of --hours 22-7, until 22:00"
     clock["now"] = datetime(2026, 1, 1, 23, 0)
     # The hour is looked at now and then only.
     assert watch.change() is None
     clock["monotonic"] = 10.0
-    assert watch.change() == "on battery (--on-battery pause)"
+    assert watch.change() == "on battery (--on-battery pause), until it is plugged in"
     (tmp_path / "power" / "BAT0" / "status").write_text("Charging\n")
     clock["monotonic"] = 20.0
     assert watch.change() == ""

@@ -161,14 +161,35 @@ def test_what_is_done_is_not_done_again(
     monkeypatch.setattr(token_stage, "write_token_corpora", prepare_module.pretrain)
     assert _prepare(folder / "RUN.toml", run.path) == before
     assert run.manifest_path.read_bytes() == envelope
-    later = _prepare(folder / "RUN.toml", run.path, start_in_s=100)
+    with pytest.raises(ConfigurationError, match="start-in-s"):
+        _prepare(folder / "RUN.toml", run.path, start_in_s=100)
+    later = _prepare(folder / "RUN.toml", run.path, start_in_s=100, replace=True)
     assert later.start_s >= before.start_s + 99
     assert later.blobs == before.blobs
     write_run(folder, RUN_TOML + "[inner]\nlearning_rate = 1e-3\n[rounds]\nduration_s = 99\n")
-    changed = _prepare(folder / "RUN.toml", run.path)
+    changed = _prepare(folder / "RUN.toml", run.path, replace=True)
     assert changed.rounds.duration_s == 99
     assert changed.blobs == before.blobs
     assert changed.run_id != later.run_id
+
+
+def test_another_run_is_not_overwritten(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    run = RunFolder(folder / "out")
+    before, envelope = run.plan(), run.manifest_path.read_bytes()
+    write_run(folder, RUN_TOML.replace("seed = 3", "seed = 3\n[outer]\nmomentum = 0.5"))
+    with pytest.raises(ConfigurationError, match=f"{before.run_id}.*outer.momentum.*--replace"):
+        _prepare(folder / "RUN.toml", run.path)
+    # Other texts make another run too, which is known once they are read.
+    write_run(folder)
+    texts = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(texts[:200]))
+    with pytest.raises(ConfigurationError, match=f"{before.run_id}.*blobs.shards.*--replace"):
+        _prepare(folder / "RUN.toml", run.path)
+    assert run.manifest_path.read_bytes() == envelope
+    assert _prepare(folder / "RUN.toml", run.path, replace=True).run_id != before.run_id
 
 
 @pytest.mark.parametrize(
@@ -186,7 +207,7 @@ def test_other_routers(
     toml = RUN_TOML + keys
     if agreement:  # three labels make three paths
         toml = toml.replace("[2, 2]", "[1, 3]")
-    plan = _prepare(write_run(folder, toml), folder / "out")
+    plan = _prepare(write_run(folder, toml), folder / "out", replace=True)
     run = RunFolder(folder / "out")
     assert plan.routing.kind == run.router(plan).kind
     report = RoutingReport.model_validate_json((run.path / "routing.json").read_bytes())
@@ -223,14 +244,17 @@ def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
     noted = [json.loads(line) for line in (folder / "out" / LIST_FILE).open()]
     assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]
 
-    closed = _prepare(folder / "RUN.toml", folder / "out", admission="invitation")
+    options: dict[str, Any] = {"admission": "invitation"}
+    with pytest.raises(ConfigurationError, match="admission differs"):
+        _prepare(folder / "RUN.toml", folder / "out", **options)
+    closed = _prepare(folder / "RUN.toml", folder / "out", replace=True, **options)
     assert closed.admission is None
     assert closed.blobs == plan.blobs
     assert (folder / "out" / OWN_INVITATION).read_text().startswith("dipaco-invitation-")
     with pytest.raises(RecordError):
         Gate.of(verify_manifest((folder / "out/manifest.json").read_bytes())).check(peer, admission)
-    again = _prepare(folder / "RUN.toml", folder / "out", admission="invitation")
-    assert again == closed
+    for again in (options, {}):
+        assert _prepare(folder / "RUN.toml", folder / "out", **again) == closed
 
 
 def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:

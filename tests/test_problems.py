@@ -271,7 +271,7 @@ def test_nobody_trains() -> None:
     records = swarm(8)
     records.claims.clear()
     assert kinds(records) == ["untrained"]
-    assert "dipaco-peer --initial-peers ADDR" in found(records)[0].text
+    assert "dipaco-peer ADDR" in found(records)[0].text
 
 
 def test_every_trainer_with_a_state_of_its_own() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import msgpack
 import torch
 from dipaco.dht import admission, manifest, record_validator
+from dipaco.dht.addresses import check_peer_address
 from dipaco.dht.chain import Head, unpack_row, unpack_step, verify_row
 from dipaco.dht.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
-from dipaco.dht.node import check_peer_address
 from dipaco.dht.record_errors import RecordError
 from dipaco.dht.record_keys import parse_record, parse_subkey
 from dipaco.dht.records import HeldState

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dipaco.dht.addresses import check_given_peer
 from dipaco.modules.command_line import Command, Option, RunSettings
 from dipaco.modules.errors import ConfigurationError, RunSelectionError
 
@@ -30,7 +31,9 @@ MANIFEST_WAIT_S = 10.0
 class StatusSettings(RunSettings):
     """What `dipaco-status` can be told."""
 
-    initial_peers: Annotated[tuple[str, ...], Option("addresses of any peers", "ADDR")]
+    initial_peers: Annotated[
+        tuple[str, ...], Option("addresses of any peers", "ADDR", check=check_given_peer)
+    ]
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("one JSON object instead of tables")] = False
     serve: Annotated[
@@ -83,10 +86,11 @@ class StatusSettings(RunSettings):
 def run(settings: StatusSettings) -> int:
     """Join as a client, read, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
+    from dipaco.dht.addresses import split_operator
     from dipaco.dht.admission import Gate
     from dipaco.dht.directory import Directory
     from dipaco.dht.identity import load_or_create_identity
-    from dipaco.dht.node import join_dht, split_operator
+    from dipaco.dht.node import join_dht
 
     addresses, operator = split_operator(settings.initial_peers)
     with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
@@ -117,7 +121,7 @@ def _select(directory: Directory, run: str | None, operator: str | None) -> Sign
     deadline = time.monotonic() + MANIFEST_WAIT_S
     while True:
         try:
-            return select_run(directory, run, operator=operator)
+            return select_run(directory.list_manifests(), run, operator=operator)
         except RunSelectionError:
             if directory.list_manifests() or time.monotonic() > deadline:
                 raise

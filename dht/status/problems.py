@@ -161,7 +161,7 @@ def _together(found: Sequence[Problem], what: str, remedy: str) -> tuple[Problem
 def _untrained(swarm: _Swarm) -> tuple[Problem, ...]:
     if swarm.trainer_count:
         return ()
-    what, remedy = "no peer trains", "start one: dipaco-peer --initial-peers ADDR"
+    what, remedy = "no peer trains", "start one: dipaco-peer ADDR"
     return (Problem("untrained", what, remedy),)
 
 

@@ -88,6 +88,9 @@ def _swarm_checks(
     settings: PeerSettings, system: m.System, *, port_is_free: bool
 ) -> Iterator[c.Check | SwarmReport]:
     """Yield what the swarm says, and at the end the report."""
+    if not settings.initial_peers:
+        yield c.ok("swarm", "no address was given: only this machine is looked at")
+        return
     try:
         findings = ask_neighbours(settings)
     except DipacoError as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dipaco.dht.node import check_peer_address
+from dipaco.dht.addresses import check_peer_address
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import AddressError, DipacoError
 from dipaco.modules.files import atomic_write
@@ -23,7 +23,7 @@ REMEMBER_EVERY_S = 60.0
 
 class KnownPeers:
     """Addresses of peers by run, the newest first, in a file of the cache folder: with them a peer
-    comes back when all that it was given are gone.
+    comes back when all that it was given are gone, and knows which run it was in with them.
 
     They count for nothing unless one of the addresses given is among them: who names the peers of
     another swarm gets no others. What cannot be read or written is as if there were none.
@@ -35,15 +35,22 @@ class KnownPeers:
 
     def beside(self, given: Sequence[str]) -> tuple[str, ...]:
         """Return addresses of other peers in the runs of those that are given."""
-        ids = {peer_of(address) for address in given}
-        found = [
-            address
-            for addresses in self._read().values()
-            if ids & {peer_of(address) for address in addresses}
-            for address in addresses
-            if address not in given
-        ]
+        runs = self._runs_with(given).values()
+        found = [address for addresses in runs for address in addresses if address not in given]
         return tuple(found[:MOST_TRIED])
+
+    def manifests(self, given: Sequence[str]) -> tuple[Path, ...]:
+        """Return where the manifests of these runs would be on this disk."""
+        folder = self._path.parent
+        return tuple(folder / run / "manifest.json" for run in self._runs_with(given))
+
+    def _runs_with(self, given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        ids = {peer_of(address) for address in given}
+        return {
+            run: addresses
+            for run, addresses in self._read().items()
+            if ids & {peer_of(address) for address in addresses}
+        }
 
     def note(self, run_id: str, given: Sequence[str], view: SwarmView, me: str) -> None:
         """Remember whom a view shows and others can call; seldom more often than once a minute."""
@@ -58,10 +65,10 @@ class KnownPeers:
         ]
         # Loopback addresses are worth something where there are no others.
         direct = [a for a in direct if "/127.0.0.1/" not in a] or direct
-        if not direct:
-            return
-        self._written_s = time.monotonic()
         known = self._read()
+        if not direct and run_id in known:
+            return
+        self._written_s = time.monotonic() if direct else -math.inf
         newest = dict.fromkeys((*direct[:MOST_NEW], *given, *known.pop(run_id, ())))
         runs = {run_id: list(newest)[:MOST_KNOWN], **known}
         text = json.dumps(dict(list(runs.items())[:MOST_RUNS]), indent=0)

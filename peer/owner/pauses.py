@@ -106,7 +106,10 @@ class UploadBudget:
         reason = ""
         for span, limit_gb in self._limits_gb.items():
             if limit_gb is not None and self._bytes[span][1] >= limit_gb * 1e9 and not reason:
-                reason = f"{limit_gb:g} GB were sent this {span} (--max-upload-gb-{span})"
+                reason = (
+                    f"{limit_gb:g} GB were sent this {span} (--max-upload-gb-{span}), until the "
+                    f"next {span} begins"
+                )
         self._uplink.serves = not reason
         return reason
 
@@ -178,9 +181,10 @@ class Pauses:
         used_up = self._budget.reason() if self._budget is not None else ""
         now = self._now()
         if self._hours is not None and not self._hours.contain(60 * now.hour + now.minute):
-            return f"outside of --hours {self._hours.text}"
+            begin = self._hours.begin_minute
+            return f"outside of --hours {self._hours.text}, until {begin // 60}:{begin % 60:02}"
         if self._on_battery and is_on_battery(self._supplies):
-            return "on battery (--on-battery pause)"
+            return "on battery (--on-battery pause), until it is plugged in"
         return used_up
 
     def tell(self, state: str, path: int | None, why: str) -> None:

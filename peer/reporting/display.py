@@ -12,7 +12,8 @@ from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.errors import DipacoError
 from dipaco.peer.node import Node
 from dipaco.peer.publisher import PeerStatus, Publisher
-from rich.console import Console, Group
+from dipaco.peer.settings import default_cache_folder
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -21,11 +22,34 @@ from rich.text import Text
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0
 _REACHED = {
-    "direct": "others can call it",
-    "relayed": "called through a relay",
-    "outgoing": "nobody can call it",
-    "unknown": "not called yet",
+    "direct": "they can call this machine",
+    "relayed": "they reach this machine through a relay",
+    "outgoing": "they cannot call this machine: it calls them",
+    "unknown": "whether they can call this machine is not known yet",
 }
+
+
+class Given:
+    """What this peer has given since it came. A listener of events."""
+
+    def __init__(self) -> None:
+        self.came = time.strftime("%H:%M")
+        self.tokens = 0
+        self.loss = math.nan
+        self._taken: Counter[str] = Counter()
+
+    def on_event(self, kind: str, v: Mapping[str, Any]) -> None:
+        """Count."""
+        if kind == "inner":
+            self.tokens += v["tokens"]
+            self.loss = v["loss"]
+        elif kind == "commit":
+            self._taken[v["module"]] += v["own_tokens"]
+
+    def __str__(self) -> str:
+        # Every module counts what this peer has trained in it.
+        taken = min(max(self._taken.values(), default=0), self.tokens)
+        return f"{self.tokens:,} tokens since {self.came}, {taken:,} of them are in the model"
 
 
 class Display:
@@ -34,7 +58,7 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._live: Live | None = None
-        self._panel: LivePanel | None = None
+        self._given = Given()
         self._last_inner_s = 0.0
 
     def say(self, line: str) -> None:
@@ -44,10 +68,8 @@ class Display:
     def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
         if self.console.is_terminal:
-            self._panel = LivePanel(node, publisher, status)
-            self._live = Live(
-                self._panel, console=self.console, refresh_per_second=2, transient=True
-            )
+            panel = LivePanel(node, publisher, status, self._given)
+            self._live = Live(panel, console=self.console, refresh_per_second=2, transient=True)
             self._live.start()
 
     def stop(self) -> None:
@@ -58,8 +80,7 @@ class Display:
 
     def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
         """Turn an event into a line, if it is one that a person wants to read."""
-        if self._panel is not None:
-            self._panel.on_event(kind, values)
+        self._given.on_event(kind, values)
         line = self._line(kind, values)
         if line:
             self.say(f"{time.strftime('%H:%M:%S')} {line}")
@@ -76,6 +97,8 @@ class Display:
             )
         if kind == "waiting":
             return f"waiting for {v['what']}" if self._live is None else None
+        if kind == "leaving":
+            return f"left: you trained {self._given.tokens:,} tokens; the same command goes on"
         formatter = _LINES.get(kind)
         return formatter(v) if formatter else None
 
@@ -91,9 +114,8 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
 
 def _commit_line(v: Mapping[str, Any]) -> str:
     return (
-        f"round {v['round']}: {v['module']} is now version {v['version']} ({v['digest'][:12]}), "
-        f"{v['rows']} of {v['expected']} peers, {v['seconds_after_boundary']:.1f} s after the "
-        "boundary"
+        f"round {v['round']}: {v['module']} is now version {v['version']}, with the work of "
+        f"{v['rows']} of {_peers(v['expected'])}"
     )
 
 
@@ -117,8 +139,7 @@ _LINES = {
     "commit": _commit_line,
     "carry_on": lambda v: f"round {v['round']}: {v['module']} carries on: {v['reason']}",
     "adopt": lambda v: (
-        f"took over {v['module']} version {v['version']} ({v['digest'][:12]}), "
-        f"{v['tokens']:,} tokens behind it"
+        f"took over {v['module']} version {v['version']}, {v['tokens']:,} tokens behind it"
     ),
     "move": lambda v: f"moving from path {v['from_path']} to {v['to_path']}: {v['reason']}",
     "paused": lambda v: f"paused: {v['reason']}",
@@ -128,69 +149,72 @@ _LINES = {
     ),
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
     "successor": _successor_line,
-    "leaving": lambda v: "leaving: states handed over, claim withdrawn",
 }
 
 
 class LivePanel:
-    """What this peer does, what it waits for, and what its work was worth; 80 columns are enough.
+    """What this peer does, who else is here, what its owner has given, and how to pause and stop;
+    80 columns are enough.
 
     Drawn again by rich on every refresh.
     """
 
-    def __init__(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+    def __init__(self, node: Node, publisher: Publisher, status: PeerStatus, given: Given) -> None:
         self._node = node
         self._publisher = publisher
         self._status = status
-        self._last_loss = float("nan")
-        self._counted: Counter[str] = Counter()
-        self._last_steps: dict[str, tuple[int, int]] = {}
-        """By module: round and rows of the last step."""
-
-    def on_event(self, kind: str, v: Mapping[str, Any]) -> None:
-        """Take note of what the panel shows."""
-        if kind == "inner":
-            self._last_loss = v["loss"]
-        elif kind == "commit":
-            self._counted[v["module"]] += v["own_tokens"]
-            self._last_steps[v["module"]] = (v["round"], v["rows"])
+        self._given = given
 
     def __rich__(self) -> Panel:
-        node, status = self._node, self._status
-        claim = status.claim
+        status = self._status
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(overflow="fold")
-        rows.add_row("path", Text(f"{'-' if claim.path is None else claim.path}  {claim.reason}"))
-        doing: str = "trains" if claim.state == "training" else claim.state
-        if claim.state == "training" and not status.waiting_for:
-            doing += f", {status.tokens_per_s:,.0f} tokens/s"
-        rows.add_row("does", Text(f"{doing}, on {status.device}"))
+        rows.add_row("now", Text(self._now_text()))
         if status.waiting_for:
             rows.add_row("waits", Text(f"for {status.waiting_for}"))
-        rows.add_row("round", self._round_text(node.clock.now()))
-        rows.add_row("loss", f"{_loss(self._last_loss)}, held-out {_loss(status.validation_loss)}")
-        rows.add_row("worth", self._worth_text())
+        rows.add_row("others", self._others_text())
+        rows.add_row("given", str(self._given))
+        rows.add_row(
+            "loss",
+            f"{_loss(self._given.loss)}; {_loss(status.validation_loss)} on texts that it does not "
+            "train on",
+        )
+        rows.add_row("round", self._round_text(self._node.clock.now()))
         rows.add_row(
             "line",
-            f"up {shown_bytes(status.bytes_up)}, down {shown_bytes(status.bytes_down)}, "
-            f"{_REACHED[status.reachable]}",
+            f"sent {shown_bytes(status.bytes_up)}, received {shown_bytes(status.bytes_down)}",
         )
-        parts: list[Any] = [rows]
-        modules = self._modules_table()
-        if modules is not None:
-            parts += [Text(), modules]
-        title = Text(f"dipaco {node.plan.name} {node.run_id}")
-        return Panel(Group(*parts), title=title, title_align="left")
+        rows.add_row("keys", Text(self._keys_text()))
+        title = Text(f"dipaco: run {self._node.plan.name}")
+        return Panel(rows, title=title, title_align="left")
 
-    def _worth_text(self) -> str:
-        """Return what of this peer's work is in the chains, since it was started."""
-        last = max(self._last_steps.items(), key=lambda one: one[1][0], default=None)
-        if last is None:
-            return "no step was taken yet"
-        module, (round_index, rows) = last
-        tokens = max(self._counted.values(), default=0)
-        return f"{tokens:,} tokens in steps; last: {module} in round {round_index}, {rows} peers"
+    def _now_text(self) -> str:
+        status, claim = self._status, self._status.claim
+        if claim.state == "paused":
+            return f"paused: {claim.reason}"
+        if claim.path is None:
+            return claim.state
+        which = f"path {claim.path} of 0 to {self._node.grid.path_count - 1}"
+        if claim.state != "training":
+            return f"{claim.state} {which}"
+        speed = "" if status.waiting_for else f", {status.tokens_per_s:,.0f} tokens/s"
+        return f"trains {which}{speed}, on {status.device}"
+
+    def _others_text(self) -> str:
+        try:
+            view = self._publisher.view
+        except DipacoError:
+            return "not seen yet"
+        others = {*view.present, *view.from_elsewhere} - {self._node.me}
+        if not others:
+            return "nobody else is here at the moment"
+        whole = len(view.paths(self._node.grid)) == self._node.grid.path_count
+        count = f"{'' if whole else 'at least '}{len(others)} other"
+        return (
+            f"{count}{'s are' if len(others) > 1 else ' is'} here; "
+            + _REACHED[self._status.reachable]
+        )
 
     def _round_text(self, now: float) -> str:
         schedule, status = self._node.schedule, self._status
@@ -199,37 +223,20 @@ class LivePanel:
         if schedule.fixed_steps:
             return f"{status.round_index}, of {schedule.fixed_steps} steps"
         levels = schedule.grid.levels_in_time_order()
-        upcoming = min(
-            schedule.boundary(schedule.passed(level, now) + 1, level) for level in levels
-        )
-        return (
-            f"{schedule.round_at(now)}, boundary of {upcoming.level} in "
-            f"{upcoming.time_s - now:.0f} s"
-        )
+        upcoming = min(schedule.boundary(schedule.passed(lv, now) + 1, lv).time_s for lv in levels)
+        return f"{schedule.round_at(now)}; work is put together in {upcoming - now:.0f} s"
 
-    def _modules_table(self) -> Table | None:
-        path = self._status.claim.path
-        if path is None:
-            return None
-        try:
-            view = self._publisher.view
-        except DipacoError:
-            return None
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("module", "peers", "version", "state", "last step"):
-            table.add_column(column)
-        for module in self._node.grid.modules_of_path(path):
-            held = self._node.held.get(module)
-            last = self._last_steps.get(module)
-            table.add_row(
-                module,
-                str(len(view.group(self._node.grid, module, joining=False))),
-                str(held.version) if held else "-",
-                held.digest[:12] if held else "-",
-                f"round {last[0]}, {last[1]} peers" if last else "-",
-            )
-        return table
+    def _keys_text(self) -> str:
+        folder = self._node.cache_folder
+        where = "" if folder == default_cache_folder() else f" --cache-dir {folder}"
+        if self._status.claim.state == "paused":
+            return f"to go on: dipaco-peer resume{where}; to stop: Ctrl+C"
+        return f"to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause{where}"
 
 
 def _loss(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def _peers(count: int) -> str:
+    return f"{count} peer" + "s" * (count != 1)

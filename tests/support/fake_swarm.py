@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class FakeDirectory:
             scope=scope,
         )
 
-    def call_peers(self, peers: tuple[str, ...]) -> None:
+    def call_peers(self, peers: Mapping[str, tuple[str, ...]]) -> None:
         self.called += peers
 
     def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> None:

@@ -1,0 +1,89 @@
+"""What addresses look like: of a peer, to listen on, and with an operator. Nothing is called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dipaco.modules.errors import AddressError
+from multiaddr import Multiaddr
+
+EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
+EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
+OPERATOR_MARK = "/operator/"
+
+
+def check_peer_address(address: str) -> str:
+    """Return `address` if it names a peer and where to find it. Raises `AddressError`."""
+    _parse(address, EXAMPLE_PEER)
+    if "/p2p/" not in address:
+        raise AddressError(
+            f"'{address}' does not end with /p2p/ and a peer id; paste the whole address, "
+            f"for example {EXAMPLE_PEER}"
+        )
+    return address
+
+
+def check_given_peer(address: str) -> None:
+    """Raise `AddressError` unless this is what a volunteer pastes: the address of a peer, and
+    perhaps the operator's fingerprint."""
+    check_peer_address(split_operator([address])[0][0])
+
+
+def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Return addresses as libp2p takes them, and the fingerprint of the operator that they pin.
+
+    A pasted address may end with `/operator/` and the fingerprint; one of several is enough.
+    Raises `AddressError` when it is none, or when two pin different operators.
+    """
+    plain, pinned = [], []
+    for address in addresses:
+        before, mark, fingerprint = address.partition(OPERATOR_MARK)
+        if mark and not re.fullmatch(r"[0-9a-f]{16}", fingerprint):
+            raise AddressError(
+                f"'{address}' ends with {mark}{fingerprint}, which is no fingerprint of an "
+                "operator (16 digits 0-9 and a-f); paste the whole address"
+            )
+        plain.append(before)
+        pinned += [fingerprint] if mark else []
+    if len(set(pinned)) > 1:
+        raise AddressError(
+            f"these addresses name different operators: {', '.join(sorted(set(pinned)))}; give "
+            "those of one run"
+        )
+    return tuple(plain), pinned[0] if pinned else None
+
+
+def check_listen_address(address: str, flag: str) -> str:
+    """Return `address` if one can listen there or announce it. Raises `AddressError`."""
+    parsed = parse_listen(address)
+    protocols = {protocol.name for protocol in parsed.protocols()}
+    if not protocols & {"tcp", "udp", "p2p-circuit"}:
+        raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
+    if flag == "--announce-maddrs" and port_of(parsed) == 0:
+        raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")
+    return address
+
+
+def parse_listen(address: str) -> Multiaddr:
+    """Read an address to listen on. Raises `AddressError`."""
+    return _parse(address, EXAMPLE_LISTEN)
+
+
+def _parse(address: str, example: str) -> Multiaddr:
+    try:
+        return Multiaddr(address)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = re.sub(r"^Invalid MultiAddr '.*?': | \(string: .*\)$", "", said)
+        raise AddressError(
+            f"'{address}' is not a multiaddress ({reason}); for example {example}"
+        ) from None
+
+
+def port_of(address: Multiaddr) -> int | None:
+    """Return the TCP port of an address; None if it has none."""
+    try:
+        return int(address.value_for_protocol("tcp"))
+    except Exception:
+        return None
