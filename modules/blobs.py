@@ -7,15 +7,19 @@ used by several threads and processes at once.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from .errors import IntegrityError
 from .files import (
+    TEMPORARY_SUFFIX,
     atomic_file,
     atomic_write,
     remove_stale_temporaries,
@@ -23,7 +27,6 @@ from .files import (
     storage_errors,
     sync_folder,
 )
-from .shared_content import SharedContent
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COPY_BYTES = 2**20
@@ -32,6 +35,87 @@ _COPY_BYTES = 2**20
 def is_sha256(text: str) -> bool:
     """Return whether `text` is 64 lower-case hexadecimal digits."""
     return bool(_SHA256.fullmatch(text))
+
+
+class SharedContent:
+    """One copy on the disk of what several peers of one machine hold, `folder/ab/abcdef...`.
+
+    Each has its own folder and knows nothing of the others. Beside them is a common folder, where
+    every file is named by its digest; what a peer's folder and the common one both have is one
+    file with two names (a hard link), or a copy where links are not possible. Files that are named
+    by a digest are never written again. Any number of processes may use it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open the common folder, and delete in it what no peer has any more."""
+        self.folder = Path(folder)
+        with storage_errors(self.folder):
+            (self.folder / "turns").mkdir(parents=True, exist_ok=True)
+        self.prune()
+
+    def path(self, digest: str) -> Path:
+        """Return where the file of a digest lies or would lie."""
+        return self.folder / digest[:2] / digest
+
+    def take(self, digest: str, path: Path) -> bool:
+        """Give a peer's folder the file of a digest as `path`; returns whether it is here."""
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _link(self.path(digest), path)
+            return True
+        return False
+
+    def give(self, digest: str, path: Path) -> None:
+        """Take a peer's complete file of a digest; if it is here, `path` becomes a name of it."""
+        common = self.path(digest)
+        with contextlib.suppress(OSError):
+            common.parent.mkdir(exist_ok=True)
+            try:
+                os.link(path, common)
+            except FileExistsError:
+                if not common.samefile(path):
+                    _link(common, path)
+
+    def forget(self, digest: str) -> None:
+        """Delete the common name of a file, which is damaged, or was removed by its last peer."""
+        with contextlib.suppress(OSError):
+            self.path(digest).unlink()
+
+    def prune(self) -> None:
+        """Delete the files that are in no peer's folder."""
+        for folder in self.folder.iterdir():
+            if folder.name == "turns" or not folder.is_dir():
+                continue
+            remove_stale_temporaries(folder)
+            for file in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    if not file.name.startswith(".") and file.stat().st_nlink == 1:
+                        file.unlink()
+
+    @contextlib.contextmanager
+    def turn(self, digest: str) -> Iterator[bool]:
+        """Let one peer at a time fetch a file; yields whether it is this one's turn.
+
+        Whoever has no turn looks again after a while: the file may be here then.
+        """
+        with storage_errors(self.folder), (self.folder / "turns" / digest).open("wb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` a name of the file `source`, in one step. Raises OSError."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = temporary.with_name(temporary.name + TEMPORARY_SUFFIX)
+    os.link(source, temporary)
+    try:
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class BlobStore:

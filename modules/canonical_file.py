@@ -24,9 +24,9 @@ import safetensors
 import safetensors.numpy
 import torch
 
+from .device import all_finite
 from .errors import IntegrityError
 from .files import canonical_json, storage_errors
-from .pages import all_finite
 
 GREATEST_HEADER_BYTES = 2**26
 

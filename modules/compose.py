@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from .device import own_pages
 from .grid import Grid
-from .pages import own_pages
 from .state import ModuleState
 from .transformer import PathModel
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from .config import CodecName
+from .device import own_pages
 from .errors import IntegrityError
-from .pages import own_pages
 
 Data = bytes | bytearray | memoryview
 """Anything with a buffer, such as a mapped file."""

@@ -17,9 +17,9 @@ import torch
 from . import robust_mean
 from .config import ContributionsConfig, OuterConfig
 from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm, pieces
+from .device import all_finite, own_pages
 from .errors import IntegrityError
 from .grid import PRIVATE_LEVEL, ModuleLayout
-from .pages import all_finite, own_pages
 from .plan import RunPlan, ShardIndex
 from .robust_mean import fp32
 from .state import ModuleState, PathProgress

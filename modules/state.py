@@ -30,10 +30,10 @@ from .canonical_file import (
     parsing,
     read_header,
 )
+from .device import all_finite, own_pages
 from .errors import IntegrityError
 from .files import atomic_write
 from .grid import ModuleLayout
-from .pages import all_finite, own_pages
 
 STATE_FORMAT = "dipaco-state/1"
 GREATEST_COUNT = 2**62

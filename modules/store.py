@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .blobs import SharedContent
 from .errors import IntegrityError, StorageError
 from .files import (
     TEMPORARY_SUFFIX,
@@ -26,7 +27,6 @@ from .files import (
     storage_errors,
 )
 from .grid import ModuleLayout, module_name_is_valid
-from .shared_content import SharedContent
 from .state import (
     ModuleState,
     StateSummary,

@@ -26,7 +26,7 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
-from dipaco.modules.blobs import BlobStore
+from dipaco.modules.blobs import BlobStore, SharedContent
 from dipaco.modules.errors import (
     DipacoError,
     NetworkError,
@@ -38,7 +38,6 @@ from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import OuterRule, greatest_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
-from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.store import StateStore
 from dipaco.routing.run_folder import RunFolder
 

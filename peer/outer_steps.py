@@ -28,6 +28,7 @@ from pathlib import Path
 from dipaco.dht.chain import Head, Row, Step, sign_row
 from dipaco.dht.view import claimed_tokens
 from dipaco.modules.contributions import pieces, publish
+from dipaco.modules.device import all_finite
 from dipaco.modules.errors import (
     ConfigurationError,
     CorpusError,
@@ -35,7 +36,6 @@ from dipaco.modules.errors import (
     IntegrityError,
     StorageError,
 )
-from dipaco.modules.pages import all_finite
 from dipaco.modules.state import ModuleState
 
 from .member import actions as a

@@ -20,13 +20,12 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.blobs import BlobStore
+from dipaco.modules.blobs import BlobStore, SharedContent
 from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
-from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.state import ModuleState, genesis_state, read_state
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.modules.device import LEAST_OWN_VALUES, LOOKED_AT_VALUES, all_finite, own_pages
 from dipaco.modules.grid import ModuleLayout
-from dipaco.modules.pages import LEAST_OWN_VALUES, LOOKED_AT_VALUES, all_finite, own_pages
 from dipaco.modules.state import ModuleState, PathProgress, read_state, write_state
 from dipaco.peer.exchange.content import OpenContent
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from dipaco.dht.identity import load_or_create_identity
-from dipaco.modules.blobs import BlobStore
+from dipaco.modules.blobs import BlobStore, SharedContent
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import ModuleLayout
-from dipaco.modules.shared_content import SharedContent
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer import trainers
@@ -106,7 +105,9 @@ def test_one_at_a_time_fetches(shared: SharedContent) -> None:
 
 def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path: Path) -> None:
     settings = PeerSettings(
-        initial_peers=("/ip4/127.0.0.1",),
+        initial_peers=(
+            "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",
+        ),
         devices=("cuda:0", "cuda:1"),
         cache_folder=tmp_path,
         threads=5,
@@ -127,7 +128,7 @@ def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path: Path) -
 
 
 def test_flags_of_one_peer_are_refused_for_several(tmp_path: Path) -> None:
-    peers = ("/ip4/127.0.0.1",)
+    peers = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",)
     with pytest.raises(ConfigurationError, match=r"--device is for one peer.*--content-dir"):
         trainer_settings(PeerSettings(initial_peers=peers, devices=("cpu", "cpu"), device="cpu"))
     with pytest.raises(ConfigurationError, match="--devices 'gpu' is not a device"):
@@ -156,7 +157,10 @@ def test_who_presses_ctrl_c_while_the_first_joins_starts_no_other(
     monkeypatch.setattr(trainers, "_Trainer", Joining)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
-    peers, devices = ("/ip4/127.0.0.1",), ("cpu", "cpu", "cpu")
+    peers, devices = (
+        ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",),
+        ("cpu", "cpu", "cpu"),
+    )
     settings = PeerSettings(initial_peers=peers, devices=devices, cache_folder=tmp_path)
     try:
         assert trainers.run_trainers(settings) == 0
