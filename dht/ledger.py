@@ -7,15 +7,22 @@ path and is the same work: its tokens on a path are those of the module that cou
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from dipaco.modules.config import Config, parse_config
+from dipaco.modules.errors import ConfigurationError, StorageError
+from pydantic import Field
 
 from .chain import Step
 from .view import SwarmView
 
 EXPORT_FORMAT = "dipaco-ledger/2"
+_Tokens = Field(ge=0, le=2**63)
+_Words = Field("", max_length=64)
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,45 @@ def exported(run_id: str, credits: Mapping[str, Credit], view: SwarmView | None)
         ],
         "teams": [{"team": team, "tokens": count} for team, count in teams.most_common()],
     }
+
+
+class _Peer(Config):
+    peer_id: str = Field(min_length=1, max_length=128)
+    name: str = _Words
+    team: str = _Words
+    tokens: int = _Tokens
+    rows: int = _Tokens
+    last_round: int = _Tokens
+    paths: dict[str, int]
+
+
+class _Team(Config):
+    team: str = _Words
+    tokens: int = _Tokens
+
+
+class _Ledger(Config):
+    """What `exported` returns."""
+
+    format: Literal["dipaco-ledger/2"]
+    run: str = Field(max_length=64)
+    tokens: int = _Tokens
+    peers: tuple[_Peer, ...]
+    teams: tuple[_Team, ...]
+
+
+def read_ledger(text: bytes, run_id: str) -> dict[str, Any]:
+    """Return what `dipaco-ledger --json` has written of a run. Raises StorageError for all else."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"it is not JSON ({error})") from None
+    if not isinstance(said, dict):
+        raise StorageError("it is not an object")
+    try:
+        ledger = parse_config(_Ledger, said, "it is not what dipaco-ledger --json writes")
+    except ConfigurationError as error:
+        raise StorageError(str(error)) from None
+    if ledger.run != run_id:
+        raise StorageError(f"it is of run {ledger.run}, not of {run_id}")
+    return ledger.model_dump(mode="json")

@@ -46,7 +46,11 @@ def _print(ledger: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{ledger['tokens']:,} tokens in the chains of run {ledger['run']}")
+    table = Table(
+        title=f"{ledger['tokens']:,} tokens in the chains of run {ledger['run']}",
+        caption="tokens count once a step has taken them: those of the round under way, and what "
+        "no step took, are not here, and a run that this one succeeds has a ledger of its own",
+    )
     for title in ("peer", "name", "team", "tokens", "last round"):
         table.add_column(title, justify="right" if title in ("tokens", "last round") else "left")
     for one in ledger["peers"]:

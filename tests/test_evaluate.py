@@ -24,6 +24,7 @@ from dipaco.inference.sources import (
 )
 from dipaco.modules.compose import gather_module
 from dipaco.modules.errors import (
+    AddressError,
     ConfigurationError,
     CorpusError,
     IntegrityError,
@@ -38,6 +39,8 @@ from support.tiny_run import make_tiny_run, tiny_documents
 
 CPU = torch.device("cpu")
 HELD_OUT_SEED = 1_000_003
+
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +407,8 @@ def test_impossible_fits_are_refused(
         (["--text-field", "txet"], CorpusError.exit_code, "text_field = 'text'"),
         (["--limit-documents", "0"], ConfigurationError.exit_code, "--limit-documents 0"),
         (["--data", "nowhere/*.jsonl"], CorpusError.exit_code, "--data 'nowhere/*.jsonl'"),
-        (["--initial-peers", "/ip4/1.2.3.4"], ConfigurationError.exit_code, "--state-dir"),
+        (["--initial-peers", ADDRESS], ConfigurationError.exit_code, "--state-dir"),
+        (["--initial-peers", "/ip4/1.2.3.4"], AddressError.exit_code, "the whole address"),
         (["--threads", "0"], ConfigurationError.exit_code, "--threads 0"),
         (["--reroute", "16,"], ConfigurationError.exit_code, "--reroute 16,64,128"),
         (["--reroute", "0"], ConfigurationError.exit_code, "--reroute 16,64,128"),

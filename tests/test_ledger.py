@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from dipaco.dht.chain import Row, Step, genesis_name
-from dipaco.dht.ledger import EXPORT_FORMAT, credits_of, exported
+from dipaco.dht.ledger import EXPORT_FORMAT, credits_of, exported, read_ledger
+from dipaco.modules.errors import StorageError
 from dipaco.peer import client, ledger_cli
 
 RUN = "0" * 16
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 
 def chain(module: str, *rounds: dict[str, tuple[int, int]]) -> list[Step]:
@@ -68,6 +70,28 @@ def test_names_are_what_peers_say_and_teams_add_up() -> None:
     assert exported(RUN, credits_of({"L0.E0": []}), None)["peers"] == []
 
 
+def test_what_the_command_writes_is_read_and_nothing_else() -> None:
+    ledger = exported(RUN, credits_of({"L0.E0": chain("L0.E0", {"ann": (0, 10)})}), None)
+    assert read_ledger(json.dumps(ledger).encode(), RUN) == ledger
+    without = {key: value for key, value in ledger.items() if key != "peers"}
+    for spoiled, message in (
+        (b"[]", "object"),
+        (b"\xff", "JSON"),
+        (b"{" * 100_000, "JSON"),
+        (json.dumps(without).encode(), "peers"),
+        (json.dumps({**ledger, "peers": [{"peer_id": "ann"}]}).encode(), "peers.0"),
+        (
+            json.dumps({**ledger, "peers": [{**ledger["peers"][0], "tokens": -1}]}).encode(),
+            "tokens",
+        ),
+        (json.dumps({**ledger, "format": "dipaco-ledger/1"}).encode(), "format"),
+        (json.dumps({**ledger, "run": "f" * 16}).encode(), f"is of run {'f' * 16}"),
+    ):
+        with pytest.raises(StorageError, match=message) as caught:
+            read_ledger(spoiled, RUN)
+        assert len(str(caught.value)) < 400
+
+
 class Client:
     """A swarm of one module, as the command reads it."""
 
@@ -75,7 +99,7 @@ class Client:
     plan = SimpleNamespace(run_id=RUN)
 
     def __init__(self, initial_peers: tuple[str, ...], *, run: str | None) -> None:
-        assert (initial_peers, run) == (("ADDR",), "mine")
+        assert (initial_peers, run) == ((ADDRESS,), "mine")
 
     def __enter__(self) -> Client:
         return self
@@ -94,7 +118,7 @@ def test_the_command_prints_a_table_or_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client, "ReadOnlyClient", Client)
-    words = ["--initial-peers", "ADDR", "--run", "mine"]
+    words = ["--initial-peers", ADDRESS, "--run", "mine"]
     assert ledger_cli.main([*words, "--json"]) == 0
     ledger = json.loads(capsys.readouterr().out)
     assert (ledger["format"], ledger["run"], ledger["tokens"]) == (EXPORT_FORMAT, RUN, 1234)
@@ -102,5 +126,6 @@ def test_the_command_prints_a_table_or_json(
     shown = capsys.readouterr().out
     assert "1,234 tokens in the chains" in shown
     assert ("ann" * 8)[-8:] in shown
+    assert "count once a step has taken them" in " ".join(shown.split())
     with pytest.raises(SystemExit):
         ledger_cli.main([*words, "--seed", "1"])

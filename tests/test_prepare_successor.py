@@ -30,6 +30,7 @@ from rich.console import Console
 from support.prepared_run import RUN_TOML, write_run
 
 CPU = torch.device("cpu")
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 ROUTER = "[router]\nprefix_tokens = 8\n"
 SUCCESSOR = """
@@ -374,5 +375,5 @@ def test_command_line(
     assert run.plan().blobs == RunFolder(chain["kmeans"]).plan().blobs
     assert cli.main([*arguments, "--from", str(tmp_path / "none")]) == StorageError.exit_code
     assert "is not a run folder" in capsys.readouterr().err
-    assert cli.main([*arguments, "--initial-peers", "x"]) == ConfigurationError.exit_code
+    assert cli.main([*arguments, "--initial-peers", ADDRESS]) == ConfigurationError.exit_code
     assert "give its folder with --from" in capsys.readouterr().err

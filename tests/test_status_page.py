@@ -22,6 +22,7 @@ from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
 from support.swarm_views import peer_name, plan_of
 
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 ABOUT: dict[str, Any] = {"peers": 12, "sizes": (2, 2)}
 
 
@@ -291,11 +292,11 @@ def test_answers_about_a_large_swarm_are_bounded() -> None:
 )
 def test_flags_that_do_not_go_together(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        cli.StatusSettings(**{"initial_peers": ("/ip4/192.0.2.1/tcp/1",), **words})
+        cli.StatusSettings(**{"initial_peers": (ADDRESS,), **words})
 
 
 def test_without_the_server_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    settings = cli.StatusSettings(initial_peers=("/ip4/192.0.2.1/tcp/1",), serve=0)
+    settings = cli.StatusSettings(initial_peers=(ADDRESS,), serve=0)
     with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[serve\]'"):
         settings.open_port()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.dht.http_server import listen, serve_until_told
+from dipaco.dht.ledger import read_ledger
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.plan import RunPlan
@@ -118,15 +118,11 @@ def _ledger_reader(file: Path | None, run_id: str, credits: Credits) -> Callable
 
     def read() -> None:
         try:
-            ledger = json.loads(file.read_text(encoding="utf-8"))
-            found = ledger["run"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(
-                f"--ledger {file} is nothing of dipaco-ledger --json: {error}"
-            ) from None
-        if found != run_id:
-            raise StorageError(f"--ledger {file} is of run {found}, not of {run_id}")
-        credits.put(ledger)
+            credits.put(read_ledger(file.read_bytes(), run_id))
+        except OSError as error:
+            raise StorageError(f"--ledger {file}: {error.strerror}") from None
+        except StorageError as error:
+            raise StorageError(f"--ledger {file}: {error}") from None
 
     read()
     return read
