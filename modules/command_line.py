@@ -33,7 +33,6 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 from typing import get_type_hints as type_hints_of
 
 from .errors import ConfigurationError, DipacoError, NetworkError, StorageError
-from .help_pages import new_parser
 from .setting_sources import (
     CONFIG_VARIABLE,
     DEFAULT_ORIGIN,
@@ -43,6 +42,7 @@ from .setting_sources import (
     Option,
     Place,
     gather,
+    new_parser,
     shown_settings,
     with_origins,
 )
