@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parent.parent
 MONITORING = ROOT / "examples" / "monitoring"
 NAMES = {metric.name for metric in (*PEER_METRICS, *SWARM_METRICS)}
-ADDRESS = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooW",)
+ADDRESS = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",)
 
 
 def samples(text: bytes) -> dict[tuple[str, str], float]:
