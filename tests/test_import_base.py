@@ -37,8 +37,11 @@ prefix_tokens = 8
 """
 
 
-def prepared(folder: Path, toml: str = TOML, out: str = "out") -> tuple[RunFolder, RunPlan]:
-    plan = prepare(write_run(folder, toml), folder / out, device=CPU, display=quiet_display())
+def prepared(
+    folder: Path, toml: str = TOML, out: str = "out", *, replace: bool = False
+) -> tuple[RunFolder, RunPlan]:
+    file, display = write_run(folder, toml), quiet_display()
+    plan = prepare(file, folder / out, device=CPU, display=display, replace=replace)
     return RunFolder(folder / out), plan
 
 
@@ -99,7 +102,7 @@ def test_another_checkpoint_makes_another_base(exported: tuple[Path, Path], tmp_
     (tmp_path / "checkpoint").unlink()
     arguments = ["--state-dir", str(trained), "--path", "2"]
     assert export_cli.main([*arguments, "--out", str(tmp_path / "checkpoint")]) == 0
-    assert prepared(tmp_path)[1].blobs.base != plan.blobs.base
+    assert prepared(tmp_path, replace=True)[1].blobs.base != plan.blobs.base
 
 
 def test_the_model_of_a_run_toml_must_agree(exported: tuple[Path, Path], tmp_path: Path) -> None:
