@@ -92,9 +92,11 @@ class Predecessor:
                     except NetworkError as error:
                         say(f"states: {error}")
                         state = None
-                    taken += state is not None
+                    if state is not None:
+                        taken += 1
+                        continue
                     own = self.folder.states.load_latest(module, self.grid.layout(module))
-                    if state is None and own is not None:
+                    if own is not None:
                         fetched.save(own)
             say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
             atomic_write(marker, run.encode())

@@ -181,9 +181,7 @@ class GridConfig(Config):
 
 class InnerConfig(Config):
     """The optimizer inside a round, and the per-path learning-rate schedule (by that path's own
-    steps). `optimizer` is left out of what is written where it is adamw: a run without it has the
-    plan, and so the id, that it always had.
-    """
+    steps)."""
 
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: for the matrices of blocks, AdamW for everything else."
@@ -213,13 +211,6 @@ class InnerConfig(Config):
     fresh_state_warmup_steps: int = Field(
         10, ge=0, description="Warmup of a peer that starts a path with a fresh optimizer state."
     )
-
-    @model_serializer(mode="wrap")
-    def _without_adamw(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = write(self)
-        if self.optimizer == "adamw":
-            del written["optimizer"]
-        return written
 
 
 class OuterConfig(Config):

@@ -41,8 +41,8 @@ INFERENCE_USES_OF_PEER = {"dipaco.peer.client"}
 # Hivemind, and what only makes sense with it.
 NETWORK = {"hivemind", "multiaddr", "multihash"}
 NETWORK_FOLDERS = ("dht/", "peer/exchange/")
-# Design 3, a little more for what the formatter adds.
-MAX_LINES = 510
+# Design 3.
+MAX_LINES = 500
 MAX_FILES = 25
 
 

@@ -216,9 +216,8 @@ def test_the_loss_goes_down(adamw: str) -> None:
     assert losses[-1] < 2.0 < losses[0]
 
 
-def test_a_run_without_the_setting_is_the_run_that_it_was() -> None:
-    assert "optimizer" not in InnerConfig().model_dump(mode="json")
-    assert InnerConfig(optimizer="muon").model_dump(mode="json")["optimizer"] == "muon"
+def test_the_optimizer_is_part_of_the_plan() -> None:
+    assert InnerConfig().model_dump(mode="json")["optimizer"] == "adamw"
     written = InnerConfig(optimizer="muon").model_dump(mode="json")
     assert InnerConfig(**written).optimizer == "muon"
     with pytest.raises(ConfigurationError, match=r"RUN: optimizer: .*'adamw' or 'muon'"):

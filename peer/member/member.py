@@ -19,21 +19,8 @@ from dipaco.dht.policy import Decision, lead_rank
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
+from . import actions as a
 from . import events as e
-from .actions import (
-    Action,
-    Begun,
-    Discard,
-    EndRound,
-    Left,
-    Move,
-    Pause,
-    SaveAll,
-    Stay,
-    TakeStep,
-    Wait,
-    Warn,
-)
 from .copies import Copies
 from .horizon import Horizon
 from .joining import Joining
@@ -126,7 +113,7 @@ class Member:
             return []
         return [self._strand(module) for module in self.known.grid.modules_of_path(path)]
 
-    def handle(self, event: e.Event, now_s: float) -> list[Action]:
+    def handle(self, event: e.Event, now_s: float) -> list[a.Action]:
         """Take note of an event at `now_s`, swarm time, and return what is to be done, in order.
 
         Events after `Left` change nothing.
@@ -191,7 +178,7 @@ class Member:
                 strand.gather_failed(event)
             case e.PublishFailed():
                 if not event.is_finite:
-                    self.known.do(Discard(event.module))
+                    self.known.do(a.Discard(event.module))
                 strand.publish_failed(event)
             case e.ComputeFailed():
                 strand.compute_failed(event)
@@ -242,7 +229,7 @@ class Member:
         self._thinks = False
         if self._phase is _Phase.THINKING:
             self._phase = _Phase.TRAINING
-            self.known.do(Warn(f"thinks about moving another time: {event.reason}"))
+            self.known.do(a.Warn(f"thinks about moving another time: {event.reason}"))
 
     # -- one turn
 
@@ -263,9 +250,9 @@ class Member:
             case _Phase.TRAINING:
                 self._turn_training(turn)
             case _Phase.THINKING:
-                self.known.do(Wait("a new view of the swarm", 0.0))
+                self.known.do(a.Wait("a new view of the swarm", 0.0))
             case _Phase.SERVING:
-                self.known.do(Wait("", 0.0))
+                self.known.do(a.Wait("", 0.0))
             case _Phase.PAUSED:
                 self._turn_paused()
             case _Phase.PARTING:
@@ -285,7 +272,7 @@ class Member:
             self._enter_round()
             joining.train()
             assert self.known.path is not None
-            self.known.do(Begun(self.known.path, self.rounds.round_index))
+            self.known.do(a.Begun(self.known.path, self.rounds.round_index))
         elif joining.failure and self.known.path is None:
             self._error = joining.failure
             self._leave(to_successor=False)
@@ -312,7 +299,7 @@ class Member:
                 if self._phase is _Phase.LEAVING:
                     self._turn_leaving()
                 else:
-                    known.do(Wait("", 0.0))
+                    known.do(a.Wait("", 0.0))
                 return
         if rounds.may_step(known.now_s):
             self._waits_since_s = -1.0
@@ -320,7 +307,7 @@ class Member:
             if rounds.steps_in_round == 0:
                 # Once a round, when claims have settled: replicas of a path draw other batches.
                 rank = lead_rank(known.view, known.me, known.path or 0)
-            known.do(TakeStep(rounds.slack_s(known.now_s), rank))
+            known.do(a.TakeStep(rounds.slack_s(known.now_s), rank))
         else:
             self._wait_to_step()
 
@@ -345,23 +332,23 @@ class Member:
         known, rounds = self.known, self.rounds
         slack_s = rounds.slack_s(known.now_s)
         if known.now_s < known.schedule.start_s:
-            known.do(Wait("the run to start", known.schedule.start_s - known.now_s))
+            known.do(a.Wait("the run to start", known.schedule.start_s - known.now_s))
             return
         if self._waits_since_s < 0:
             self._waits_since_s = known.now_s
         if known.now_s - self._waits_since_s < SHORT_WAIT_S:
-            known.do(Wait("", 0.0, slack_s))
+            known.do(a.Wait("", 0.0, slack_s))
             return
         if known.now_s < rounds.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             what = f"a trainer for every path: have {have} of {need}"
-            known.do(Wait(what, rounds.opens_s - known.now_s, slack_s))
+            known.do(a.Wait(what, rounds.opens_s - known.now_s, slack_s))
             return
         waiting = [strand for strand in self._trained() if strand.is_open]
         what = ", ".join(strand.waits_for() for strand in waiting)
         until_s = max((s.boundary_s for s in waiting), default=known.now_s)
         left_s = until_s + known.schedule.duration_s - known.now_s
-        known.do(Wait(what, max(0.0, left_s), slack_s))
+        known.do(a.Wait(what, max(0.0, left_s), slack_s))
 
     # -- the end of a round
 
@@ -372,7 +359,7 @@ class Member:
         self._rounds_on_path += 1
         self.rounds.next_round()
         is_saved = (ended + 1) % known.plan.rounds.save_every_rounds == 0
-        known.do(EndRound(ended, self.rounds.round_index, is_saved))
+        known.do(a.EndRound(ended, self.rounds.round_index, is_saved))
         most = known.settings.max_rounds
         if most and self.rounds_done >= most:
             self._leave(to_successor=False)
@@ -405,7 +392,7 @@ class Member:
         self._phase = _Phase.TRAINING
         self._joining.take_back(self.known.path)
         self._enter_round()
-        self.known.do(Stay(self.known.path, reason))
+        self.known.do(a.Stay(self.known.path, reason))
 
     # -- parting: for another path, a pause, or for good
 
@@ -425,14 +412,14 @@ class Member:
     def _turn_parting(self) -> None:
         left_s = self._part_s + LAST_STEP_BUDGET_S - self.known.now_s
         if 0 < left_s <= LAST_STEP_BUDGET_S and any(s.is_open for s in self._trained()):
-            self.known.do(Wait("the last step of what nobody else trains", left_s))
+            self.known.do(a.Wait("the last step of what nobody else trains", left_s))
             return
         if self._leave_s is not None:
             self._leave(to_successor=False)
             self._turn_leaving()
         elif self._moving is not None:
             assert self.known.path is not None
-            self.known.do(Move(self.known.path, self._moving.path, self._moving.reason))
+            self.known.do(a.Move(self.known.path, self._moving.path, self._moving.reason))
             decision, self._moving = self._moving, None
             self._phase = _Phase.JOINING
             self._joining.begin(decision)
@@ -443,10 +430,10 @@ class Member:
 
     def _pause(self) -> None:
         known = self.known
-        self.known.do(SaveAll())
+        self.known.do(a.SaveAll())
         for strand in self._trained():
             strand.follow(Role.KEEPER)
-        known.do(Pause(known.path, self._pause_reason))
+        known.do(a.Pause(known.path, self._pause_reason))
         known.path = None
         self._phase = _Phase.PAUSED
         self._joining.pause(self._pause_reason)
@@ -468,7 +455,7 @@ class Member:
             self._leave(to_successor=True)
             self._turn_leaving()
         else:
-            self.known.do(Wait("", 0.0))
+            self.known.do(a.Wait("", 0.0))
 
     def _part_or_leave(self) -> None:
         """Leave, after a last step if there is one to take: all in ten seconds (promise 10)."""
@@ -486,7 +473,7 @@ class Member:
         if self._leave_s is None:
             self._leave_s = self.known.now_s
         self._joining.leave()
-        self.known.do(SaveAll())
+        self.known.do(a.SaveAll())
         if not to_successor:
             self._copies.hand_over()
 
@@ -495,10 +482,10 @@ class Member:
         left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.now_s
         if copies.is_handing_over and 0 < left_s <= LEAVE_BUDGET_S:
             copies.ask_holders()
-            known.do(Wait("others to take over the newest states", left_s))
+            known.do(a.Wait("others to take over the newest states", left_s))
             return
         if copies.left_behind:
             what = "nobody took over the newest state in time; it stays on this disk"
-            known.do(Warn(f"{', '.join(copies.left_behind)}: {what}"))
+            known.do(a.Warn(f"{', '.join(copies.left_behind)}: {what}"))
         self._phase = _Phase.GONE
-        known.do(Left(tuple(sorted(copies.handed_over)), self._to_successor, self._error))
+        known.do(a.Left(tuple(sorted(copies.handed_over)), self._to_successor, self._error))
