@@ -186,6 +186,33 @@ def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None
     assert member.strand.stand == step.name
 
 
+def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> None:
+    """It contributes before the boundary; those who stay wait for theirs, and make one step."""
+    boxes = mailbox_order(MODULE, 1, set("AB"))
+    member = Trainer(boxes[0], "ABC")
+    strand = member.strand
+    first = Step.of([member.row(peer) for peer in "ABC"])
+    strand.book.add(first)
+    strand.head, strand.stand = Head(MODULE, first.name, 1, 3, 0, name("own"), 10**6), first.name
+    strand.is_open = False
+    member.known.view = view_of("AB")
+
+    def row(peer: str) -> Row:
+        return member.row(peer, round_index=1, file=name(f"file {peer} 1"))
+
+    member.known.now_s += 0.5 * DURATION_S
+    strand.hear_rows([row("C")], "C")
+    strand.gathered(row("C").file)
+    assert member.proposed() == []
+    member.known.now_s = BOUNDARY_S + DURATION_S
+    strand.begin(1, member.known.now_s)
+    strand.published(e.Published(row(boxes[0])))
+    strand.hear_rows([row(boxes[1])], boxes[1])
+    strand.gathered(row(boxes[1]).file)
+    (step,) = member.proposed()
+    assert step.peers == set("ABC")
+
+
 def test_the_heavier_chain_wins_and_then_the_smaller_name() -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
@@ -295,6 +322,16 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     assert member.take(a.Adopt) == []
     assert strand.heaviest().name == mine.name
     assert strand.stand == mine.name
+    # It is believed when most of those who counted at the fork have gone on with it.
+    others = sorted(set("ABC") - {second})
+    joined = Step.of([member.row(p, parent=foreign.name, round_index=2) for p in others])
+    theirs = Head(MODULE, joined.name, 3, 8, 2, name("joined"), 10**6)
+    member.known.view = view_of("ABC", held=[Holding(first, theirs)])
+    strand.hear_steps([joined], first)
+    strand.here(e.StateFetched(member.take(a.FetchState)[-1].head))
+    strand.checked(e.Checked(MODULE, joined.name, 2.0, 9.0))
+    assert [adopt.head.step for adopt in member.take(a.Adopt)] == [joined.name]
+    assert strand.heaviest().name == joined.name
 
 
 def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:

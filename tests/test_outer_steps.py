@@ -46,7 +46,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     heads = []
     for peer in swarm:
         found = peer.gather(*rows)
-        assert [event.kind for event in found] == ["gathered", "gathered"]
+        assert all(isinstance(event, e.Gathered) for event in found)
         heads.append(peer.compute(step.parent, step))
     assert len(set(heads)) == 1
     assert (heads[0].version, heads[0].weight, heads[0].round_index) == (1, 2, 0)
@@ -115,7 +115,7 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     one.adopt(head)
     # What was trained before the boundary is not in it, and is lost.
     assert torch.equal(one.local(), one.node.held.find(MODULE, step.name).parameters)
-    assert one.do(a.Publish(MODULE, 1, step.name, 0.0)).kind == "publish_failed"
+    assert isinstance(one.do(a.Publish(MODULE, 1, step.name, 0.0)), e.PublishFailed)
 
 
 def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.coverage import Scope
@@ -28,7 +27,6 @@ class Say:
     reason: str
     """Why this path, for the person at the machine."""
     pinned: bool
-    kind: Literal["say"] = "say"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class Watch:
     """Read this part of the swarm from now on, at every refresh and every `Look`."""
 
     scope: Scope
-    kind: Literal["watch"] = "watch"
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,6 @@ class Look:
 
     further: tuple[int, ...] = ()
     """Buckets that are read this once, beside the scope."""
-    kind: Literal["look"] = "look"
 
 
 # -- the wire
@@ -61,7 +57,6 @@ class Tell:
     steps: tuple[Step, ...] = ()
     keep: bool = False
     """Ask them to keep a copy of the state of the last step, too."""
-    kind: Literal["tell"] = "tell"
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,6 @@ class Ask:
     module: str
     locator: tuple[str, ...]
     """Names of the own chain, newest first (`ChainBook.locator`)."""
-    kind: Literal["ask"] = "ask"
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,6 @@ class Put:
 
     peers: tuple[str, ...]
     row: Row
-    kind: Literal["put"] = "put"
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,6 @@ class Gather:
     rows: tuple[Row, ...]
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By file: peers that may have it beside its owner, who is asked first."""
-    kind: Literal["gather"] = "gather"
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,6 @@ class Serve:
 
     module: str
     step: str
-    kind: Literal["serve"] = "serve"
 
 
 # -- a path
@@ -115,7 +106,6 @@ class FetchPath:
     """Get the shard of a path and what goes with it. Answered by `PathReady` or `PathFailed`."""
 
     path: int
-    kind: Literal["fetch_path"] = "fetch_path"
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,6 @@ class StartPath:
     path: int
     heads: tuple[Head, ...]
     """One of every module of the path, in level order."""
-    kind: Literal["start_path"] = "start_path"
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,6 @@ class Begun:
 
     path: int
     round_index: int
-    kind: Literal["begun"] = "begun"
 
 
 @dataclass(frozen=True)
@@ -144,7 +132,6 @@ class Move:
     from_path: int
     to_path: int
     reason: str
-    kind: Literal["move"] = "move"
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,6 @@ class Stay:
 
     path: int
     reason: str
-    kind: Literal["stay"] = "stay"
 
 
 @dataclass(frozen=True)
@@ -163,7 +149,6 @@ class Pause:
     path: int | None
     """What was in training; None for nothing."""
     reason: str
-    kind: Literal["pause"] = "pause"
 
 
 # -- states
@@ -183,7 +168,6 @@ class Publish:
     """Name of the step that the anchor is of."""
     boundary_s: float
     """When the round ended, in swarm time: how late the step comes is measured from here."""
-    kind: Literal["publish"] = "publish"
 
 
 @dataclass(frozen=True)
@@ -198,7 +182,6 @@ class Compute:
     """Name of the step whose state is held."""
     steps: tuple[Step, ...]
     """On top of it, oldest first."""
-    kind: Literal["compute"] = "compute"
 
 
 @dataclass(frozen=True)
@@ -211,7 +194,6 @@ class FetchState:
 
     head: Head
     holders: tuple[str, ...]
-    kind: Literal["fetch_state"] = "fetch_state"
 
 
 @dataclass(frozen=True)
@@ -224,7 +206,6 @@ class Check:
 
     module: str
     step: str
-    kind: Literal["check"] = "check"
 
 
 @dataclass(frozen=True)
@@ -247,7 +228,6 @@ class Adopt:
     """Whether this peer's contribution is in it, for the same."""
     save: bool
     """Write it to disk too."""
-    kind: Literal["adopt"] = "adopt"
 
 
 @dataclass(frozen=True)
@@ -256,7 +236,6 @@ class Forget:
 
     module: str
     step: str
-    kind: Literal["forget"] = "forget"
 
 
 @dataclass(frozen=True)
@@ -267,7 +246,6 @@ class CarryOn:
     round_index: int
     reason: str
     expected: int
-    kind: Literal["carry_on"] = "carry_on"
 
 
 @dataclass(frozen=True)
@@ -275,7 +253,6 @@ class Discard:
     """Go back to the anchor: the local parameters of a module are no longer numbers."""
 
     module: str
-    kind: Literal["discard"] = "discard"
 
 
 @dataclass(frozen=True)
@@ -283,7 +260,6 @@ class Keep:
     """Serve a state that was computed or fetched as a copy, from the disk."""
 
     head: Head
-    kind: Literal["keep"] = "keep"
 
 
 @dataclass(frozen=True)
@@ -291,7 +267,6 @@ class Drop:
     """Stop to serve a copy, and remove it from the disk."""
 
     module: str
-    kind: Literal["drop"] = "drop"
 
 
 # -- the loop
@@ -304,7 +279,6 @@ class EndRound:
     round_index: int
     next_round: int
     save: bool
-    kind: Literal["end_round"] = "end_round"
 
 
 @dataclass(frozen=True)
@@ -312,7 +286,6 @@ class Warn:
     """Tell the person at the machine, in one line."""
 
     text: str
-    kind: Literal["warn"] = "warn"
 
 
 @dataclass(frozen=True)
@@ -324,7 +297,6 @@ class TakeStep:
     rank: int | None = None
     """At the first step of a round: this peer's place among the trainers of the path, the oldest
     claim first. Replicas draw different batches."""
-    kind: Literal["take_step"] = "take_step"
 
 
 @dataclass(frozen=True)
@@ -337,14 +309,11 @@ class Wait:
     """How long it will be waited for at most; 0 where the answer itself has a limit."""
     slack_s: float = 0.0
     """For how long other work may be done meanwhile."""
-    kind: Literal["wait"] = "wait"
 
 
 @dataclass(frozen=True)
 class SaveAll:
     """Write what is only in memory to disk, before the peer leaves."""
-
-    kind: Literal["save_all"] = "save_all"
 
 
 @dataclass(frozen=True)
@@ -356,7 +325,6 @@ class Left:
     to_successor: bool
     error: str = ""
     """Why it could not begin, if that is why it left."""
-    kind: Literal["left"] = "left"
 
 
 Action = (

@@ -9,7 +9,6 @@ peers that are admitted, plausible and of this run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.records import Reachability
@@ -25,7 +24,6 @@ class Viewed:
     view: SwarmView
     is_answer: bool = False
     """It was read after the last `Look`."""
-    kind: Literal["viewed"] = "viewed"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class LookFailed:
     """The DHT did not answer a `Look` within its limit."""
 
     reason: str
-    kind: Literal["look_failed"] = "look_failed"
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class Probed:
     """Other peers have tried to call this one: how they reach it."""
 
     reachable: Reachability
-    kind: Literal["probed"] = "probed"
 
 
 # -- the wire
@@ -58,7 +54,6 @@ class Told:
     """Oldest first, each on top of the one before."""
     keep: bool = False
     """This peer is asked to keep a copy of the state of the last step."""
-    kind: Literal["told"] = "told"
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,6 @@ class Answered:
     held: Head | None = None
     """The state that it can serve, if it can."""
     is_silent: bool = False
-    kind: Literal["answered"] = "answered"
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,6 @@ class Gathered:
 
     module: str
     file: str
-    kind: Literal["gathered"] = "gathered"
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,6 @@ class GatherFailed:
     reason: str
     is_refused: bool
     """The file came and is no contribution: it need not be asked for again."""
-    kind: Literal["gather_failed"] = "gather_failed"
 
 
 # -- the loop
@@ -113,7 +105,6 @@ class Turn:
 
     step_s: float = 0.0
     """What an inner step takes, waiting not included; 0 before the first."""
-    kind: Literal["turn"] = "turn"
 
 
 @dataclass(frozen=True)
@@ -121,7 +112,6 @@ class Stepped:
     """An inner step was taken."""
 
     tokens: int
-    kind: Literal["stepped"] = "stepped"
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,6 @@ class PathReady:
     """Answers `FetchPath`: the shard of the path is here."""
 
     path: int
-    kind: Literal["path_ready"] = "path_ready"
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,6 @@ class PathFailed:
 
     path: int
     reason: str
-    kind: Literal["path_failed"] = "path_failed"
 
 
 # -- states
@@ -149,7 +137,6 @@ class Published:
     """Answers `Publish`: the file is in the content store, and this row names it."""
 
     row: Row
-    kind: Literal["published"] = "published"
 
 
 @dataclass(frozen=True)
@@ -161,7 +148,6 @@ class PublishFailed:
     reason: str
     is_finite: bool = True
     """False: the local parameters are no longer numbers."""
-    kind: Literal["publish_failed"] = "publish_failed"
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,6 @@ class Computed:
     """Answers `Compute`: this is the state that comes out; nothing is changed yet."""
 
     head: Head
-    kind: Literal["computed"] = "computed"
 
 
 @dataclass(frozen=True)
@@ -179,7 +164,6 @@ class ComputeFailed:
     module: str
     step: str
     reason: str
-    kind: Literal["compute_failed"] = "compute_failed"
 
 
 @dataclass(frozen=True)
@@ -187,7 +171,6 @@ class StateFetched:
     """Answers `FetchState`: the state is here. The head has its digest, also of a genesis."""
 
     head: Head
-    kind: Literal["state_fetched"] = "state_fetched"
 
 
 @dataclass(frozen=True)
@@ -197,7 +180,6 @@ class FetchFailed:
     module: str
     step: str
     reason: str
-    kind: Literal["fetch_failed"] = "fetch_failed"
 
 
 @dataclass(frozen=True)
@@ -211,7 +193,6 @@ class Checked:
     step: str
     loss_before: float | None
     loss_after: float | None
-    kind: Literal["checked"] = "checked"
 
 
 # -- what its owner wants
@@ -222,7 +203,6 @@ class SuccessorReady:
     """The run has a successor, and all that everybody needs of it is here."""
 
     run_id: str
-    kind: Literal["successor_ready"] = "successor_ready"
 
 
 @dataclass(frozen=True)
@@ -231,14 +211,11 @@ class PauseWanted:
 
     reason: str
     """For the person at the machine; not empty."""
-    kind: Literal["pause_wanted"] = "pause_wanted"
 
 
 @dataclass(frozen=True)
 class ResumeWanted:
     """The machine may train again."""
-
-    kind: Literal["resume_wanted"] = "resume_wanted"
 
 
 @dataclass(frozen=True)
@@ -246,7 +223,6 @@ class LeaveWanted:
     """Somebody pressed Ctrl+C, or the machine is needed."""
 
     reason: str = ""
-    kind: Literal["leave_wanted"] = "leave_wanted"
 
 
 Event = (

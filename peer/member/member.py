@@ -29,14 +29,14 @@ from .outer_round import Role
 from .rounds import Boundary, Rounds
 from .taking import Strand
 
-# Of a leave: until when a last step is taken alone, and until when all of it is done (promise 10).
-LAST_STEP_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
+# Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
+LAST_ROUND_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
+# Of a round: a peer that has trained for less contributes nothing when it leaves.
+LEAST_SHARE = 0.1
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
 # Modules that are followed as a mailbox only, and for how many rounds in which nobody tells of one.
 MOST_MAILBOXES, SILENT_ROUNDS = 256, 5
-# Of a round: a peer that has trained for less takes no last step of its own.
-LEAST_SHARE = 0.1
 
 
 class _Phase(Enum):
@@ -397,22 +397,21 @@ class Member:
     # -- parting: for another path, a pause, or for good
 
     def _part(self) -> None:
-        """Take a last step of what nobody else trains, before its work is gone."""
-        known = self.known
-        self._phase, self._part_s = _Phase.PARTING, known.now_s
-        if known.schedule.fixed_steps:
+        """Contribute what was trained so far to the round that is under way, before it is gone."""
+        self._phase, self._part_s = _Phase.PARTING, self.known.now_s
+        if self.known.schedule.fixed_steps:
             return
+        longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
         for strand in self._trained():
-            begun_s = self.rounds.next_s(strand.level) - known.schedule.duration_s
-            is_worth_it = known.now_s - begun_s >= LEAST_SHARE * known.schedule.duration_s
-            if known.claimants(strand.module) <= {known.me} and is_worth_it and not strand.is_open:
-                boundary = self.rounds.take_early(strand.level, known.now_s)
+            boundary = self.rounds.next_boundary(strand.level)
+            if not strand.is_open and boundary.time_s - self.known.now_s <= longest_s:
+                self.rounds.take_early(boundary)
                 strand.begin(boundary.round_index, boundary.time_s)
 
     def _turn_parting(self) -> None:
-        left_s = self._part_s + LAST_STEP_BUDGET_S - self.known.now_s
-        if 0 < left_s <= LAST_STEP_BUDGET_S and any(s.is_open for s in self._trained()):
-            self.known.do(a.Wait("the last step of what nobody else trains", left_s))
+        left_s = self._part_s + LAST_ROUND_BUDGET_S - self.known.now_s
+        if 0 < left_s <= LAST_ROUND_BUDGET_S and any(s.is_open for s in self._trained()):
+            self.known.do(a.Wait("others to fetch what was trained in this round", left_s))
             return
         if self._leave_s is not None:
             self._leave(to_successor=False)
@@ -458,7 +457,7 @@ class Member:
             self.known.do(a.Wait("", 0.0))
 
     def _part_or_leave(self) -> None:
-        """Leave, after a last step if there is one to take: all in ten seconds (promise 10)."""
+        """Leave, after a last contribution: all in ten seconds (promise 10)."""
         if self._leave_s is not None:
             return
         self._leave_s, self._moving = self.known.now_s, None

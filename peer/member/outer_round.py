@@ -161,13 +161,20 @@ class OuterRound:
                 if teller:
                     self.ask(teller)
             elif self._is_of_a_later_round(row) and self.role is not Role.TRAINER:
-                self.open_round(row.round_index, self.known.now_s)
+                self.open_round(row.round_index, self._boundary_s(row.round_index))
             if row.round_index <= self.round_index - REMEMBERED_ROUNDS or not self._note(row):
                 continue
             if row.parent in self.book:
                 wanted.append(row)
         self.last_told_s = self.known.now_s
         self.gather(wanted, (teller,) if teller else ())
+
+    def _boundary_s(self, round_index: int) -> float:
+        """Return when a round that is heard of ends: a peer that leaves contributes before that."""
+        schedule, now_s = self.known.schedule, self.known.now_s
+        if schedule.fixed_steps:
+            return now_s
+        return max(now_s, schedule.boundary(round_index, self.level).time_s)
 
     def _is_of_a_later_round(self, row: Row) -> bool:
         """Tell whether a row can follow its parent; with fixed steps rounds are counted."""
@@ -244,14 +251,16 @@ class OuterRound:
         """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
         has just come."""
         known = self.known
-        trainers, claims = self._trainers(), known.view.claims
-        young = {
-            peer
-            for peer in trainers
-            if peer == known.me
-            or (peer in claims and known.view.rounds_held(claims[peer]) < ROUNDS_IN_VAIN)
-        }
-        return trainers & (self._recent() | young | self._heard())
+        trainers = self._trainers()
+        young = {peer for peer in trainers if self._is_young(peer, ROUNDS_IN_VAIN)}
+        return trainers & (self._recent() | young | self._heard() | {known.me})
+
+    def _is_young(self, peer: str, rounds: int) -> bool:
+        """Tell whether a peer's claim has stood for fewer rounds than these; the own is told as
+        seen by others."""
+        view = self.known.view
+        claim = view.claims.get(peer)
+        return claim is not None and view.rounds_held(claim) < rounds
 
     def _heard(self) -> set[str]:
         """Return whose files of the last rounds came, in time for a step or not: who is slower
@@ -331,23 +340,31 @@ class OuterRound:
 
     def _is_my_turn(self, rows: dict[str, Row]) -> bool:
         known, boxes = self.known, self.mailboxes()
-        awaited = self.awaited()
-        if awaited == {known.me}:
-            return True
         late_s = known.now_s - self.boundary_s - known.gather_s
         if known.me not in boxes:
             return not boxes and late_s >= 4 * known.grace_s
         place = boxes.index(known.me)
-        heard = {p for (r, _), found in self._rows.items() if r == self.round_index for p in found}
-        here = self._rows.get((self.round_index, self.stand), {})
-        coming = {p for p, row in here.items() if p not in rows and not self.is_refused(row)}
-        if place == 0 and awaited <= heard - coming:
+        if place == 0 and self._may_be_early() and self.awaited() <= self._heard_now(rows):
             return True
         limit_s = place * known.grace_s
         if known.schedule.fixed_steps and self.in_vain < ROUNDS_IN_VAIN:
             # Exactly what one process computes: everybody is waited for, as long as it takes.
             limit_s += known.schedule.duration_s / 2
         return late_s >= limit_s
+
+    def _may_be_early(self) -> bool:
+        """Tell whether to propose as soon as all files are here: once others have had the time to
+        see this peer; and before the round is over, as a peer that leaves, if nobody else can."""
+        known = self.known
+        if known.now_s < self.boundary_s:
+            return self.mailboxes() == [known.me]
+        return not self._is_young(known.me, 1)
+
+    def _heard_now(self, rows: dict[str, Row]) -> set[str]:
+        """Return whose rows of this round are known, but for those whose files are on their way."""
+        heard = {p for (r, _), found in self._rows.items() if r == self.round_index for p in found}
+        here = self._rows.get((self.round_index, self.stand), {})
+        return heard - {p for p, row in here.items() if p not in rows and not self.is_refused(row)}
 
     def _is_sure(self) -> bool:
         """Before a proposal out of turn or late, other mailboxes are asked: a step may have been

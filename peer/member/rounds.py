@@ -164,15 +164,12 @@ class Rounds:
         schedule = self._schedule
         if schedule.fixed_steps:
             return schedule.duration_s / 4
-        return min(
-            schedule.boundary(self._came[level] + 1, level).time_s - now_s for level in self._levels
-        )
+        return min(self.next_boundary(level).time_s - now_s for level in self._levels)
 
-    def next_s(self, level: str) -> float:
-        """Return when the next boundary of a level comes by the clock."""
-        return self._schedule.boundary(self._came[level] + 1, level).time_s
+    def next_boundary(self, level: str) -> Boundary:
+        """Return the next boundary of a level by the clock."""
+        return self._schedule.boundary(self._came[level] + 1, level)
 
-    def take_early(self, level: str, now_s: float) -> Boundary:
-        """Return the next boundary of a level as if it came now; it does not come again."""
-        self._came[level] += 1
-        return Boundary(now_s, self._came[level], level)
+    def take_early(self, boundary: Boundary) -> None:
+        """Let a boundary count as come; it does not come again."""
+        self._came[boundary.level] = boundary.round_index

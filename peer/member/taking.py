@@ -67,6 +67,9 @@ class Strand(OuterRound):
         self._kept: Head | None = None
         """The anchor before the present one, which is on the disk."""
         self._refused: set[str] = set()
+        """Steps that a file of is no contribution."""
+        self._doubted: set[str] = set()
+        """Steps whose states made the held-out loss much worse."""
         self._unavailable: dict[str, float] = {}
         self._tellers: dict[str, dict[str, None]] = {}
         self._held: dict[str, Head] = {}
@@ -80,11 +83,18 @@ class Strand(OuterRound):
     # -- what is heaviest
 
     def heaviest(self) -> Link:
-        """Return the heaviest chain that is not refused and can be had at the moment."""
+        """Return the heaviest chain that is not refused and can be had at the moment.
+
+        What was doubted counts again as soon as most of those who counted are in it.
+        """
         now_s = self.known.now_s
         if any(until_s <= now_s for until_s in self._unavailable.values()):
             self._unavailable = {n: s for n, s in self._unavailable.items() if s > now_s}
-        return self.book.heaviest(self.module, self._refused | self._unavailable.keys())
+        without = self._refused | self._unavailable.keys()
+        best = self.book.heaviest(self.module, without)
+        if self._doubted and not self._is_of_most(best.name):
+            best = self.book.heaviest(self.module, without | self._doubted)
+        return best
 
     @property
     def is_moving(self) -> bool:
@@ -109,7 +119,7 @@ class Strand(OuterRound):
         best = self.heaviest()
         if self._taking is not None:
             taken = self.book.link(self._taking.target)
-            if best.rank >= taken.rank and taken.name not in self._refused:
+            if best.rank >= taken.rank and taken.name not in self._refused | self._doubted:
                 return
             self._give_up()
         self._waits = not self.is_wanted and self._is_early(best)
@@ -271,6 +281,9 @@ class Strand(OuterRound):
     def _refuse(self, step: str, reason: str) -> None:
         """Take a step, and what stands on it, never again."""
         self._refused.add(step)
+        self._warn_of_refusal(reason)
+
+    def _warn_of_refusal(self, reason: str) -> None:
         self.known.do(Warn(f"{self.module}: a state is refused: {reason}"))
         self.consider()
 
@@ -313,7 +326,8 @@ class Strand(OuterRound):
         is_worse = before is not None and after is not None and not after < before + MUCH_WORSE_NATS
         if is_worse and not self._is_of_most(event.step):
             self._give_up()
-            self._refuse(event.step, f"held-out loss {before:.3f}, with it {after:.3f}")
+            self._doubted.add(event.step)
+            self._warn_of_refusal(f"held-out loss {before:.3f}, with it {after:.3f}")
         else:
             self._taken(taking.head)
 
@@ -365,6 +379,7 @@ class Strand(OuterRound):
         if head.step != before:
             self._kept = self.head
         self.head, self.stand = head, head.step
+        self._doubted = {n for n in self._doubted if not self.book.stands_on(head.step, n)}
         known.do(Serve(self.module, head.step))
         self.book.prune(self.module, head.step, REMEMBERED_STEPS)
         self._tellers = {n: t for n, t in self._tellers.items() if n in self.book}
@@ -387,7 +402,7 @@ class Strand(OuterRound):
             for holding in view.holdings.get(self.module, ())
             if holding.head.rank < mine
             and holding.peer_id != known.me
-            and holding.head.step not in self._refused
+            and holding.head.step not in self._refused | self._doubted
         }
         for peer in sorted(heavier, key=lambda peer: (heavier[peer], peer))[:2]:
             self.ask(peer, known.gather_s)

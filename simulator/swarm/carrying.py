@@ -16,6 +16,7 @@ from dipaco.dht.records import ProgressEntry
 from dipaco.dht.view import is_plausible_row
 from dipaco.peer.member import actions, events
 
+from .trace import name_of
 from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 
 # `machine.Machine`, which stands on this file.
@@ -40,7 +41,7 @@ class Carrying:
 
     def do(self, action: actions.Action) -> None:
         """Carry an action out, or begin to: each has a method of its name, if it needs one."""
-        method = getattr(self, f"_{action.kind}", None)
+        method = getattr(self, f"_{name_of(action)}", None)
         if method is not None:
             method(action)
 

@@ -37,6 +37,7 @@ from .carrying import Carrying
 from .network import Link
 from .publishing import Publishing
 from .store import Store
+from .trace import name_of
 from .world import World
 
 # Of a round: the longest stretch of inner steps that is taken as one.
@@ -251,7 +252,8 @@ class Machine:
             actions = self.member.handle(event, self.believed_s)
         except Exception:
             last = traceback.format_exc().strip().splitlines()
-            world.watch.wrong(self, f"handling {event.kind} raised: {' | '.join(last[-5:])}")
+            what = f"handling {name_of(event)} raised: {' | '.join(last[-5:])}"
+            world.watch.wrong(self, what)
             return []
         for action in actions:
             if not self.link.is_up:
@@ -269,7 +271,7 @@ class Machine:
             return
         answers = [a for a in actions if isinstance(a, TakeStep | Wait | Left)]
         if len(answers) != 1:
-            found = ", ".join(answer.kind for answer in answers) or "nothing"
+            found = ", ".join(name_of(answer) for answer in answers) or "nothing"
             self.world.watch.wrong(self, f"a turn was answered with {found}")
         elif isinstance(answers[0], Left):
             self._stop()

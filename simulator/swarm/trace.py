@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from dipaco.dht.chain import Head, Row, Step
@@ -28,13 +30,23 @@ class Trace:
         self.count += 1
         if not self.keep:
             return
-        if self.quiet and getattr(what, "kind", "") in QUIET:
+        if self.quiet and name_of(what) in QUIET:
             return
         self.lines.append(f"{time_s:9.2f} {peer:>6} {kind:<5} {shown(what)}")
 
     def digest(self) -> str:
         """Return the hash of all lines: equal for equal histories."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+
+
+def name_of(what: object) -> str:
+    """Return what an event or an action is called: `take_step` for a `TakeStep`."""
+    return _in_lower_case(type(what).__name__)
+
+
+@cache
+def _in_lower_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def shown(what: Any) -> str:
@@ -51,10 +63,9 @@ def shown(what: Any) -> str:
     if isinstance(what, SwarmView):
         return _view(what)
     if is_dataclass(what) and not isinstance(what, type):
-        kind = getattr(what, "kind", type(what).__name__)
         named = ((item.name, getattr(what, item.name)) for item in fields(what))
-        parts = [f"{name}={shown(value)}" for name, value in named if name != "kind" and value]
-        return f"{kind} {' '.join(parts)}".rstrip()
+        parts = [f"{name}={shown(value)}" for name, value in named if value]
+        return f"{name_of(what)} {' '.join(parts)}".rstrip()
     if isinstance(what, dict):
         return "{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in what.items()) + "}"
     if isinstance(what, tuple | list):
