@@ -20,6 +20,8 @@ from .errors import StorageError
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
+# Of a disk, what is never filled: other programs and the system need some.
+MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
 
 
 def canonical_json(value: Any) -> bytes:
@@ -45,6 +47,15 @@ def storage_errors(folder: Path) -> Iterator[None]:
             ) from error
         where = error.filename or folder
         raise StorageError(f"cannot use {where}: {error.strerror or error}") from error
+
+
+def spare_bytes(folder: Path) -> int:
+    """Return how much may be written where a folder is, or would be: a reserve stays free.
+
+    Less than nothing once others have used the reserve too. Raises OSError.
+    """
+    disk = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists()))
+    return disk.free - min(MOST_RESERVE_BYTES, disk.total // RESERVE_PART)
 
 
 def _free_space(folder: Path) -> str:

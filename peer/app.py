@@ -28,6 +28,7 @@ from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 
 from .background import Background
+from .check.doctor import contributions_limit, fitting_batch
 from .check.needs import too_slow
 from .exchange.known_peers import KnownPeers
 from .exchange.reachability import ReachabilityWatch
@@ -135,7 +136,9 @@ def _train(
 
     Returns the node of the successor that the peer moves to, if it does, and the settings there.
     """
-    node.load_shard_index()
+    shards = node.load_shard_index()
+    micro_batch_size = fitting_batch(settings, node.plan, shards)
+    node.contributions.most_bytes = contributions_limit(settings, node.plan, shards)
     hours = Hours.parse(settings.hours) if settings.hours is not None else None
     budget = UploadBudget(
         settings.cache_folder,
@@ -162,7 +165,7 @@ def _train(
         node.grid,
         device,
         optimizer=settings.optimizer,
-        micro_batch_size=settings.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         compile_model=settings.compile_model and device.type == "cuda",
     )
     session = Session(

@@ -223,6 +223,16 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             common=True,
         ),
     ] = field(default_factory=default_cache_folder)
+    max_disk_gb: Annotated[
+        float | None,
+        Option(
+            "let the run's files take so many GB at most (default: what the disk has, but for a "
+            "reserve)",
+            "GB",
+            least=0.001,
+            common=True,
+        ),
+    ] = None
     devices: Annotated[
         tuple[str, ...],
         Option("train on each of these devices, a peer of its own for each: cuda:0 cuda:1", "D"),

@@ -61,6 +61,7 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
             metrics_port=settings.metrics_port + number if settings.metrics_port else None,
             log_json=_numbered(settings.log_json, number),
             address_file=_numbered(settings.address_file, number),
+            max_disk_gb=_share(settings.max_disk_gb, count),
             max_upload_mbps=_share(settings.max_upload_mbps, count),
             max_upload_gb_month=_share(settings.max_upload_gb_month, count),
             max_upload_gb_hour=_share(settings.max_upload_gb_hour, count),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from dipaco.modules.errors import AddressError, UnreachableError
+from dipaco.modules.errors import AddressError, ConfigurationError, StorageError, UnreachableError
 from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
@@ -79,7 +79,7 @@ def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     found = machine.look_at_disk(tmp_path / "not" / "there", root)
     assert found.file_system == "9p"
     assert found.is_writable
-    assert found.free_bytes > 0
+    assert found.spare_bytes > 0
 
 
 def test_versions_are_compared_with_what_dipaco_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +170,8 @@ def test_disks(tmp_path: Path) -> None:
     assert checks.check_disk(disk, 9 * GIB, 0, LINUX).verdict == "ok"
     assert "--cache-dir" in remedy(checks.check_disk(disk, 11 * GIB, 0, LINUX), "problem", 9)
     assert checks.check_disk(disk, 11 * GIB, 2 * GIB, LINUX).verdict == "ok"
+    limited = checks.check_disk(disk, 9 * 10**9, 0, LINUX, limit_bytes=8 * 10**9)
+    assert "--max-disk-gb 9 " in remedy(limited, "problem", 9)
     windows = checks.check_disk(replace(disk, file_system="9p"), None, 0, WSL)
     assert "home folder of Linux" in remedy(windows, "warning")
     assert remedy(checks.check_disk(replace(disk, file_system="tmpfs"), None, 0, LINUX), "warning")
@@ -214,7 +216,11 @@ def test_main_memory() -> None:
     assert remedy(check(2 * GIB, gpu), "problem", 3)
     # On the CPU all of it is main memory: 2 + 8 + 3 GiB with the whole batch at once.
     assert check(14 * GIB, None).verdict == "ok"
-    assert "--micro-batch-size 5 fits" in remedy(check(10.5 * GIB, None), "problem", 3)
+    # Fewer are taken where nobody asked for a number.
+    fewer = check(10.5 * GIB, None)
+    assert (fewer.verdict, fewer.value[-24:]) == ("ok", "with 5 sequences at once")
+    asked = checks.check_main_memory(NEED, Memory(32 * GIB, int(10.5 * GIB)), None, 8, LINUX)
+    assert "--micro-batch-size 5 fits" in remedy(asked, "problem", 3)
     assert "adamw8bit" in remedy(check(4 * GIB, None), "problem", 3)
     assert ".wslconfig" in remedy(check(4 * GIB, None, WSL), "problem", 3)
     assert "--memory" in remedy(check(4 * GIB, None, CONTAINER), "problem", 3)
@@ -236,6 +242,29 @@ def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     main = needs.main_memory_bytes(plan, grid, need.path_parameters)
     assert need.main_bytes == sum(main.values()) + checks.PROGRAMS_BYTES
     assert sum(main.values()) <= 13 * need.path_parameters
+
+
+def test_nothing_is_claimed_on_a_machine_that_is_too_small(
+    tmp_path: Path, settings: PeerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_tiny_run(tmp_path / "run")
+    plan = run.plan()
+    shards = run.shard_index(plan)
+    assert doctor.fitting_batch(settings, plan, shards) == plan.inner.batch_sequences
+    takes = {"own states": 2 * 10**9, "contributions": 10**9}
+    with monkeypatch.context() as patch:
+        patch.setattr(needs, "disk_bytes", lambda *_: takes)
+        limited = replace(settings, max_disk_gb=4)
+        assert doctor.contributions_limit(limited, plan, shards) == 2 * 10**9
+        with pytest.raises(StorageError, match="--max-disk-gb 3 "):
+            doctor.fitting_batch(replace(settings, max_disk_gb=2), plan, shards)
+    need = doctor.memory_need(plan, settings, None, 0)
+    two = Memory(2**40, need.main_bytes + need.fixed_bytes + 2 * need.pass_bytes)
+    monkeypatch.setattr(doctor.m, "look_at_memory", lambda: two)
+    assert doctor.fitting_batch(settings, plan, shards) == 2
+    monkeypatch.setattr(doctor.m, "look_at_memory", lambda: Memory(2**40, need.main_bytes))
+    with pytest.raises(ConfigurationError, match="memory: .* free, this run takes"):
+        doctor.fitting_batch(settings, plan, shards)
 
 
 def test_a_member_receives_everybody_else_s_contributions(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from dipaco.dht.chain import Row
+from dipaco.peer.exchange import contribution_files
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from support.exchanges import MODULE, row_of
 
@@ -91,3 +93,13 @@ def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> Non
     # The own work has room all the same.
     own = row_of(0, data=bytes(5000))
     assert files.add(own, bytes(5000)).exists()
+
+
+def test_what_others_put_leaves_the_disk_its_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, row = ContributionFiles(tmp_path / "files"), row_of(0, data=b"1234")
+    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 3)
+    assert put(files, row, b"1234", tmp_path) is None
+    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 4)
+    assert put(files, row, b"1234", tmp_path) is not None

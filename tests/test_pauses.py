@@ -107,6 +107,13 @@ def test_reasons_come_and_go(tmp_path: Path) -> None:
     assert watch.change() == ""
 
 
+def test_a_full_disk_is_a_pause_until_there_is_room(tmp_path: Path) -> None:
+    spare = iter((0, -1, 1, 2**30))
+    now_s = iter(range(0, 1000, 10))
+    watch = Pauses(tmp_path, spare_bytes=lambda folder: next(spare), monotonic=lambda: next(now_s))
+    assert ["nearly full" in watch.reason() for _ in range(4)] == [False, True, True, False]
+
+
 def test_signals_do_what_the_commands_do(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
     watch = Pauses(tmp_path)

@@ -403,8 +403,11 @@ def test_a_full_disk_is_a_storage_error(blobs: BlobStore, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
+    blobs.partial_path(SHA).write_bytes(CONTENT[:99])
     with pytest.raises(StorageError, match="disk full"):
         fetch(blobs, FakeHolder(), FakeHolder())
+    # It is not left full of what cannot be finished.
+    assert not list(blobs.partial_paths())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,17 +201,28 @@ def check_line(needed_mbit_per_s: float) -> Check:
     return ok("line", f"a round takes {_shown_mbit(needed_mbit_per_s)} each way on average")
 
 
-def check_disk(disk: Disk, needed_bytes: int | None, here_bytes: int, system: System) -> Check:
+def check_disk(
+    disk: Disk,
+    needed_bytes: int | None,
+    here_bytes: int,
+    system: System,
+    limit_bytes: int | None = None,
+) -> Check:
     """Whether everything that this run keeps fits; `here_bytes` lie there already."""
-    value = f"{shown_bytes(disk.free_bytes)} free at {disk.folder}"
+    value = f"{shown_bytes(max(0, disk.spare_bytes))} can be used at {disk.folder}"
     if needed_bytes is not None:
         value += f", this run takes up to {shown_bytes(needed_bytes)}"
+    if here_bytes:
+        value += f", {shown_bytes(here_bytes)} of it are there"
     if not disk.is_writable:
         return problem(
             "disk", f"{disk.folder} cannot be written", "give another --cache-dir", StorageError
         )
-    if needed_bytes is not None and disk.free_bytes + here_bytes < needed_bytes:
+    if needed_bytes is not None and disk.spare_bytes + here_bytes < needed_bytes:
         return problem("disk", value, "free space, or give another --cache-dir", StorageError)
+    if needed_bytes is not None and limit_bytes is not None and limit_bytes < needed_bytes:
+        least = f"--max-disk-gb {math.ceil(needed_bytes / 1e7) / 100:g} or more"
+        return problem("disk", value, f"give {least}, or train another run", StorageError)
     if system.wsl and disk.file_system in ("9p", "drvfs"):
         return warning(
             "disk",
@@ -285,7 +297,8 @@ def check_main_memory(
     need: MemoryNeed, memory: Memory, gpu: Gpu | None, micro_batch: int | None, system: System
 ) -> Check:
     """Whether the rest fits into main memory, and without a GPU everything."""
-    wanted = min(micro_batch or need.batch, need.batch)
+    fits = need.fitting(memory.available - need.main_bytes)
+    wanted = min(micro_batch or max(1, fits), need.batch)
     on_device = need.fixed_bytes + wanted * need.pass_bytes if gpu is None else 0
     needed = on_device + need.main_bytes
     value = (
@@ -302,8 +315,7 @@ def check_main_memory(
         remedy = f"memory={gib}GB below [wsl2] in .wslconfig, then wsl --shutdown (docs/windows.md)"
     elif system.is_container:
         remedy = "give the container more memory (--memory)"
-    fits = need.fitting(memory.available - need.main_bytes) if gpu is None else 0
-    if 0 < fits < wanted:
+    if gpu is None and 0 < fits < wanted:
         return problem("memory", value, f"--micro-batch-size {fits} fits; or {remedy}")
     if gpu is None:
         remedy += "; --optimizer adamw8bit takes less"

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from dipaco.dht.identity import is_in_use
-from dipaco.modules.errors import ConfigurationError, DipacoError
+from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError
 from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
 from dipaco.peer.settings import PeerSettings
 
 from . import checks as c
@@ -81,7 +82,7 @@ def examine_all(settings: PeerSettings) -> Iterator[c.Check]:
             report = step
         else:
             yield step
-    yield from _machine_checks(settings, system, report)
+    yield from _machine_checks(settings, system, report.plan, report.shards)
 
 
 def _swarm_checks(
@@ -119,19 +120,51 @@ def _swarm_checks(
     yield report
 
 
+def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int | None:
+    """Return how many sequences a peer has on the device at once; None: the trainer finds out.
+
+    Raises what `--check` calls a problem, so that nothing is claimed that does not fit. Called when
+    the peer's programs run already.
+    """
+    for check in _machine_checks(settings, m.look_at_system(), plan, shards, programs_bytes=0):
+        if check.verdict == "problem":
+            kind = StorageError if check.exit_code == StorageError.exit_code else ConfigurationError
+            raise kind(f"{check.name}: {check.value}; {check.remedy}")
+    if settings.micro_batch_size is not None or m.look_at_gpu(settings.device) is not None:
+        return settings.micro_batch_size
+    need = memory_need(plan, settings, None, 0)
+    # Never fewer than one: others may have taken memory since it was looked at.
+    return max(1, need.fitting(m.look_at_memory().available - need.main_bytes))
+
+
+def contributions_limit(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int:
+    """Return how many bytes contributions may take, so that all is within `--max-disk-gb`."""
+    if settings.max_disk_gb is None:
+        return MOST_CONTRIBUTIONS_BYTES
+    shard = greatest_shard_bytes(plan, shards, settings.path)
+    needed = needs.disk_bytes(plan, needs.grid_of(plan), shard)
+    others = sum(needed.values()) - needed["contributions"]
+    return min(MOST_CONTRIBUTIONS_BYTES, int(settings.max_disk_gb * 1e9) - others)
+
+
 def _machine_checks(
-    settings: PeerSettings, system: m.System, report: SwarmReport
+    settings: PeerSettings,
+    system: m.System,
+    plan: RunPlan | None,
+    shards: ShardIndex | None,
+    programs_bytes: int = c.PROGRAMS_BYTES,
 ) -> Iterator[c.Check]:
     """Yield what the machine has, beside what the run takes where that is known."""
-    plan = report.plan
-    disk_needed = None
+    disk_needed = limit = None
     here = 0
     if plan is not None:
         grid = needs.grid_of(plan)
-        shard = greatest_shard_bytes(plan, report.shards, settings.path)
+        shard = greatest_shard_bytes(plan, shards, settings.path)
         disk_needed = sum(needs.disk_bytes(plan, grid, shard).values())
         here = m.used_bytes(settings.cache_folder / plan.run_id)
-    yield c.check_disk(m.look_at_disk(settings.cache_folder), disk_needed, here, system)
+    if settings.max_disk_gb is not None:
+        limit = int(settings.max_disk_gb * 1e9)
+    yield c.check_disk(m.look_at_disk(settings.cache_folder), disk_needed, here, system, limit)
     import torch
 
     try:
@@ -146,13 +179,18 @@ def _machine_checks(
     yield c.check_gpu(gpu, settings.device, torch.__version__, has_hardware)
     if plan is None:
         return
-    need = memory_need(plan, settings, gpu)
+    need = memory_need(plan, settings, gpu, programs_bytes)
     if gpu is not None:
         yield c.check_device_memory(need, gpu, settings.micro_batch_size)
     yield c.check_main_memory(need, m.look_at_memory(), gpu, settings.micro_batch_size, system)
 
 
-def memory_need(plan: RunPlan, settings: PeerSettings, gpu: m.Gpu | None) -> c.MemoryNeed:
+def memory_need(
+    plan: RunPlan,
+    settings: PeerSettings,
+    gpu: m.Gpu | None,
+    programs_bytes: int = c.PROGRAMS_BYTES,
+) -> c.MemoryNeed:
     """Return what training a path takes with these settings, on the GPU or on the CPU."""
     grid = needs.grid_of(plan)
     count = grid.parameter_counts()["path"]
@@ -162,7 +200,7 @@ def memory_need(plan: RunPlan, settings: PeerSettings, gpu: m.Gpu | None) -> c.M
     if gpu is None:
         del on_device[needs.SCORING]
     main = needs.main_memory_bytes(plan, grid, count)
-    main_bytes = sum(main.values()) + c.PROGRAMS_BYTES
+    main_bytes = sum(main.values()) + programs_bytes
     return c.MemoryNeed(
         path_parameters=count,
         fixed_bytes=sum(on_device.values()),

@@ -5,16 +5,17 @@ Files are read below `root` and variables from `environment`, so that tests can 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import resource
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
+from dipaco.modules.files import spare_bytes
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -57,7 +58,8 @@ class Disk:
     """Where the cache folder lies."""
 
     folder: Path
-    free_bytes: int
+    spare_bytes: int
+    """Free, without the reserve that is never used."""
     file_system: str
     is_writable: bool
 
@@ -153,7 +155,7 @@ def look_at_disk(folder: Path, root: Path = Path("/")) -> Disk:
         existing = existing.parent
     return Disk(
         folder,
-        shutil.disk_usage(existing).free,
+        spare_bytes(existing),
         _file_system(existing.resolve(), root),
         os.access(existing, os.W_OK | os.X_OK) and existing.is_dir(),
     )
@@ -161,7 +163,11 @@ def look_at_disk(folder: Path, root: Path = Path("/")) -> Disk:
 
 def used_bytes(folder: Path) -> int:
     """Return how much lies in a folder already."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    found = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found += file.stat().st_size if file.is_file() else 0
+    return found
 
 
 def look_at_open_files() -> int:

@@ -16,9 +16,10 @@ from pathlib import Path
 from dipaco.dht.chain import Row
 from dipaco.modules.blobs import BlobStore, is_sha256
 from dipaco.modules.contributions import Data
-from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.modules.files import atomic_write, spare_bytes, storage_errors
 
 KEPT_ROUNDS = 3
+MOST_CONTRIBUTIONS_BYTES = 2**33
 # Of files in the folder whose bytes are still coming.
 PUT_PREFIX = ".put-"
 
@@ -41,7 +42,7 @@ class ContributionFiles:
         here, and a sixteenth for what one of them does.
     """
 
-    def __init__(self, folder: Path, *, most_bytes: int = 2**33) -> None:
+    def __init__(self, folder: Path, *, most_bytes: int = MOST_CONTRIBUTIONS_BYTES) -> None:
         """Take up what an earlier life left. Raises `StorageError`."""
         self.folder, self.most_bytes = folder, most_bytes
         self._lock = threading.RLock()
@@ -182,6 +183,8 @@ class ContributionFiles:
             own += sum(other.bytes for other in waiting if other.peer == row.peer)
             total = sum(f.size for f in mail) + sum(other.bytes for other in waiting)
             if own + row.bytes > self.most_bytes // 16 or total + row.bytes > self.most_bytes // 2:
+                return False
+            if row.bytes > spare_bytes(self.folder):
                 return False
             self._promised[row.file] = row
             return True

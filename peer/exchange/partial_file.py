@@ -51,10 +51,16 @@ class PartialFile:
             if self._descriptor < 0:
                 return  # closed by a cancelled download
             view = memoryview(data)
-            while view:
-                written = os.pwrite(self._descriptor, view, self.size_bytes)
-                self.size_bytes += written
-                view = view[written:]
+            try:
+                while view:
+                    written = os.pwrite(self._descriptor, view, self.size_bytes)
+                    self.size_bytes += written
+                    view = view[written:]
+            except OSError:
+                # A full disk must not stay full of what cannot be finished.
+                os.ftruncate(self._descriptor, 0)
+                self.size_bytes = 0
+                raise
 
     def clear(self) -> None:
         """Forget everything that was received."""

@@ -1,5 +1,5 @@
-"""When a peer is to train nothing: its owner said so, the hour is wrong, the battery is in use, or
-the upload of the month or of the hour is used up.
+"""When a peer is to train nothing: its owner said so, the hour is wrong, the battery is in use, the
+upload of the month or of the hour is used up, or the disk is full.
 
 `dipaco-peer pause` and `resume` make and remove one file in the cache folder, and so do the
 signals SIGUSR1 and SIGUSR2; a peer that starts looks at it too. Beside it the peer writes what it
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from dipaco.modules.errors import ConfigurationError, StorageError
-from dipaco.modules.files import atomic_write
+from dipaco.modules.files import atomic_write, spare_bytes
 
 from .uplink import Uplink
 
@@ -34,6 +34,8 @@ DAY_MINUTES = 24 * 60
 POWER_SUPPLIES = Path("/sys/class/power_supply")
 # What an upload budget is counted by, and what names one of them.
 UPLOAD_SPANS = {"month": "%Y-%m", "hour": "%Y-%m-%d %H"}
+# What has to be free beside the reserve of the disk before a peer goes on.
+GOES_ON_BYTES = 2**28
 BY_COMMAND = "by dipaco-peer pause, until dipaco-peer resume"
 
 
@@ -148,6 +150,7 @@ class Pauses:
         on_battery: bool = False,
         budget: UploadBudget | None = None,
         supplies: Path = POWER_SUPPLIES,
+        spare_bytes: Callable[[Path], int] = spare_bytes,
         now: Callable[[], datetime] = datetime.now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,6 +159,7 @@ class Pauses:
         self._on_battery = on_battery
         self._supplies = supplies
         self._budget = budget
+        self._spare_bytes, self._is_full = spare_bytes, False
         self._now, self._monotonic = now, monotonic
         self._looked_s = float("-inf")
         self._reason = ""
@@ -185,7 +189,17 @@ class Pauses:
             return f"outside of --hours {self._hours.text}, until {begin // 60}:{begin % 60:02}"
         if self._on_battery and is_on_battery(self._supplies):
             return "on battery (--on-battery pause), until it is plugged in"
-        return used_up
+        return used_up or self._full_disk()
+
+    def _full_disk(self) -> str:
+        """Return that the reserve of the disk is in use; that ends when there is a bit more."""
+        try:
+            spare = self._spare_bytes(self._folder)
+        except OSError:
+            return ""
+        self._is_full = spare < (GOES_ON_BYTES if self._is_full else 0)
+        full = f"the disk of {self._folder} is nearly full, until space is freed"
+        return full if self._is_full else ""
 
     def tell(self, state: str, path: int | None, why: str) -> None:
         """Write down what the peer does, for the commands; a full disk does not matter."""
