@@ -6,6 +6,7 @@ module. A module without a state is *missing*; only when asked is the genesis ta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from dipaco.modules.compose import load_path
 from dipaco.modules.errors import (
     ConfigurationError,
+    DipacoError,
     IntegrityError,
     NetworkError,
     RunSelectionError,
@@ -159,6 +161,10 @@ class StateSource(ABC):
         """Forget what was found: the next calls give what is newest then."""
         self._states.clear()
 
+    def troubles(self) -> tuple[str, ...]:
+        """Return why what is given may be old, a line each; asked for after `look_again`."""
+        return ()
+
     def forget(self, path: int) -> None:
         """Drop the private state of a path from memory: no other path needs it."""
         if self.grid.has_private:
@@ -258,14 +264,39 @@ class SwarmSource(StateSource):
     def __init__(self, client: ReadOnlyClient, settings: SourceSettings | None = None) -> None:
         self._client = client
         run = RunFolder(client.folder)
-        super().__init__(run, client.plan, settings or SourceSettings())
+        settings = settings or SourceSettings()
+        super().__init__(run, client.plan, settings)
+        self._keeps = settings.follow
+        self._unserved: set[str] = set()
+        """Modules whose last good state is given, as nobody serves one."""
 
     def _committed_state(self, module: str) -> ModuleState | None:
+        self._unserved.discard(module)
         try:
-            return self._client.winning_state(module)
+            state = self._client.winning_state(module)
         except (NetworkError, IntegrityError) as error:
             logger.warning("no state of %s: %s", module, error)
-            return None
+            state = None
+        if state is None and self._keeps:
+            layout = self.grid.layout(module)
+            state = self._run.states.load_latest(module, layout, set_aside=False)
+            if state is not None:
+                self._unserved.add(module)
+        return state
+
+    def troubles(self) -> tuple[str, ...]:
+        """Return which modules nobody serves, and which run goes on in place of this one."""
+        found = []
+        if self._unserved:
+            names = ", ".join(sorted(self._unserved))
+            found.append(f"no peer serves {names}: the last good states are used")
+        with contextlib.suppress(DipacoError):
+            if (plan := self._client.successor()) is not None:
+                found.append(
+                    f"run '{self.plan.name}' is continued as '{plan.name}' ({plan.run_id}); to "
+                    f"serve that one, start again with --run {plan.run_id}"
+                )
+        return tuple(found)
 
     def _require_blob(self, sha256: str) -> None:
         file = self._client.fetch_blob(sha256)

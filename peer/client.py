@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dipaco.dht.chain import Head, Step
 from dipaco.dht.coverage import whole_scope
+from dipaco.dht.manifest import newest_run
 from dipaco.dht.view import SwarmView
 from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.grid import Grid
@@ -93,6 +94,11 @@ class ReadOnlyClient:
                 node.plan, node.grid, node.clock.now(), whole_scope(node.grid)
             )
         return self._view
+
+    def successor(self) -> RunPlan | None:
+        """Return the newest run that this one is continued as. Raises `NetworkError`."""
+        newest = newest_run(self._node.manifest, self._node.directory.list_manifests()).plan
+        return newest if newest.run_id != self.plan.run_id else None
 
     def look_again(self) -> None:
         """Forget what the swarm looked like: the next question reads it anew."""

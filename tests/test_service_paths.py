@@ -205,6 +205,31 @@ def test_newer_states_are_taken_over_between_requests(out: Path, tmp_path: Path,
         assert client.get("/v1/models/path-1").json()["dipaco"]["modules"] == new
 
 
+def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) -> None:
+    swarm = FakeClient(out, out)
+    source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
+    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+        body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 4}
+        before = ask(client, **body)
+        assert client.get("/health").json()["status"] == "ok"
+        swarm.unserved = engine.grid.modules()
+        swarm.next_run = engine.plan.model_copy(update={"name": "the next one"})
+        looked = threading.Event()
+        deliver = engine._loader._deliver
+        engine._loader._deliver = lambda news: (deliver(news), looked.set())[0]
+        engine.look_again()
+        assert looked.wait(60)
+        for path in ("path-1", "path-2"):  # in memory, and not yet
+            said = ask(client, **{**body, "model": path})
+            assert path == "path-2" or said["choices"] == before["choices"]
+        health = client.get("/health").json()
+        assert health["status"] == "degraded"
+        assert [line.split(":")[0] for line in health["troubles"]][:1] == [
+            f"no peer serves {', '.join(sorted(engine.grid.modules_of_path(1)))}"
+        ]
+        assert "continued as 'the next one'" in health["troubles"][1]
+
+
 class Wanderer(Rerouter):
     """Goes from path to path."""
 

@@ -114,9 +114,11 @@ class Service:
         """Say whether answers can be expected; open to everybody."""
         engine = self._engine
         alive = engine.is_alive
+        troubles = [*engine.troubles, *dict(engine.unavailable).values()]
         return JSONResponse(
             {
-                "status": "ok" if alive else "failed",
+                "status": ("degraded" if troubles else "ok") if alive else "failed",
+                "troubles": troubles,
                 "unfinished": engine.unfinished,
                 "paths_in_memory": sorted(engine.loaded()),
             },

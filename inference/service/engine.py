@@ -86,6 +86,8 @@ class Engine:
         self._loading: set[int] = set()
         self.unavailable: dict[int, str] = {}
         """Paths that could not be had when they were last asked for, and why."""
+        self.troubles: tuple[str, ...] = ()
+        """Why what is served may be old."""
         self._ended = threading.Event()
         self._loader = Loader(
             source,
@@ -205,6 +207,7 @@ class Engine:
                 self.unavailable[news.path] = news.reason
             case Looked():
                 self.unavailable.clear()
+                self.troubles = news.troubles
                 for path in news.changed & self._resident.keys():
                     # Answers at work keep the states that they began with.
                     self._retiring.append(self._resident.pop(path))

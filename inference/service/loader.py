@@ -59,6 +59,8 @@ class Looked:
     """The source was looked at again; these paths have other states now."""
 
     changed: frozenset[int]
+    troubles: tuple[str, ...] = ()
+    """Why what is served may be old."""
 
 
 News = Loaded | NotLoaded | Looked
@@ -88,6 +90,7 @@ class Loader:
         self._deliver = deliver
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._ended = threading.Event()
+        self._told: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="path loader", daemon=True)
 
     def start(self) -> None:
@@ -147,15 +150,20 @@ class Loader:
     def _look(self) -> None:
         """Read what is newest and say which paths in memory have other states now."""
         changed = set()
+        troubles: tuple[str, ...] = ()
         try:
             self._source.look_again()
             for path, digests in self._resident().items():
                 if self._source.digests(path) != digests:
                     changed.add(path)
                 self._source.drop_states()
+            troubles = self._source.troubles()
         except Exception as error:  # what is in memory is served on
-            logger.warning("the states could not be looked at again: %s", error)
-        self._deliver(Looked(frozenset(changed)))
+            troubles = (f"the states could not be looked at again: {error}",)
+        for line in set(troubles) - set(self._told):
+            logger.warning("%s", line)
+        self._told = troubles
+        self._deliver(Looked(frozenset(changed), troubles))
 
 
 _LOOK = -1

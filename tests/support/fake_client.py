@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from dipaco.modules.errors import (
     NetworkError,
 )
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
@@ -17,24 +18,28 @@ class FakeClient:
 
     def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
         self._served = RunFolder(served)
-        self._unserved = unserved
+        self.unserved = unserved
         self.plan = self._served.plan()
         self.folder = cache
         self.fetched: list[str] = []
         self.closed = False
+        self.next_run: RunPlan | None = None
 
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         return self._served.blobs.require(sha256)
 
     def winning_state(self, module: str) -> ModuleState | None:
         self.fetched.append(module)
-        if module in self._unserved:
+        if module in self.unserved:
             raise NetworkError("none serves it")
         layout = self._served.grid(self.plan).layout(module)
         return self._served.states.load_latest(module, layout)
 
     def view(self) -> SimpleNamespace:
         return SimpleNamespace(progress={})
+
+    def successor(self) -> RunPlan | None:
+        return self.next_run
 
     def look_again(self) -> None:
         """The folder is read anew each time."""
