@@ -271,6 +271,8 @@ class ProgressEntry(BaseModel):
     tokens: Count
     validation_nll: Annotated[float, Field(ge=0, le=1e15)]
     validation_tokens: Count
+    shard_sequences: Count = 1
+    """By which the held-out losses of the paths are weighted."""
     train_loss: Loss
 
 

@@ -49,6 +49,7 @@ class PathService:
     validation_nll: float
     validation_tokens: int
     train_loss: float
+    shard_sequences: int = 1
 
     @property
     def validation_loss(self) -> float | None:
@@ -452,6 +453,7 @@ def merged_progress(
             validation_nll=scored.get(path, entry).validation_nll,
             validation_tokens=scored.get(path, entry).validation_tokens,
             train_loss=entry.train_loss,
+            shard_sequences=entry.shard_sequences,
         )
         for path, entry in sorted(newest.items())
     }

@@ -90,14 +90,20 @@ class ProgressReports:
                 loss=round(validation.loss, 6),
                 tokens=validation.tokens,
             )
+        view, own = self._publisher.view, self._status.progress
+        known = own.get(path) or view.progress.get(path)
+        if not validation.tokens and known is not None:
+            # What was scored last goes on to stand for the path.
+            validation = LossSum(known.validation_nll, known.validation_tokens)
         counted = [state.progress.get(path) for state in trainer.anchors().values()]
         plain = math.isfinite(train_loss) and abs(train_loss) < MAX_LOSS
-        self._status.progress[path] = ProgressEntry(
+        own[path] = ProgressEntry(
             path=path,
             last_round=round_index,
             tokens=max((progress.tokens for progress in counted if progress), default=0),
             validation_nll=validation.nll,
             validation_tokens=validation.tokens,
+            shard_sequences=self._node.load_shard_index().paths[path].train_sequences,
             train_loss=train_loss if plain else MAX_LOSS,
         )
         self._publisher.announce()

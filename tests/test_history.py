@@ -37,7 +37,7 @@ def status_of_moment(time_s: float, **values: Any) -> dict[str, Any]:
         "round": int(time_s // 60),
         "paths": [{"path": 0, "state": "training", "tokens": 5}],
         "peers": [{"peer_id": "12D3KooW" + "x" * 44, "state": "training", "tokens_per_s": 2.0}],
-        "validation": {"perplexity": 2.0},
+        "validation": {"loss": 1.5},
         "problems": [],
         **values,
     }
@@ -173,8 +173,8 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
         History(text, RUN)
     History(newer, RUN).close()
     with sqlite3.connect(newer) as database:
-        database.execute("UPDATE about SET value = '2' WHERE name = 'schema'")
-    with pytest.raises(StorageError, match="has format 2, this is 1"):
+        database.execute("UPDATE about SET value = '0' WHERE name = 'schema'")
+    with pytest.raises(StorageError, match="has format 0, this is"):
         History(newer, RUN)
     with pytest.raises(StorageError, match="give a writable file"):
         History(tmp_path, RUN)

@@ -47,7 +47,7 @@ def status(peers: int = 3, **changes: Any) -> dict[str, Any]:
         "peers": [peer] * peers,
         "paths": [path, {"state": "unserved", "last_round": None, "tokens": 0}],
         "modules": [module, {"agree": False, "holders": ["A"], "last_round": 2}],
-        "validation": {"perplexity": 12.5},
+        "validation": {"loss": 2.5, "perplexity": 12.5},
         **changes,
     }
 

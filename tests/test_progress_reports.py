@@ -57,6 +57,8 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
 
     trainer.loss_of = score
     status, publisher = PeerStatus(), MagicMock()
+    publisher.view.progress = {}
+    node.load_shard_index = lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
     files: Any = MagicMock()
     reports = ProgressReports(node, publisher, trainer, files, status, MagicMock())  # type: ignore[arg-type]
     for round_index in range(12):
@@ -65,6 +67,8 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
         if now_s > began_s:
             scored_in.append(round_index)
         assert status.progress[0].last_round == round_index, "told also where nothing is scored"
+        known = status.progress[0].validation_nll, status.progress[0].shard_sequences
+        assert known == (2.0, 7), "the last score stands for the path until there is another"
     assert scored_in == scored
     assert status.validation_loss == 2.0
     assert publisher.announce.call_count == 12

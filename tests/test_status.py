@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from dipaco.dht.manifest import (
     verify_manifest,
 )
 from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.dht.status.screen import render
-from dipaco.dht.status.summary import status_of
+from dipaco.dht.status.screen import problem_lines, render
+from dipaco.dht.status.summary import status_of, with_what_was_known
 from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.grid import Grid
 from dipaco.peer.guests import admit
@@ -80,6 +81,7 @@ def progress(peer_id: str, path: int, last_round: int = 5) -> ProgressRecord:
         tokens=1000,
         validation_nll=20.0 + path,
         validation_tokens=10,
+        shard_sequences=1 + path,
         train_loss=2.0,
     )
     return ProgressRecord(peer_id=peer_id, entries=(entry,))
@@ -173,10 +175,12 @@ def test_the_status_of_a_healthy_swarm(manifest: SignedManifest, grid: Grid) -> 
     }.items() <= module.items()
     said = {"team", "peer_id", "path", "state", "tokens_per_s", "waits_for", "device", "reachable"}
     assert said <= set(status["peers"][0])
+    # Weighted by the shards: 2.0, 2.1, 2.2 and 2.3 of 1, 2, 3 and 4 sequences.
     assert status["validation"] == {
-        "perplexity": pytest.approx(2.718281828 ** (86 / 40)),
-        "tokens": 40,
+        "loss": pytest.approx(2.2),
+        "perplexity": pytest.approx(math.exp(2.2)),
         "paths_reporting": 4,
+        "paths": 4,
     }
     json.dumps(status, allow_nan=False)
 
@@ -191,6 +195,33 @@ def test_an_empty_swarm_has_a_problem_and_no_perplexity(
     assert status["paths"][0]["state"] == "unserved"
     assert status["paths"][0]["validation_loss"] is None
     json.dumps(status, allow_nan=False)
+
+
+def test_what_was_known_of_a_path_stays(manifest: SignedManifest, grid: Grid) -> None:
+    parts = healthy_parts(grid)
+    before = shown(view_of(manifest, grid, **parts), manifest, grid)
+    gone = shown(view_of(manifest, grid, **parts | {"progress": []}), manifest, grid)
+    assert gone["validation"]["loss"] is None
+    assert (gone["validation"]["paths_reporting"], gone["validation"]["paths"]) == (0, 4)
+    kept = with_what_was_known(gone, before)
+    assert (kept["paths"], kept["validation"]) == (before["paths"], before["validation"])
+
+
+def test_a_run_that_everybody_left_for_its_successor_is_finished(
+    manifest: SignedManifest, grid: Grid
+) -> None:
+    parts = healthy_parts(grid)
+    gate = Gate.of(manifest)
+    moving = status_of(
+        view_of(manifest, grid, **parts), manifest, grid, successor=manifest, gate=gate
+    )
+    assert not moving["finished"]
+    empty = view_of(manifest, grid, progress=parts["progress"])
+    finished = status_of(empty, manifest, grid, successor=manifest, gate=gate)
+    assert finished["finished"]
+    assert (finished["healthy"], finished["problems"]) == (True, [])
+    text = " ".join(line.plain for line in problem_lines(finished))
+    assert text == f"finished, continued as run test: --run {manifest.plan.run_id}"
 
 
 def test_a_module_with_two_states_of_one_version_does_not_agree(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -219,6 +220,25 @@ def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> Non
     span = history.span()
     assert span is not None
     assert span.count == 2
+
+
+def test_the_page_follows_a_run_into_its_successor(
+    tmp_path: Path, statuses: list[dict[str, Any]]
+) -> None:
+    first, then = statuses[0], {**statuses[1], "run": {**statuses[1]["run"], "id": "b" * 64}}
+    file = tmp_path / "first.sqlite"
+    history, board = History(file, first["run"]["id"]), Board(5.0)
+    reads = iter((first, then))
+    sampler = Sampler(lambda: next(reads), history, board, 5.0)
+    with TestClient(StatusService(history, board).application()) as client:
+        for status in (first, then):
+            sampler.sample()
+            assert client.get("/api/status").json()["status"]["run"] == status["run"]
+            assert client.get("/api/series").json()["span"]["count"] == 1
+    history.close()
+    # Each has a file of its own.
+    assert History(file, first["run"]["id"]).at(math.inf) == first
+    assert (tmp_path / f"{'b' * 64}.history.sqlite").exists()
 
 
 def test_the_sampler_ends_when_it_is_told_to(statuses: list[dict[str, Any]]) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dipaco.dht.directory import Directory
     from dipaco.dht.manifest import SignedManifest
 
+    from .reading import RunReader
+
 WATCH_PERIOD_S = 5.0
 MANIFEST_WAIT_S = 10.0
 
@@ -87,10 +89,11 @@ def run(settings: StatusSettings) -> int:
     """Join as a client, read, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
     from dipaco.dht.addresses import split_operator
-    from dipaco.dht.admission import Gate
     from dipaco.dht.directory import Directory
     from dipaco.dht.identity import load_or_create_identity
     from dipaco.dht.node import join_dht
+
+    from .reading import RunReader
 
     addresses, operator = split_operator(settings.initial_peers)
     with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
@@ -98,18 +101,18 @@ def run(settings: StatusSettings) -> int:
         dht = join_dht(addresses, identity=identity, client_mode=True)
         try:
             manifest = _select(Directory(dht, identity, None), settings.run, operator)
-            reader = Directory(dht, identity, manifest.plan.run_id, Gate.of(manifest))
+            reader = RunReader(dht, identity, manifest)
             if listening is not None:
                 from .serving import serve_swarm
 
                 return serve_swarm(
-                    lambda: read_status(reader, manifest),
+                    reader.read,
                     manifest.plan,
                     listening,
                     settings.history,
                     settings.ledger,
                 )
-            return _show(reader, manifest, settings)
+            return _show(reader, settings)
         finally:
             dht.shutdown()
 
@@ -128,8 +131,8 @@ def _select(directory: Directory, run: str | None, operator: str | None) -> Sign
             time.sleep(1.0)
 
 
-def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettings) -> int:
-    status = read_status(directory, manifest)
+def _show(reader: RunReader, settings: StatusSettings) -> int:
+    status = reader.read()
     if not settings.watch:
         print(json.dumps(status, indent=2)) if settings.json else _print(status)
         return 0 if status["healthy"] else 1
@@ -137,33 +140,16 @@ def _show(directory: Directory, manifest: SignedManifest, settings: StatusSettin
         while True:
             print(json.dumps(status), flush=True)
             time.sleep(WATCH_PERIOD_S)
-            status = read_status(directory, manifest)
+            status = reader.read()
     if not sys.stdout.isatty():
         while True:
             _print(status)
             time.sleep(WATCH_PERIOD_S)
-            status = read_status(directory, manifest)
+            status = reader.read()
     from .watch import StatusApp
 
-    StatusApp(status, lambda: read_status(directory, manifest), WATCH_PERIOD_S).run()
+    StatusApp(status, reader.read, WATCH_PERIOD_S).run()
     return 0
-
-
-def read_status(directory: Directory, manifest: SignedManifest) -> dict[str, Any]:
-    """Read everything once and return the status."""
-    from dipaco.dht.coverage import whole_scope
-    from dipaco.dht.manifest import newest_run
-    from dipaco.modules.grid import Grid
-
-    from .summary import status_of
-
-    plan = manifest.plan
-    grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-    view = directory.read_view(plan, grid, time.time(), whole_scope(grid))
-    newest = newest_run(manifest, directory.list_manifests())
-    successor = newest if newest.plan.run_id != plan.run_id else None
-    assert directory.gate is not None
-    return status_of(view, manifest, grid, successor=successor, gate=directory.gate)
 
 
 def _print(status: dict[str, Any]) -> None:

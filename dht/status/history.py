@@ -20,7 +20,7 @@ from dipaco.modules.errors import StorageError
 
 from .snapshots import SnapshotError, pack, unpack
 
-SCHEMA = 1
+SCHEMA = 2
 # "dpca": tells the file from those of other programs.
 APPLICATION_ID = 0x64706361
 HOUR_S = 3600.0
@@ -65,7 +65,7 @@ def default_history_file(run_id: str) -> Path:
 
 def summary_of(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a moment that are drawn over time, by column."""
-    perplexity = status["validation"]["perplexity"]
+    loss = status["validation"]["loss"]
     return {
         "time_ms": round(status["time_s"] * 1000),
         "round": status["round"],
@@ -75,7 +75,7 @@ def summary_of(status: Mapping[str, Any]) -> dict[str, Any]:
         # Peers may claim what they like; the column holds 64 bits.
         "tokens": min(sum(path["tokens"] for path in status["paths"]), 2**63 - 1),
         "tokens_per_s": round(sum(peer["tokens_per_s"] for peer in status["peers"]), 1),
-        "loss": None if perplexity is None else round(math.log(max(perplexity, 1e-300)), 5),
+        "loss": None if loss is None else round(loss, 5),
         "problems": len(status["problems"]),
         "kinds": " ".join(dict.fromkeys(problem["kind"] for problem in status["problems"])),
     }
@@ -96,13 +96,25 @@ class History:
 
         Raises StorageError for a file of another run or another program, and for a damaged one.
         """
-        self._path = path
         self._most_bytes = most_bytes
         self._is_thinned = is_thinned
         self._lock = threading.RLock()
         self._writes = 0
         self._numbers: dict[str, tuple[int, int]] = {}
         self._texts: dict[int, str] = {}
+        self._connect(path, run_id)
+
+    def begin_another(self, run_id: str) -> None:
+        """Go on with the history of another run, in a file of its own beside this one."""
+        with self._lock:
+            self._file.close()
+            self._numbers.clear()
+            self._texts.clear()
+            path = self._path
+            self._connect(path and path.with_name(f"{run_id}.history.sqlite"), run_id)
+
+    def _connect(self, path: Path | None, run_id: str) -> None:
+        self._path, self.run_id = path, run_id
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,16 +39,20 @@ def head_of(status: dict[str, Any]) -> Text:
     """Return the line that says which run it is, and how far."""
     run, validation = status["run"], status["validation"]
     head = Text(f"run {run['name']} ({run['id']}), round {status['round']}")
-    if validation["perplexity"] is not None:
+    if validation["loss"] is not None:
         head.append(
-            f", validation perplexity {validation['perplexity']:.2f} "
-            f"({validation['paths_reporting']} paths, {validation['tokens']:,} tokens)"
+            f", held-out loss {validation['loss']:.3f} (perplexity {validation['perplexity']:.2f}) "
+            f"of {validation['paths_reporting']} of {validation['paths']} paths"
         )
     return head
 
 
 def problem_lines(status: dict[str, Any]) -> list[Text]:
     """Return a line for each problem, the worst first, or one that says that there is none."""
+    successor = status["successor"]
+    if status["finished"]:
+        line = f"finished, continued as run {successor['name']}: --run {successor['id']}"
+        return [Text(line, style="green")]
     if status["healthy"]:
         return [Text("healthy", style="green")]
     return [Text(f"problem: {problem['text']}", style="red") for problem in status["problems"]]
@@ -58,8 +62,8 @@ def notes_of(status: dict[str, Any]) -> list[Text]:
     """Return what is no problem and in no table."""
     notes = []
     successor = status["successor"]
-    if successor is not None:
-        notes.append(Text(f"succeeded by run {successor['name']} ({successor['id']})"))
+    if successor is not None and not status["finished"]:
+        notes.append(Text(f"continued as run {successor['name']} ({successor['id']})"))
     admission = status["admission"]
     if admission["kind"] == "invitation":
         used = [f"{i['id']} ({i['peers']} of {i['places']})" for i in admission["invitations"]]
@@ -84,7 +88,7 @@ def tables_of(status: dict[str, Any]) -> tuple[Rows, ...]:
         Rows(
             "modules",
             ("module", "version", "last round", "rows", "digest", "holders", "agree"),
-            tuple(_module_row(module) for module in status["modules"]),
+            tuple(_module_row(module, status["finished"]) for module in status["modules"]),
             tuple(module["module"] in troubled for module in status["modules"]),
         ),
         Rows(
@@ -113,10 +117,10 @@ def _path_row(path: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _module_row(module: dict[str, Any]) -> tuple[str, ...]:
+def _module_row(module: dict[str, Any], is_finished: bool) -> tuple[str, ...]:
     return (
         module["module"],
-        str(module["version"]),
+        str(module["version"]) if module["holders"] or not is_finished else "-",
         _round(module["last_round"]),
         f"{module['weight']:,}",
         (module["digest"] or "-")[:12],

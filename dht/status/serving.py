@@ -20,6 +20,7 @@ from dipaco.modules.plan import RunPlan
 
 from .history import History, default_history_file
 from .service import Board, Credits, StatusService
+from .summary import with_what_was_known
 
 logger = logging.getLogger("dipaco.dht.status.serving")
 
@@ -71,6 +72,12 @@ class Sampler:
         """Read once. What fails is said on the page, and is tried again the next time."""
         try:
             status = self._read()
+            run = status["run"]["id"]
+            if run != self._history.run_id:
+                self._history.begin_another(run)
+            before = self._board.status or self._history.at(math.inf)
+            if before is not None and before["run"]["id"] == run:
+                status = with_what_was_known(status, before)
             self._board.put(status)
             self._history.write(status)
             if self._read_ledger and time.monotonic() - self._ledger_read_s >= LEDGER_EVERY_S:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from dipaco.dht.admission import Gate
@@ -31,8 +32,10 @@ def status_of(
     """
     plan = manifest.plan
     round_index = present_round(plan, view)
+    finished = successor is not None and not any(c.state != "leaving" for c in view.claims.values())
     paths = [_path_status(view, grid, path) for path in range(grid.path_count)]
-    found = problems(view, plan, grid)
+    # Whoever was here trains the successor: what is missing here is no problem.
+    found = () if finished else problems(view, plan, grid)
     forked = forked_modules(found)
     modules = [_module_status(view, grid, module, module in forked) for module in grid.modules()]
     return {
@@ -50,8 +53,9 @@ def status_of(
         "paths": paths,
         "modules": modules,
         "peers": [_peer_status(view, peer) for peer in view.present],
-        "validation": _validation(view),
+        "validation": validation_of(paths),
         "successor": _successor_status(successor),
+        "finished": finished,
         "admission": _admission_status(view, gate, is_open=plan.admission is not None),
         "healthy": not found,
         "problems": [
@@ -82,6 +86,7 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
         "tokens": service.tokens if service else 0,
         "tokens_per_s": round(sum(rates), 1),
         "validation_loss": service.validation_loss if service else None,
+        "shard_sequences": service.shard_sequences if service else 0,
     }
 
 
@@ -168,13 +173,31 @@ def _admission_status(view: SwarmView, gate: Gate, *, is_open: bool) -> dict[str
     }
 
 
-def _validation(view: SwarmView) -> dict[str, Any]:
-    """Return the swarm's perplexity: token-weighted over the paths that report one."""
-    scored = [s for s in view.progress.values() if s.validation_tokens]
-    tokens = sum(s.validation_tokens for s in scored)
-    nll = sum(s.validation_nll for s in scored)
+def validation_of(paths: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the loss on held-out text of the paths that have one, weighted by their shards."""
+    scored = [path for path in paths if path["validation_loss"] is not None]
+    # Peers say how large a shard is; one without documents counts for nothing.
+    weight = sum(path["shard_sequences"] for path in scored)
+    loss = None
+    if weight:
+        loss = sum(path["validation_loss"] * path["shard_sequences"] for path in scored) / weight
     return {
-        "perplexity": math.exp(min(nll / tokens, 700.0)) if tokens else None,
-        "tokens": tokens,
+        "loss": loss,
+        "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
         "paths_reporting": len(scored),
+        "paths": len(paths),
     }
+
+
+def with_what_was_known(status: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return a status in which the paths have what was known of them before and no peer says now:
+    the peer that said it may have gone."""
+    paths = []
+    for now, then in zip(status["paths"], before["paths"], strict=True):
+        kept = dict(now)
+        if now["tokens"] < then["tokens"]:
+            kept |= {name: then[name] for name in ("tokens", "last_round")}
+        if now["validation_loss"] is None:
+            kept |= {name: then[name] for name in ("validation_loss", "shard_sequences")}
+        paths.append(kept)
+    return {**status, "paths": paths, "validation": validation_of(paths)}
