@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dipaco.modules.config import Config, parse_config
@@ -20,7 +20,7 @@ from pydantic import Field
 from .chain import Step
 from .view import SwarmView
 
-EXPORT_FORMAT = "dipaco-ledger/2"
+EXPORT_FORMAT = "dipaco-ledger/3"
 _Tokens = Field(ge=0, le=2**63)
 _Words = Field("", max_length=64)
 
@@ -32,10 +32,11 @@ class Credit:
     peer: str
     tokens: int
     paths: Mapping[int, int] = field(default_factory=dict)
-    """Tokens by path."""
+    """Tokens by path, of the newest run."""
     rows: int = 0
     """Over all modules."""
     last_round: int = 0
+    """Of the newest run; -1 for a peer that is in earlier ones only."""
 
 
 def credits_of(chains: Mapping[str, Iterable[Step]]) -> dict[str, Credit]:
@@ -61,11 +62,30 @@ def credits_of(chains: Mapping[str, Iterable[Step]]) -> dict[str, Credit]:
     return found
 
 
-def exported(run_id: str, credits: Mapping[str, Credit], view: SwarmView | None) -> dict[str, Any]:
+def summed(
+    newest: Mapping[str, Credit], earlier: Iterable[Mapping[str, Credit]]
+) -> dict[str, Credit]:
+    """Return the credit of each peer in a run and in those that it continues."""
+    found = dict(newest)
+    for credits in earlier:
+        for peer, before in credits.items():
+            known = found.get(peer, Credit(peer, 0, last_round=-1))
+            found[peer] = replace(
+                known, tokens=known.tokens + before.tokens, rows=known.rows + before.rows
+            )
+    return found
+
+
+def exported(
+    run_id: str,
+    credits: Mapping[str, Credit],
+    view: SwarmView | None,
+    earlier: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return the ledger as plain values; its keys are part of the command's contract.
 
     A name is what its owner says, and two owners may say the same: peers are told apart by id.
-    Those that are not in sight have none.
+    Those that are not in sight have none. `earlier` are the runs before it that are counted too.
     """
     ranked = sorted(credits.values(), key=lambda credit: (-credit.tokens, credit.peer))
     records = view.peers if view is not None else {}
@@ -82,6 +102,7 @@ def exported(run_id: str, credits: Mapping[str, Credit], view: SwarmView | None)
     return {
         "format": EXPORT_FORMAT,
         "run": run_id,
+        "earlier": list(earlier),
         "tokens": sum(credit.tokens for credit in ranked),
         "peers": [
             {
@@ -105,7 +126,7 @@ class _Peer(Config):
     team: str = _Words
     tokens: int = _Tokens
     rows: int = _Tokens
-    last_round: int = _Tokens
+    last_round: int = Field(ge=-1, le=2**63)
     paths: dict[str, int]
 
 
@@ -117,8 +138,9 @@ class _Team(Config):
 class _Ledger(Config):
     """What `exported` returns."""
 
-    format: Literal["dipaco-ledger/2"]
+    format: Literal["dipaco-ledger/3"]
     run: str = Field(max_length=64)
+    earlier: tuple[str, ...]
     tokens: int = _Tokens
     peers: tuple[_Peer, ...]
     teams: tuple[_Team, ...]
@@ -136,6 +158,6 @@ def read_ledger(text: bytes, run_id: str) -> dict[str, Any]:
         ledger = parse_config(_Ledger, said, "it is not what dipaco-ledger --json writes")
     except ConfigurationError as error:
         raise StorageError(str(error)) from None
-    if ledger.run != run_id:
+    if run_id not in (ledger.run, *ledger.earlier):
         raise StorageError(f"it is of run {ledger.run}, not of {run_id}")
     return ledger.model_dump(mode="json")

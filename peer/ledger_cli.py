@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from dipaco.dht.addresses import check_given_peer
 from dipaco.modules.command_line import Command, Option, RunSettings
+from dipaco.modules.errors import StorageError
+
+if TYPE_CHECKING:
+    from dipaco.dht.chain import Step
+    from dipaco.dht.ledger import Credit
+    from dipaco.modules.plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,35 +30,83 @@ class LedgerSettings(RunSettings):
     initial_peers: Annotated[
         tuple[str, ...], Option("addresses of any peers", "ADDR", check=check_given_peer)
     ]
+    earlier: Annotated[
+        tuple[str, ...],
+        Option(
+            "count the runs that this one continues too: a peer's cache folder, or folders of runs",
+            "DIR",
+        ),
+    ] = ()
     json: Annotated[bool, Option("print one JSON object instead of a table")] = False
 
 
 def run(settings: LedgerSettings) -> int:
     """Read all chains of a swarm, and print what each peer has trained."""
     # Importing the network takes seconds; --help and mistakes should not.
-    from dipaco.dht.ledger import credits_of, exported
+    from dipaco.dht.ledger import credits_of, exported, summed
 
     from .client import ReadOnlyClient
 
     with ReadOnlyClient(settings.initial_peers, run=settings.run) as client:
         chains = {module: client.chain(module) for module in client.grid.modules()}
-        ledger = exported(client.plan.run_id, credits_of(chains), client.view())
+        plan, view = client.plan, client.view()
+    earlier = _earlier_credits(plan, [Path(one).expanduser() for one in settings.earlier])
+    credits = summed(credits_of(chains), earlier.values())
+    ledger = exported(plan.run_id, credits, view, tuple(earlier))
     if settings.json:
         print(json.dumps(ledger, indent=2))
     else:
-        _print(ledger)
+        _print(ledger, plan.successor_of if plan.successor_of not in earlier else None)
     return 0
 
 
-def _print(ledger: dict[str, Any]) -> None:
+def _earlier_credits(plan: RunPlan, folders: Sequence[Path]) -> dict[str, dict[str, Credit]]:
+    """Return the credits of the runs that a run continues, the latest first, from what is on disk.
+
+    Of several folders of a run the heaviest chain of each module counts; nothing is changed there.
+    """
+    from dipaco.dht.ledger import credits_of
+    from dipaco.routing.run_folder import RunFolder
+
+    from .exchange.chain_store import ChainStore
+
+    found: dict[str, dict[str, Credit]] = {}
+    while (run_id := plan.successor_of) is not None:
+        chains: dict[str, Sequence[Step]] = {}
+        for folder in (*folders, *(folder / run_id for folder in folders)):
+            if not (folder / "manifest.json").is_file():
+                continue
+            run = RunFolder(folder)
+            if run.plan().run_id != run_id:
+                continue
+            plan = run.plan()
+            modules = run.grid(plan).modules()
+            store = ChainStore(run_id, modules, folder / "chains", only_reads=True)
+            for module in modules:
+                chain = store.chain(module)
+                weight = sum(len(step.rows) for step in chain)
+                if weight >= sum(len(step.rows) for step in chains.get(module, ())):
+                    chains[module] = chain
+        if not chains:
+            break
+        found[run_id] = credits_of(chains)
+    if folders and not found:
+        raise StorageError(
+            f"--earlier {folders[0]}: no run is there that run {plan.run_id} continues; give a "
+            "peer's cache folder, or the folder of the earlier run"
+        )
+    return found
+
+
+def _print(ledger: dict[str, Any], not_counted: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{ledger['tokens']:,} tokens in the chains of run {ledger['run']}",
-        caption="tokens count once a step has taken them: those of the round under way, and what "
-        "no step took, are not here, and a run that this one succeeds has a ledger of its own",
-    )
+    runs = " and ".join((ledger["run"], *ledger["earlier"]))
+    why = "work counts once a step has taken it: what is newer than that comes with the next step"
+    if not_counted is not None:
+        why += f". Run {not_counted} before it is not counted: --earlier DIR"
+    table = Table(title=f"{ledger['tokens']:,} tokens in the model of run {runs}", caption=why)
     for title in ("peer", "name", "team", "tokens", "last round"):
         table.add_column(title, justify="right" if title in ("tokens", "last round") else "left")
     for one in ledger["peers"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from dipaco.dht.chain import Row, Step, genesis_name
 from dipaco.dht.ledger import EXPORT_FORMAT, credits_of, exported, read_ledger
 from dipaco.modules.errors import StorageError
 from dipaco.peer import client, ledger_cli
+from dipaco.peer.exchange.chain_store import ChainStore
+from support.tiny_run import make_tiny_run
 
 RUN = "0" * 16
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
@@ -84,7 +87,7 @@ def test_what_the_command_writes_is_read_and_nothing_else() -> None:
             json.dumps({**ledger, "peers": [{**ledger["peers"][0], "tokens": -1}]}).encode(),
             "tokens",
         ),
-        (json.dumps({**ledger, "format": "dipaco-ledger/1"}).encode(), "format"),
+        (json.dumps({**ledger, "format": "dipaco-ledger/2"}).encode(), "format"),
         (json.dumps({**ledger, "run": "f" * 16}).encode(), f"is of run {'f' * 16}"),
     ):
         with pytest.raises(StorageError, match=message) as caught:
@@ -96,7 +99,7 @@ class Client:
     """A swarm of one module, as the command reads it."""
 
     grid = SimpleNamespace(modules=lambda: ("L0.E0",))
-    plan = SimpleNamespace(run_id=RUN)
+    plan = SimpleNamespace(run_id=RUN, successor_of=None)
 
     def __init__(self, initial_peers: tuple[str, ...], *, run: str | None) -> None:
         assert (initial_peers, run) == ((ADDRESS,), "mine")
@@ -124,8 +127,41 @@ def test_the_command_prints_a_table_or_json(
     assert (ledger["format"], ledger["run"], ledger["tokens"]) == (EXPORT_FORMAT, RUN, 1234)
     assert ledger_cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert "1,234 tokens in the chains" in shown
+    assert "1,234 tokens in the model" in shown
     assert ("ann" * 8)[-8:] in shown
-    assert "count once a step has taken them" in " ".join(shown.split())
+    assert "counts once a step has taken it" in " ".join(shown.split())
     with pytest.raises(SystemExit):
         ledger_cli.main([*words, "--seed", "1"])
+
+
+def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "made")
+    plan, peer = run.plan(), ADDRESS.rpartition("/")[2]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    folder = run.path.rename(cache / plan.run_id)
+    store = ChainStore(plan.run_id, run.grid(plan).modules(), folder / "chains")
+    module = "L0.E0"
+    rows = [
+        Row(module, 0, genesis_name(plan.run_id, module), 0, peer, 1000, "f" * 64, 1, bytes(64))
+    ]
+    store.add_verified([step := Step.of(rows)])
+    store.serve(module, step.name)
+    log = folder / "chains" / f"{module}.log"
+    log.write_bytes(log.read_bytes() + b"what its owner is writing")
+    before = log.read_bytes()
+    monkeypatch.setattr(client, "ReadOnlyClient", Client)
+    monkeypatch.setattr(Client, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
+    words = ["--initial-peers", ADDRESS, "--run", "mine"]
+    assert ledger_cli.main([*words, "--json", "--earlier", str(cache)]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert (ledger["tokens"], ledger["earlier"]) == (2234, [plan.run_id])
+    said = [(p["peer_id"], p["tokens"], p["last_round"]) for p in ledger["peers"]]
+    assert said == [("ann" * 8, 1234, 0), (peer, 1000, -1)]
+    assert log.read_bytes() == before
+    assert ledger_cli.main(words) == 0
+    assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())
+    assert ledger_cli.main([*words, "--earlier", str(tmp_path / "made")]) == 9
+    assert "give a peer's cache folder" in capsys.readouterr().err

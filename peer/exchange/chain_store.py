@@ -66,19 +66,23 @@ class ChainStore:
     """Chains, recent rows and served heads of a run's modules. Thread-safe.
 
     :param folder: where a log of every module is; None: in memory only, for readers
+    :param only_reads: the folder is another process's: nothing in it is mended or written
     """
 
-    def __init__(self, run_id: str, modules: Iterable[str], folder: Path | None) -> None:
+    def __init__(
+        self, run_id: str, modules: Iterable[str], folder: Path | None, *, only_reads: bool = False
+    ) -> None:
         """Load what is on disk. Raises `StorageError`."""
         self._lock = threading.RLock()
-        self._folder = folder
+        self._folder, self._only_reads = folder, only_reads
         names = tuple(modules)
         self._book = ChainBook(run_id, names)
         self._modules = {name: _Module(self._book.genesis(name)) for name in names}
         self._admissions: OrderedDict[str, bytes] = OrderedDict()
         if folder is not None:
             with storage_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+                if not only_reads:
+                    folder.mkdir(parents=True, exist_ok=True)
                 for name in names:
                     if self._path(name).exists():
                         self._load(name)
@@ -231,7 +235,7 @@ class ChainStore:
 
     def _save(self, module: str, step: str, head: Head | None) -> None:
         """Append what the log has not of the chain to `step`, and which head is served."""
-        if self._folder is None:
+        if self._folder is None or self._only_reads:
             return
         kept = self._modules[module]
         new: list[Step] = []
@@ -263,7 +267,7 @@ class ChainStore:
             except (RecordError, ValueError, KeyError, TypeError, IndexError):
                 break
             good = end
-        if good < len(data):
+        if good < len(data) and not self._only_reads:
             logger.warning(
                 "the log of %s was damaged: %d of %d bytes are left", module, good, len(data)
             )
