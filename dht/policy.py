@@ -67,9 +67,9 @@ def _others(view: SwarmView, path: int, me: str) -> int:
 
 def _reason(view: SwarmView, path: int, others: int) -> str:
     last = view.last_round(path)
-    when = "never trained yet" if last < 0 else f"last trained in round {last}"
     if others == 0:
-        return f"nobody trains it ({when})"
+        # Nothing is known of a path whose last trainer has been gone for long.
+        return "nobody trains it" + (f", since round {last}" if last >= 0 else "")
     return f"least service: {others} other{'s' if others > 1 else ''} on it"
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, check_listen_address
 from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings, check_device
-from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.errors import ConfigurationError, nearest_name
 
 from .owner.pauses import Hours
 
@@ -20,6 +20,15 @@ def default_cache_folder() -> Path:
     """Return where a volunteer's states and blobs live when no flag says otherwise."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "dipaco"
+
+
+def _check_address_or_word(given: str) -> None:
+    """Raise ConfigurationError for a mistyped `pause`, and AddressError for other mistakes."""
+    if (word := nearest_name(given, ("pause", "resume"))) is not None:
+        raise ConfigurationError(
+            f"'{given}' is neither a command nor an address; did you mean dipaco-peer {word}?"
+        )
+    check_given_peer(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +143,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         Option(
             "the address of a peer of the swarm, or several",
             "ADDR",
-            check=check_given_peer,
+            check=_check_address_or_word,
             common=True,
             loose=True,
         ),

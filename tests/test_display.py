@@ -54,7 +54,7 @@ def step(tokens: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> None:
-    claim = Activity("training", 1, reason="nobody trains it (never trained yet)")
+    claim = Activity("training", 1, reason="nobody trains it")
     status = PeerStatus(
         claim,
         device="NVIDIA GeForce RTX 4090 Laptop GPU",

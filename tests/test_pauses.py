@@ -186,3 +186,13 @@ def test_gpu_memory_is_limited_on_gpus_only() -> None:
     limit_memory(torch.device("cpu"), None)
     with pytest.raises(ConfigurationError, match=re.escape("--vram-gb 8 is for a GPU")):
         limit_memory(torch.device("cpu"), 8.0)
+
+
+@pytest.mark.parametrize(("word", "meant"), [("paus", "pause"), ("resum", "resume")])
+def test_a_mistyped_command_is_no_bad_address(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word]) == 3
+    said = capsys.readouterr().err
+    assert f"did you mean dipaco-peer {meant}?" in said
+    assert said.count("\n") == 1
