@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dipaco.modules.command_line import shown_bytes
+from dipaco.modules.errors import printable
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.progress import StageProgress, bar_or_lines
 from dipaco.routing.report import RoutingReport
@@ -28,7 +29,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Show one line."""
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(printable(line), markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageProgress]:

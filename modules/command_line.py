@@ -32,7 +32,7 @@ from types import FrameType, NoneType
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 from typing import get_type_hints as type_hints_of
 
-from .errors import ConfigurationError, DipacoError, NetworkError, StorageError
+from .errors import ConfigurationError, DipacoError, NetworkError, StorageError, printable
 from .setting_sources import (
     CONFIG_VARIABLE,
     DEFAULT_ORIGIN,
@@ -385,12 +385,19 @@ def configure_logging(debug: bool) -> None:
     if not debug:
         warnings.filterwarnings("ignore", module=r"hivemind\.")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     ours = logging.getLogger("dipaco")
     ours.setLevel(logging.DEBUG if debug else logging.WARNING)
     ours.handlers = [handler]
     for noisy in ("asyncio", "hivemind"):
         logging.getLogger(noisy).setLevel(logging.DEBUG if debug else logging.CRITICAL)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """One line for a message; a traceback stays as it is."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
 
 
 def run_command(main: Callable[[], int], debug: bool) -> int:
@@ -407,7 +414,7 @@ def run_command(main: Callable[[], int], debug: bool) -> int:
             traceback.print_exc()
         exit_code, line = _explain(error)
         if line:
-            print(f"error: {' '.join(line.split())}", file=sys.stderr)
+            print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr)
         return exit_code
 
 

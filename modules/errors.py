@@ -88,6 +88,12 @@ class AdmissionError(DipacoError):
     exit_code = 13
 
 
+def printable(text: str) -> str:
+    """Return what others have written as one line that commands no terminal: "?" stands for
+    control characters, and for those that change the direction of what follows."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks most like `name`, for "did you mean" messages."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

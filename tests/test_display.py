@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from dipaco.dht.view import SwarmView
+from dipaco.modules import command_line
+from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus
@@ -111,3 +115,31 @@ def test_lines_are_for_people() -> None:
     text = output.getvalue()
     assert "L0.E0 is now version 4, with the work of 1 of 1 peer\n" in text
     assert "left: you trained 123,456 tokens; the same command goes on" in text
+
+
+HOSTILE = "nice\x1b]0;owned\x07\x1b[2J\u202egnp.exe\r\nsecond"
+PLAIN = "nice?]0;owned??[2J?gnp.exe  second"
+
+
+def test_no_text_of_others_commands_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One place makes it printable, for the console, the log and the line of an error."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    Display(console).say(f"  indented {HOSTILE}")
+    assert console.file.getvalue() == f"  indented {PLAIN}\n"  # type: ignore[attr-defined]
+
+    def fail() -> int:
+        raise NetworkError(HOSTILE)
+
+    assert command_line.run_command(fail, debug=False) == NetworkError.exit_code
+    logger = logging.getLogger("dipaco")
+    before = logger.handlers, logger.level
+    try:
+        command_line.configure_logging(debug=False)
+        logger.warning("a peer says %s", HOSTILE)
+    finally:
+        logger.handlers, logger.level = before[0], before[1]
+    said = capsys.readouterr().err
+    assert f"error: {PLAIN.replace('  ', ' ')}\n" in said
+    assert f"a peer says {PLAIN}\n" in said

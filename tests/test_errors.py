@@ -369,7 +369,7 @@ def test_a_full_disk(tmp_path: Path, scene: Scene) -> None:
     command = Command(
         *peer(scene.bootstrap.address(), cache), prefix=("unshare", "-rm", "sh", "-c", mount, "sh")
     )
-    command.fails(9, "disk full", re.escape(str(cache)), "--cache-dir")
+    command.fails(9, "disk: .* can be used at", re.escape(str(cache)), "--cache-dir")
 
 
 def test_another_version_of_the_protocol(tmp_path: Path) -> None:

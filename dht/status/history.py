@@ -6,10 +6,12 @@ It survives its writer being killed at any moment (a write-ahead log).
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sqlite3
 import threading
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.modules.errors import StorageError
-
-from .snapshots import SnapshotError, pack, unpack
 
 SCHEMA = 2
 # "dpca": tells the file from those of other programs.
@@ -30,13 +30,12 @@ THINNED = ((6 * HOUR_S, 300.0), (2 * DAY_S, 1800.0), (30 * DAY_S, 6 * HOUR_S))
 LONGEST_S = 2 * 365 * DAY_S
 THIN_EVERY = 64
 DEFAULT_BYTES = 256 * 2**20
-# A string is known to be in use for so long before that is written down again.
-USED_EVERY_MS = 3_600_000
+# Of one moment, unpacked.
+MOST_BYTES = 64 * 2**20
 BUSY_S = 5.0
 
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE strings (number INTEGER PRIMARY KEY, text TEXT UNIQUE NOT NULL, used_ms INTEGER);
 CREATE TABLE moments (
   time_ms INTEGER PRIMARY KEY, round INTEGER, peers INTEGER, training INTEGER, unserved INTEGER,
   tokens INTEGER, tokens_per_s REAL, loss REAL, problems INTEGER, kinds TEXT, body BLOB NOT NULL
@@ -100,16 +99,12 @@ class History:
         self._is_thinned = is_thinned
         self._lock = threading.RLock()
         self._writes = 0
-        self._numbers: dict[str, tuple[int, int]] = {}
-        self._texts: dict[int, str] = {}
         self._connect(path, run_id)
 
     def begin_another(self, run_id: str) -> None:
         """Go on with the history of another run, in a file of its own beside this one."""
         with self._lock:
             self._file.close()
-            self._numbers.clear()
-            self._texts.clear()
             path = self._path
             self._connect(path and path.with_name(f"{run_id}.history.sqlite"), run_id)
 
@@ -178,9 +173,7 @@ class History:
         """Keep a moment. Raises StorageError."""
         with self._reading():
             with self._transaction():
-                now_ms = round(status["time_s"] * 1000)
-                body = pack(status, lambda text: self._number(text, now_ms))
-                values = [*summary_of(status).values(), body]
+                values = [*summary_of(status).values(), pack(status)]
                 marks = ", ".join("?" * len(values))
                 self._file.execute(f"INSERT OR REPLACE INTO moments VALUES ({marks})", values)
             self._writes += 1
@@ -190,7 +183,7 @@ class History:
                 self._shrink()
 
     def thin(self, now_s: float) -> None:
-        """Drop moments that the age of others does not leave room for, and their strings."""
+        """Drop moments that the age of others does not leave room for."""
         with self._reading():
             with self._transaction():
                 ends = [age_s for age_s, _ in THINNED[1:]] + [LONGEST_S]
@@ -209,32 +202,29 @@ class History:
                 self._file.execute(
                     "DELETE FROM moments WHERE time_ms < ?", (round(1000 * (now_s - LONGEST_S)),)
                 )
-                self._forget_strings()
             self._shrink()
 
     def _shrink(self) -> None:
-        """Drop the oldest moments until the file is within its bound."""
+        """Drop moments until the file is within its bound: every second one of the largest.
+
+        So no flood of strangers, which makes moments large, takes the time before it away.
+        """
         while self.bytes > self._most_bytes:
             with self._transaction():
-                (count,) = self._file.execute("SELECT count(*) FROM moments").fetchone()
-                if count <= 1:
+                rows = self._file.execute(
+                    "SELECT time_ms, length(body) FROM moments ORDER BY time_ms DESC"
+                ).fetchall()
+                if len(rows) <= 1:
                     break
-                self._file.execute(
-                    "DELETE FROM moments WHERE time_ms IN "
-                    "(SELECT time_ms FROM moments ORDER BY time_ms LIMIT ?)",
-                    (max(1, count // 8),),
-                )
-                self._forget_strings()
+                half = sum(size for _, size in rows) / 2
+                large = []
+                # Those that take half of it; the newest one stays.
+                for time_ms, size in sorted(rows[1:], key=lambda row: -row[1]):
+                    if half > 0:
+                        large.append((time_ms,))
+                    half -= size
+                self._file.executemany("DELETE FROM moments WHERE time_ms = ?", sorted(large)[::2])
         self._file.execute("PRAGMA incremental_vacuum").fetchall()
-
-    def _forget_strings(self) -> None:
-        """Drop the strings that no moment can name any more."""
-        self._file.execute(
-            "DELETE FROM strings WHERE used_ms + ? < (SELECT min(time_ms) FROM moments)",
-            (USED_EVERY_MS,),
-        )
-        self._numbers.clear()
-        self._texts.clear()
 
     @property
     def bytes(self) -> int:
@@ -242,18 +232,6 @@ class History:
         pragmas = ("page_count", "freelist_count", "page_size")
         pages, free, size = (self._file.execute(f"PRAGMA {n}").fetchone()[0] for n in pragmas)
         return int((pages - free) * size)
-
-    def _number(self, text: str, now_ms: int) -> int:
-        number, used_ms = self._numbers.get(text, (0, 0))
-        if number and now_ms - used_ms < USED_EVERY_MS:
-            return number
-        row = self._file.execute(
-            "INSERT INTO strings (text, used_ms) VALUES (:text, :now) ON CONFLICT (text) "
-            "DO UPDATE SET used_ms = max(used_ms, :now) RETURNING number",
-            {"text": text, "now": now_ms},
-        ).fetchone()
-        self._numbers[text] = (int(row[0]), now_ms)
-        return int(row[0])
 
     # -- reading
 
@@ -282,7 +260,7 @@ class History:
             for (body,) in rows:
                 # One damaged moment must not hide the others.
                 try:
-                    return unpack(body, self._text)
+                    return unpack(body)
                 except SnapshotError:
                     continue
         return None
@@ -322,22 +300,11 @@ class History:
                     "SELECT body FROM moments WHERE time_ms = ?", (times[index],)
                 ).fetchone()
                 try:
-                    status = unpack(row[0], self._text) if row else None
+                    status = unpack(row[0]) if row else None
                 except SnapshotError:
                     status = None
             if status is not None:
                 yield status
-
-    def _text(self, number: int) -> str:
-        found = self._texts.get(number)
-        if found is None:
-            row = self._file.execute(
-                "SELECT text FROM strings WHERE number = ?", (number,)
-            ).fetchone()
-            if row is None:
-                raise SnapshotError(f"string {number} is missing")
-            found = self._texts[number] = str(row[0])
-        return found
 
     # -- the file
 
@@ -361,12 +328,31 @@ class History:
             yield
             self._file.execute("COMMIT")
         except BaseException:
-            # What was numbered in it is not in the file.
-            self._numbers.clear()
             # SQLite has rolled back already after some errors, such as a full disk.
             if self._file.in_transaction:
                 self._file.execute("ROLLBACK")
             raise
+
+
+class SnapshotError(Exception):
+    """Bytes that no status was packed to."""
+
+
+def pack(status: dict[str, Any]) -> bytes:
+    """Return a status as few bytes."""
+    return zlib.compress(json.dumps(status, separators=(",", ":")).encode(), 6)
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """Return the status that was packed. Raises `SnapshotError` for any other bytes."""
+    try:
+        reader = zlib.decompressobj()
+        status = json.loads(reader.decompress(data, MOST_BYTES))
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise SnapshotError(str(error)) from None
+    if not reader.eof or not isinstance(status, dict):
+        raise SnapshotError("it is cut off, too large, or no status")
+    return status
 
 
 def _ms(time_s: float) -> int:

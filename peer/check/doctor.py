@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from dipaco.dht.identity import is_in_use
-from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError
+from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError, printable
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
 from dipaco.peer.settings import PeerSettings
@@ -43,7 +43,7 @@ def run_doctor(settings: PeerSettings) -> int:
 def shown(check: c.Check) -> str:
     """Return the line of a check."""
     line = f"{SIGNS[check.verdict]} {check.name}: {check.value}"
-    return f"{line} -> {check.remedy}" if check.remedy else line
+    return printable(f"{line} -> {check.remedy}" if check.remedy else line)
 
 
 def summary(found: list[c.Check]) -> dict[str, int]:

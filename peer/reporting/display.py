@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dipaco.modules.command_line import shown_bytes
-from dipaco.modules.errors import DipacoError
+from dipaco.modules.errors import DipacoError, printable
 from dipaco.peer.node import Node
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import default_cache_folder
@@ -63,7 +63,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print one line above the panel."""
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(printable(line), markup=False, soft_wrap=True)
 
     def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
@@ -172,7 +172,7 @@ class LivePanel:
         rows.add_column(overflow="fold")
         rows.add_row("now", Text(self._now_text()))
         if status.waiting_for:
-            rows.add_row("waits", Text(f"for {status.waiting_for}"))
+            rows.add_row("waits", Text(printable(f"for {status.waiting_for}")))
         rows.add_row("others", self._others_text())
         rows.add_row("given", str(self._given))
         rows.add_row(
