@@ -30,6 +30,15 @@ def check_given_peer(address: str) -> None:
     check_peer_address(split_operator([address])[0][0])
 
 
+def check_proxy_name(name: str) -> None:
+    """Raise `AddressError` unless this is the name of a host, without scheme and port."""
+    if not re.fullmatch(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", name):
+        raise AddressError(
+            f"--proxy-name '{name[:80]}' is no name of a host; for example --proxy-name "
+            "status.example.org"
+        )
+
+
 def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     """Return addresses as libp2p takes them, and the fingerprint of the operator that they pin.
 

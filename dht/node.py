@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 import re
 import socket
+import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -15,13 +17,15 @@ from dipaco.modules.errors import (
     AddressError,
     ClockError,
     DipacoError,
+    IntegrityError,
     ManifestError,
     NetworkError,
     RunSelectionError,
     StorageError,
     UnreachableError,
 )
-from dipaco.modules.files import atomic_write
+from dipaco.modules.files import atomic_write, sha256_of_file
+from hivemind.p2p import p2p_daemon
 from hivemind.proto import dht_pb2
 
 from .addresses import check_listen_address, check_peer_address, parse_listen, port_of
@@ -35,6 +39,11 @@ logger = logging.getLogger("dipaco.dht.node")
 STARTUP_TIMEOUT_S = 60.0
 DEFAULT_PORT = 31337
 PORTS_TRIED = 100
+# The SHA-256 of p2pd v0.5.0.hivemind1 as it was released, which Hivemind 1.1.12 comes with.
+P2PD_SHA256 = {
+    "x86_64": "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8",
+    "aarch64": "046f18480c785a84bdf139d7486086d379397ca106cb2f0191598da32f81447a",
+}
 # Runs in one message; anybody can announce some.
 MOST_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
@@ -124,6 +133,7 @@ def join_dht(
     answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
     the network layer itself does not start. No process is left behind then.
     """
+    check_p2pd()
     for address in initial_peers:
         check_peer_address(address)
     for address in announce_maddrs:
@@ -163,6 +173,21 @@ def join_dht(
         dht.shutdown()
         raise
     return dht
+
+
+def check_p2pd(program: Path | None = None) -> None:
+    """Raise `IntegrityError` unless p2pd, which speaks with strangers, is the released one."""
+    file = program or Path(p2p_daemon.__file__).parents[1] / "hivemind_cli" / "p2pd"
+    wanted = P2PD_SHA256.get(platform.machine()) if sys.platform == "linux" else None
+    try:
+        found = sha256_of_file(file)
+    except OSError as error:
+        found = error.strerror or "it cannot be read"
+    if wanted is not None and found != wanted:
+        raise IntegrityError(
+            f"{file} is not the p2pd that Hivemind was released with (SHA-256 {found[:64]}); "
+            "pip install --force-reinstall --no-deps hivemind==1.1.12"
+        )
 
 
 def be_client(dht: GuardedDHT, is_client: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from dipaco.dht.addresses import check_proxy_name
 from dipaco.modules.command_line import Command, Option
 from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError
 
@@ -33,6 +34,15 @@ class ServeSettings(RerouterSettings):
 
     host: Annotated[str, Option("address to listen on; 0.0.0.0 is everybody", "ADDR")] = "127.0.0.1"
     port: Annotated[int, Option("TCP port; 0 is any free one", "PORT", least=0, most=65535)] = 8000
+    proxy_names: Annotated[
+        tuple[str, ...],
+        Option(
+            "names of the server in front of it, by which it is called too",
+            "NAME",
+            flag="--proxy-name",
+            check=check_proxy_name,
+        ),
+    ] = ()
     api_key: Annotated[
         str | None,
         Option(
@@ -122,7 +132,7 @@ def run(settings: ServeSettings) -> int:
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _say(f"serving at http://{shown}:{port} (page) and http://{shown}:{port}/v1 (OpenAI's)")
-        serve_until_told(service.application(), socket)
+        serve_until_told(service.application(), socket, settings.proxy_names)
     finally:
         service.close()
         engine.close()

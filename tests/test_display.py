@@ -125,7 +125,7 @@ def test_no_text_of_others_commands_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One place makes it printable, for the console, the log and the line of an error."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False)
     Display(console).say(f"  indented {HOSTILE}")
     assert console.file.getvalue() == f"  indented {PLAIN}\n"  # type: ignore[attr-defined]
 

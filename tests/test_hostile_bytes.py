@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import msgpack
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from dipaco.dht import bounded_protocol
+from dipaco.dht import bounded_protocol, node
 from dipaco.dht.identity import is_of_small_order, is_signed, raw_public_key
+from dipaco.modules.errors import IntegrityError
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 
@@ -50,3 +52,13 @@ def test_a_dictionary_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     dictionary.store(b"subkey", b"value", time.time() + 60)
     read = MSGPackSerializer.loads(MSGPackSerializer.dumps(dictionary))
     assert read.get(b"subkey").value == b"value"
+
+
+def test_p2pd_is_the_one_that_was_released(tmp_path: Path) -> None:
+    node.check_p2pd()
+    other = tmp_path / "p2pd"
+    other.write_bytes(b"another program")
+    with pytest.raises(IntegrityError, match="pip install --force-reinstall"):
+        node.check_p2pd(other)
+    with pytest.raises(IntegrityError, match="No such file"):
+        node.check_p2pd(tmp_path / "none")

@@ -260,7 +260,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Ask the page that a command serves for its status, and end the command then."""
     found: dict[str, Any] = {}
 
-    def serve(application: Starlette, listening: socket.socket) -> None:
+    def serve(application: Starlette, listening: socket.socket, names: Any) -> None:
         found["port"] = listening.getsockname()[1]
         with TestClient(application) as client:
             deadline = time.monotonic() + 60

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -420,7 +421,21 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return fsspec.filesystem("file"), str(folder.joinpath(*address.split("/")[-2:]))
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", find)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("93.184.215.14", 443))])
     return folder
+
+
+@pytest.mark.parametrize(
+    "found", ["127.0.0.1", "192.168.1.1", "169.254.169.254", "::1", "fe80::1%2"]
+)
+def test_no_mirror_leads_into_a_volunteer_s_own_network(
+    blobs: BlobStore, mirror: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    (mirror / SHA[:2]).mkdir()
+    (mirror / SHA[:2] / SHA).write_bytes(CONTENT)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (found, 443))])
+    with pytest.raises(NetworkError, match="private address"):
+        fetch(blobs, MirrorSource("https://mirror.example.org/blobs/"))
 
 
 def test_a_mirror_resumes_and_is_checked(blobs: BlobStore, mirror: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dipaco.dht.addresses import check_given_peer
+from dipaco.dht.addresses import check_given_peer, check_proxy_name
 from dipaco.modules.command_line import Command, Option, RunSettings
 from dipaco.modules.errors import ConfigurationError, RunSelectionError
 
@@ -45,6 +45,15 @@ class StatusSettings(RunSettings):
     host: Annotated[
         str, Option("address that --serve listens on; 0.0.0.0 is everybody", "ADDR")
     ] = "127.0.0.1"
+    proxy_names: Annotated[
+        tuple[str, ...],
+        Option(
+            "names of the server in front of it, by which it is called too",
+            "NAME",
+            flag="--proxy-name",
+            check=check_proxy_name,
+        ),
+    ] = ()
     history: Annotated[
         Path | None,
         Option(
@@ -61,6 +70,8 @@ class StatusSettings(RunSettings):
         super().__post_init__()
         if self.serve is not None and (self.watch or self.json):
             raise ConfigurationError("--serve goes without --watch and --json: it has its own page")
+        if self.proxy_names and self.serve is None:
+            raise ConfigurationError("--proxy-name is for --serve; give --serve PORT too")
         for flag in ("history", "ledger"):
             if getattr(self, flag) is not None and self.serve is None:
                 raise ConfigurationError(f"--{flag} is for --serve; give --serve PORT too")
@@ -111,6 +122,7 @@ def run(settings: StatusSettings) -> int:
                     listening,
                     settings.history,
                     settings.ledger,
+                    settings.proxy_names,
                 )
             return _show(reader, settings)
         finally:

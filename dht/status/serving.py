@@ -98,6 +98,7 @@ def serve_swarm(
     listening: socket.socket,
     history_file: Path | None,
     ledger_file: Path | None,
+    names: tuple[str, ...] = (),
 ) -> int:
     """Serve the page of a swarm that runs until told to end. Returns the exit code."""
     file = history_file or default_history_file(plan.run_id)
@@ -109,7 +110,7 @@ def serve_swarm(
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; history in {file}")
     try:
         with Sampler(read, history, board, every_s, read_ledger):
-            _serve(StatusService(history, board, credits), listening)
+            _serve(StatusService(history, board, credits), listening, names)
     finally:
         history.close()
     return 0
@@ -135,11 +136,11 @@ def _ledger_reader(file: Path | None, run_id: str, credits: Credits) -> Callable
     return read
 
 
-def _serve(service: StatusService, listening: socket.socket) -> None:
+def _serve(service: StatusService, listening: socket.socket, names: tuple[str, ...]) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     say(f"serving at http://{shown}:{port}")
-    serve_until_told(service.application(), listening)
+    serve_until_told(service.application(), listening, names)
 
 
 def open_port(host: str, port: int) -> socket.socket:

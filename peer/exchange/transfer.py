@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 import logging
 import random
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
+from urllib.parse import urlsplit
 
 import fsspec
 from dipaco.modules.blobs import BlobStore
@@ -403,6 +406,17 @@ async def _fill(block: bytearray, stream: ContentStream, wanted: int) -> None:
         block += data
 
 
+def refuse_private(address: str) -> None:
+    """Raise OSError for an https mirror at an address that not everybody can call: a manifest must
+    not send volunteers to what is in their own networks."""
+    place = urlsplit(address)
+    if place.scheme != "https":
+        return
+    for *_, found in socket.getaddrinfo(place.hostname, place.port or 443):
+        if not ipaddress.ip_address(str(found[0]).partition("%")[0]).is_global:
+            raise OSError(f"the mirror is at the private address {found[0]}")
+
+
 class MirrorSource:
     """One mirror as a source of `transfer.download`."""
 
@@ -417,6 +431,7 @@ class MirrorSource:
     def _open(self, sha256: str, offset: int) -> ContentStream:
         # Laid out as the folder of blobs of a run is.
         address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
+        refuse_private(self._address)
         system, path = fsspec.core.url_to_fs(address)
         try:
             total_bytes = system.size(path)
