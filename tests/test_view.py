@@ -227,6 +227,13 @@ def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
     assert trained_in_sight(view(7, 8, 300), grid, 0) == (1, 4)
 
 
+def test_one_peer_cannot_say_that_all_paths_are_served(plan: RunPlan, grid: Grid) -> None:
+    honest = [progress(PEERS[0], 0, 6), progress(PEERS[0], 1, 2), progress(PEERS[1], 2, 3)]
+    lies = [progress(PEERS[2], path, 6, tokens=10**6) for path in range(4)]
+    view = view_at(plan, grid, 6, progress=[*honest, *lies])
+    assert [view.last_round(path) for path in range(4)] == [6, 2, 3, -1]
+
+
 def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:
     records = (
         progress(PEERS[0], 1, 4, tokens=500),
