@@ -32,7 +32,7 @@ def run_prepare(settings: PrepareSettings) -> int:
     from .workers import open_workers
 
     prepare_process(settings.threads)
-    display = Display()
+    display = Display(peer=settings.initial_peers[0]) if settings.initial_peers else Display()
     predecessor = None
     if settings.predecessor is not None:
         predecessor = open_predecessor(settings.predecessor, allow_genesis=settings.allow_genesis)
@@ -52,6 +52,7 @@ def run_prepare(settings: PrepareSettings) -> int:
                 workers=workers,
                 admission=settings.admission,
                 replace=settings.replace,
+                changes=settings.changes,
             )
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
@@ -64,16 +65,18 @@ def run_plan(settings: PlanSettings) -> int:
     from rich.console import Console
 
     from .display import show_figures
-    from .plan_figures import Expected, plan_figures
+    from .plan_figures import Expected, look_at_data, plan_figures
     from .run_config import load_run_config
 
     tokens = None if settings.corpus_tokens is None else int(settings.corpus_tokens)
     expected = Expected(settings.peers, settings.line_mbps)
-    figures = plan_figures(load_run_config(settings.run_toml), tokens, expected)
+    config = load_run_config(settings.run_toml, changes=settings.changes)
+    figures = plan_figures(config, tokens, expected)
     if settings.json:
         print(json.dumps(figures.as_json()))
     else:
         show_figures(figures, Console(highlight=False, soft_wrap=True))
+    look_at_data(config.data)
     return 0
 
 
@@ -89,15 +92,17 @@ def run_invite(settings: InviteSettings) -> int:
     """Run `dipaco-bootstrap invite`."""
     from .invite import invite
 
-    print(
-        invite(
-            settings.folder,
-            settings.peers,
-            expires_days=settings.expires_days,
-            name=settings.name,
-            operator_key=settings.operator_key,
-        )
+    text = invite(
+        settings.folder,
+        settings.peers,
+        expires_days=settings.expires_days,
+        name=settings.name,
+        operator_key=settings.operator_key,
     )
+    print(text)
+    # Beside the invitation itself, which scripts read.
+    print(f"a volunteer pastes: dipaco-peer ADDR --invitation {text}", file=sys.stderr)
+    print("ADDR is the address that dipaco-bootstrap serve prints", file=sys.stderr)
     return 0
 
 
@@ -123,7 +128,8 @@ PLAN = Command(
     run_plan,
     summary="check a RUN.toml and show what it means in parameters, bytes and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
-    "round and has on its disk and in memory. No data is read and nothing is written.",
+    "round and has on its disk and in memory. Of the data the first document is read; nothing is "
+    "written.",
 )
 SERVE = Command(
     "serve",

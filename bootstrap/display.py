@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Display:
     """All output of `dipaco-bootstrap prepare`."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, peer: str = "ADDR") -> None:
+        """`peer` is the address of a peer of the run before, for the line to start with."""
+        self.console, self._peer = console or Console(highlight=False), peer
 
     def say(self, line: str) -> None:
         """Show one line."""
@@ -97,7 +98,9 @@ class Display:
             f"({counts['shared'] / 1e6:.2f} M shared), {counts['total'] / 1e6:.2f} M in all; "
             f"rounds of {plan.rounds.duration_s:g} s from {starts}"
         )
-        self.say(f"Start it with: dipaco-bootstrap serve {folder}")
+        # A successor is of no use where the peers of the run before it cannot see it.
+        beside = f" --initial-peers {self._peer}" if plan.successor_of is not None else ""
+        self.say(f"Start it with: dipaco-bootstrap serve {folder}{beside}")
 
 
 def show_figures(figures: PlanFigures, console: Console) -> None:

@@ -1,11 +1,13 @@
 """What a RUN.toml means in parameters, bytes and memory, computed before anything is made.
 
-What a peer needs is computed where peers compute it (`dipaco.peer.check.needs`). No data is read.
+What a peer needs is computed where peers compute it (`dipaco.peer.check.needs`). Of the data the
+first document is read.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,6 +26,7 @@ from dipaco.peer.check.needs import (
     paths_per_module,
     state_bytes,
 )
+from dipaco.routing.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.token_files import token_dtype
 
 from .run_config import RunConfig
@@ -197,6 +200,18 @@ def plan_figures(
         manifest_bytes=manifest_bytes,
         greatest_manifest_bytes=MAX_MANIFEST_BYTES,
     )
+
+
+def look_at_data(config: CorpusConfig) -> None:
+    """Read the first document of each part, so that a wrong name is told before hours of work.
+
+    A data set of the Hub is not fetched. Raises CorpusError.
+    """
+    if config.hub is not None and not Path(config.hub).is_dir():
+        return
+    parts: tuple[Part, ...] = ("train", "validation") if config.has_validation else ("train",)
+    for part in parts:
+        next(iterate_documents(config, part))
 
 
 def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:

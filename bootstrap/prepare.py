@@ -61,6 +61,7 @@ def prepare(
     workers: Workers | None = None,
     admission: Literal["open", "invitation"] | None = None,
     replace: bool = False,
+    changes: tuple[str, ...] = (),
 ) -> RunPlan:
     """Make the run folder `out` from a RUN.toml and return the plan that was signed.
 
@@ -77,7 +78,7 @@ def prepare(
     """
     trained = predecessor.plan.model if predecessor else None
     preparation = Preparation(
-        load_run_config(run_toml, trained),
+        load_run_config(run_toml, trained, changes),
         out,
         operator_key_file(predecessor, operator_key, out)
         if predecessor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -142,8 +144,33 @@ class RunConfig(Config):
         )
 
 
-def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig:
+def _change(values: dict[str, Any], change: str) -> None:
+    """Set one value of a RUN.toml. Raises ConfigurationError."""
+    key, equals, text = change.partition("=")
+    *tables, name = key.strip().split(".")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a word without quotes, which a shell takes away
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            equals = ""
+            break
+    if not equals or not name:
+        raise ConfigurationError(
+            f"--set '{change}' is no key and value of a RUN.toml; for example --set "
+            "outer.momentum=0.5"
+        )
+    values[name] = value
+
+
+def load_run_config(
+    path: Path, trained: ModelConfig | None = None, changes: Sequence[str] = ()
+) -> RunConfig:
     """Read and check a RUN.toml; file names in it are relative to its own folder.
+
+    `changes` are values to take in place of its own, such as "outer.momentum=0.5".
 
     `trained` is the model of the run that this one goes on with: `[model]` may be left out then,
     and what it says must agree. Raises ConfigurationError if it cannot be read, has an unknown key
@@ -152,6 +179,8 @@ def load_run_config(path: Path, trained: ModelConfig | None = None) -> RunConfig
     if not path.exists():
         raise ConfigurationError(f"there is no {path}; start from a copy of examples/tiny/RUN.toml")
     values = read_toml(path)
+    for change in changes:
+        _change(values, change)
     if "data" not in values:
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"

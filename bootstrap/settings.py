@@ -13,6 +13,9 @@ from dipaco.peer.settings import NodeSettings
 
 RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
 OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
+CHANGES = Option(
+    "take a value in place of the one in RUN.toml: outer.momentum=0.5", "KEY=VALUE", flag="--set"
+)
 RUN_TOML = Option("what the run is to be", "RUN.toml", positional=True)
 
 
@@ -21,6 +24,7 @@ class PrepareSettings(ComputeSettings):
     """How a run is prepared, and where."""
 
     run_toml: Annotated[Path, RUN_TOML]
+    changes: Annotated[tuple[str, ...], CHANGES] = ()
     out: Annotated[Path, Option("the run folder to make", "DIR")]
     start_in_s: Annotated[
         float | None,
@@ -99,6 +103,7 @@ class PlanSettings(Settings):
     """Which run is calculated, and how it is shown."""
 
     run_toml: Annotated[Path, RUN_TOML]
+    changes: Annotated[tuple[str, ...], CHANGES] = ()
     corpus_tokens: Annotated[
         float | None,
         Option(

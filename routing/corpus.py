@@ -130,6 +130,11 @@ def corpus_files(config: CorpusConfig, part: Part) -> list[Path]:
     for pattern in config.train if part == "train" else config.validation:
         matches = [Path(pattern)] if Path(pattern).is_file() else _matches(pattern)
         if not matches:
+            if Path(pattern).is_dir():
+                raise CorpusError(
+                    f"{part} = '{pattern}' is a folder; name the files in it, for example "
+                    f"'{pattern.rstrip('/')}/**/*.jsonl.gz'"
+                )
             folder = Path(pattern).parent
             present = sorted(p.name for p in folder.glob("*") if p.is_file())[:8]
             holds = f"{folder} holds {', '.join(present)}" if present else f"{folder} has no files"

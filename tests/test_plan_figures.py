@@ -211,3 +211,29 @@ def test_an_impossible_run_is_refused(
 def test_shown_bytes() -> None:
     shown = [shown_bytes(count) for count in (7, 999, 1000, 12_345, 999_900, 5_000_000_000)]
     assert shown == ["7 bytes", "999 bytes", "1 kB", "12.3 kB", "1 MB", "5 GB"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "said"),
+    [
+        (("outer.momentum=0.5", "name=other"), 0, ""),
+        (("outer.momentun=0.5",), 3, "did you mean 'momentum'?"),
+        (("outer",), 3, "--set outer.momentum=0.5"),
+        (("name.x=1",), 3, "--set outer.momentum=0.5"),
+        (("data.train='nowhere/*.jsonl'",), 10, "no file matches"),
+        ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "is a folder; name the files in it"),
+        (("data.text_field=content",), 10, "text_field = 'text'"),
+    ],
+)
+def test_the_command_takes_changes_and_looks_at_the_data(
+    changes: tuple[str, ...], exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for change in changes for word in ("--set", change)]
+    assert main(["plan", str(EXAMPLES / "tiny" / "RUN.toml"), "--json", *words]) == exit_code
+    found = capsys.readouterr()
+    assert said in found.err
+    assert found.err.count("\n") == bool(exit_code)
+    if exit_code != 3:
+        assert json.loads(found.out)["name"] == (
+            "other" if exit_code == 0 else load_run_config(EXAMPLES / "tiny" / "RUN.toml").name
+        )
