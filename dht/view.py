@@ -431,11 +431,10 @@ def merged_progress(
     """Keep the newest entry of every path: the latest round, then the most tokens.
 
     Held-out scores are the newest there are, which may be of an earlier round. A peer trains one
-    path in a round: what it says of several of them in the same round is not believed, or one
-    liar could say that all are served, and nobody would move to those that wait.
+    path in a round, so of what it says of a round the first counts: one liar could say that all
+    are served, and nobody would move to those that wait.
     """
-    records = tuple(records)
-    rounds = Counter((r.peer_id, entry.last_round) for r in records for entry in r.entries)
+    said = set[tuple[str, int]]()
     newest: dict[int, ProgressEntry] = {}
     scored: dict[int, ProgressEntry] = {}
     for record in sorted(records, key=operator.attrgetter("peer_id")):
@@ -443,8 +442,9 @@ def merged_progress(
             path, last_round = entry.path, entry.last_round
             if path >= path_count or last_round > latest_round:
                 continue
-            if rounds[record.peer_id, last_round] > 1:
+            if (record.peer_id, last_round) in said:
                 continue
+            said.add((record.peer_id, last_round))
             known = newest.get(path)
             if known is None or (last_round, entry.tokens) > (known.last_round, known.tokens):
                 newest[path] = entry

@@ -99,6 +99,7 @@ def _earlier_credits(plan: RunPlan, folders: Sequence[Path]) -> dict[str, dict[s
 
 
 def _print(ledger: dict[str, Any], not_counted: str | None) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -106,13 +107,16 @@ def _print(ledger: dict[str, Any], not_counted: str | None) -> None:
     why = "work counts once a step has taken it: what is newer than that comes with the next step"
     if not_counted is not None:
         why += f". Run {not_counted} before it is not counted: --earlier DIR"
-    table = Table(title=f"{ledger['tokens']:,} tokens in the model of run {runs}", caption=why)
+    console = Console(highlight=False)
+    console.print(f"{ledger['tokens']:,} tokens in the model of run {runs}")
+    console.print(why)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("peer", "name", "team", "tokens", "last round"):
         table.add_column(title, justify="right" if title in ("tokens", "last round") else "left")
     for one in ledger["peers"]:
         row = (one["peer_id"][-8:], one["name"], one["team"])
         table.add_row(*row, f"{one['tokens']:,}", str(one["last_round"]))
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 COMMAND = Command(

@@ -277,6 +277,7 @@ class Session:
         self.node.held.forget_all()
         self._files.forget()
         self._trainer.release()
+        self._set_waiting("")
         self._meter = RateMeter()
         self.status.tokens_per_s = 0.0
         self.events.emit("paused", path=action.path, reason=action.reason)

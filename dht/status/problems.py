@@ -354,7 +354,9 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
             remedy = f"if it lasts two rounds: dipaco-peer --path {path}"
         elif waited > patience:
             what = f"path {path} has waited {waited} rounds ({patience} are usual),"
-            remedy = f"{count} peers train: start another one"
+            remedy = (
+                f"{'1 peer trains' if count == 1 else f'{count} peers train'}: start another one"
+            )
         else:
             continue
         problem = Problem("waiting", what, remedy, view.last_round(path), (path_name(path),))

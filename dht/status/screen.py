@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -142,9 +143,10 @@ def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _draw(rows: Rows) -> Table:
-    table = Table(title=rows.title, title_justify="left")
+    table = Table(title=rows.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in rows.columns:
-        table.add_column(name)
+        # Nothing is cut off where the terminal is narrow.
+        table.add_column(name, overflow="fold")
     for row in rows.rows:
         table.add_row(*row)
     return table

@@ -81,8 +81,8 @@ class Records:
             peers=self.peers.values(),
             holdings=held,
             progress=[
-                ProgressRecord(peer_id=peer_name(0), entries=(entry,))
-                for entry in self.progress.values()
+                ProgressRecord(peer_id=peer_name(path), entries=(entry,))
+                for path, entry in self.progress.items()
             ],
         )
 
