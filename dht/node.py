@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.util
 import platform
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -37,6 +39,8 @@ from .record_validator import record_validators
 logger = logging.getLogger("dipaco.dht.node")
 
 STARTUP_TIMEOUT_S = 60.0
+# Of 107 bytes; "/pymp-xxxxxxxx/listener-xxxxxxxx" comes after it.
+LONGEST_TEMPORARY = 70
 DEFAULT_PORT = 31337
 PORTS_TRIED = 100
 # The SHA-256 of p2pd v0.5.0.hivemind1 as it was released, which Hivemind 1.1.12 comes with.
@@ -134,6 +138,7 @@ def join_dht(
     the network layer itself does not start. No process is left behind then.
     """
     check_p2pd()
+    shorten_sockets()
     for address in initial_peers:
         check_peer_address(address)
     for address in announce_maddrs:
@@ -188,6 +193,18 @@ def check_p2pd(program: Path | None = None) -> None:
             f"{file} is not the p2pd that Hivemind was released with (SHA-256 {found[:64]}); "
             "pip install --force-reinstall --no-deps hivemind==1.1.12"
         )
+
+
+def shorten_sockets() -> None:
+    """Let the sockets between our processes be in /tmp where the temporary folder has a name that
+    is too long for the name of a socket."""
+    usual = tempfile.gettempdir()
+    if len(usual) > LONGEST_TEMPORARY:
+        try:
+            tempfile.tempdir = "/tmp"
+            multiprocessing.util.get_temp_dir()  # decides it for this process and its children
+        finally:
+            tempfile.tempdir = usual
 
 
 def be_client(dht: GuardedDHT, is_client: bool) -> None:

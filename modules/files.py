@@ -3,6 +3,7 @@ leaves half of one."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import hashlib
@@ -22,6 +23,22 @@ STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
 # Of a disk, what is never filled: other programs and the system need some.
 MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
+
+
+def home_folder() -> Path:
+    """Return the home of who runs this; the root, where nobody else may write, of a user without
+    a name and without one, as containers have them."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+def decoded(content: bytes) -> str:
+    """Return a text that a person has saved, also as Windows does: with a byte order mark, or in
+    UTF-16. Raises UnicodeDecodeError."""
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_wide else "utf-8-sig")
 
 
 def canonical_json(value: Any) -> bytes:

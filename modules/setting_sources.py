@@ -8,7 +8,6 @@ All three follow from the `Option` of a field (see `command_line`): the flag
 from __future__ import annotations
 
 import argparse
-import codecs
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from .errors import ConfigurationError, nearest_name
+from .files import decoded, home_folder
 
 CONFIG_VARIABLE = "DIPACO_CONFIG"
 DEFAULT_ORIGIN = "default"
@@ -183,7 +183,7 @@ class Argument:
 
 def default_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the settings file that is read when none is named; it need not exist."""
-    base = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    base = environment.get("XDG_CONFIG_HOME") or str(home_folder() / ".config")
     return Path(base) / "dipaco" / "config.toml"
 
 
@@ -261,6 +261,13 @@ def find_file(named: str | None, environment: Mapping[str, str]) -> Path | None:
     return path if path.is_file() else None
 
 
+def _is_of_a_service(name: str, value: str) -> bool:
+    """Tell whether a variable is what Kubernetes and Docker set for a service of our name: beside a
+    service "dipaco-peer", DIPACO_PEER_PORT is tcp://10.0.0.1:31337."""
+    of_service = r"_SERVICE_(HOST|PORT(_.*)?)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_.*)?"
+    return re.match("(tcp|udp|sctp)://", value) is not None or bool(re.search(of_service, name))
+
+
 def from_environment(
     arguments: Sequence[Argument], place: Place, environment: Mapping[str, str]
 ) -> dict[str, Given]:
@@ -270,6 +277,7 @@ def from_environment(
     setting has.
     """
     known = {place.variable(argument.key): argument for argument in arguments}
+    environment = {n: v for n, v in environment.items() if not _is_of_a_service(n, v)}
     if not place.is_shared:
         _refuse_unknown((n for n in environment if n.startswith(place.variable(""))), known, "")
     return {
@@ -302,15 +310,13 @@ def from_file(arguments: Sequence[Argument], place: Place, path: Path) -> dict[s
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file, also one with a byte order mark. Raises ConfigurationError."""
+    """Read a TOML file, also one from Windows. Raises ConfigurationError."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ConfigurationError(f"{path} is UTF-16, as PowerShell writes; save it as UTF-8")
     try:
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return tomllib.loads(decoded(content))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from None
 

@@ -11,7 +11,7 @@ from dipaco.dht.identity import Identity
 from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.records import RecordError
 from dipaco.modules.errors import AdmissionError, StorageError
-from dipaco.modules.files import atomic_write
+from dipaco.modules.files import atomic_write, decoded
 
 if TYPE_CHECKING:
     # The operator's tools read this file too, and need no network.
@@ -48,7 +48,9 @@ def given_invitation(given: str | None, own: Path | None = None) -> str | None:
         return None
     try:
         with file.open("rb") as opened:
-            text = opened.read(MOST_INVITATION_BYTES).decode("ascii", errors="replace")
+            text = decoded(opened.read(MOST_INVITATION_BYTES)).strip()
+    except UnicodeDecodeError:
+        raise AdmissionError(f"--invitation {file} is no text with an invitation") from None
     except OSError as error:
         raise AdmissionError(
             f"--invitation {str(file)[:80]!r} is neither an invitation, which begins with "

@@ -12,13 +12,14 @@ from typing import Annotated, Literal
 from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, check_listen_address
 from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.modules.errors import ConfigurationError, nearest_name
+from dipaco.modules.files import home_folder
 
 from .owner.pauses import Hours
 
 
 def default_cache_folder() -> Path:
     """Return where a volunteer's states and blobs live when no flag says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = os.environ.get("XDG_CACHE_HOME") or str(home_folder() / ".cache")
     return Path(base) / "dipaco"
 
 

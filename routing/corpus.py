@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,13 @@ class CorpusConfig(Config):
         there is a folder of that name."""
 
         def placed(patterns: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(str(folder / pattern) for pattern in patterns)
+            return tuple(
+                str(folder / name)
+                if (folder / name).exists()
+                # Only what is written in the RUN.toml is a pattern.
+                else os.path.join(glob.escape(str(folder)), name)
+                for name in patterns
+            )
 
         files = {"train": placed(self.train), "validation": placed(self.validation)}
         if self.hub and (folder / self.hub).is_dir():

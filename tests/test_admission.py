@@ -311,6 +311,12 @@ def test_an_invitation_is_given_as_such_or_as_a_file(tmp_path: Path) -> None:
         given = given_invitation(said, own)
         assert given is not None
         assert read_invitation(given) == INVITATION
+    for encoding in ("utf-8-sig", "utf-16"):  # as Windows saves it
+        file.write_text(f"{text}\n", encoding=encoding)
+        assert read_invitation(given_invitation(str(file)) or "") == INVITATION
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(AdmissionError, match="no text with an invitation"):
+        given_invitation(str(file))
     with pytest.raises(AdmissionError, match="neither an invitation, .* nor a file"):
         given_invitation(str(tmp_path / "nowhere"))
     with pytest.raises(AdmissionError, match="paste all"):

@@ -30,6 +30,7 @@ from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityErro
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import StageProgress
 from dipaco.peer.guests import OWN_INVITATION
+from dipaco.routing.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
@@ -379,8 +380,18 @@ def test_marks_that_editors_put_first(tmp_path: Path) -> None:
     toml.write_bytes(RUN_TOML.encode("utf-8-sig"))
     assert load_run_config(toml) == plain
     toml.write_bytes(RUN_TOML.encode("utf-16"))
-    with pytest.raises(ConfigurationError, match="save it as UTF-8"):
+    assert load_run_config(toml) == plain
+    toml.write_bytes(b"\xff" + RUN_TOML.encode())
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         load_run_config(toml)
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a [b] *? %s 'q\" {c} \u00e4"
+    odd.mkdir()
+    (odd / "train.jsonl").write_text('{"text": "a document"}\n')
+    files = CorpusConfig(train=("*.jsonl", "train.jsonl")).relative_to(odd)
+    assert corpus_files(files, "train") == [odd / "train.jsonl"]
 
 
 def test_impossible_combinations(tmp_path: Path) -> None:

@@ -236,3 +236,31 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value)
+
+
+def test_what_an_orchestrator_sets_for_a_service_of_our_name_is_no_setting() -> None:
+    """Beside a service "dipaco-toy" every container has these."""
+    found = read(
+        NEEDED,
+        {
+            "DIPACO_TOY_SERVICE_HOST": "10.0.0.1",
+            "DIPACO_TOY_SERVICE_PORT": "31337",
+            "DIPACO_TOY_SERVICE_PORT_P2P": "31337",
+            "DIPACO_TOY_PORT": "tcp://10.0.0.1:31337",
+            "DIPACO_TOY_PORT_31337_TCP": "tcp://10.0.0.1:31337",
+            "DIPACO_TOY_PORT_31337_TCP_ADDR": "10.0.0.1",
+            "DIPACO_TOY_KIND": "small",
+        },
+    )
+    assert (found.kind, found.port) == ("small", 31337)
+
+
+def test_a_user_without_a_name_and_a_home_has_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert default_file({}) == Path("/.config/dipaco/config.toml")
+    parsers()

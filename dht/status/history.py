@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.modules.errors import StorageError
+from dipaco.modules.files import home_folder
 
 SCHEMA = 2
 # "dpca": tells the file from those of other programs.
@@ -58,7 +59,7 @@ class Span:
 
 def default_history_file(run_id: str) -> Path:
     """Return where the history of a run is kept when no flag says otherwise."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    base = os.environ.get("XDG_STATE_HOME") or str(home_folder() / ".local" / "state")
     return Path(base) / "dipaco" / f"{run_id}.history.sqlite"
 
 
