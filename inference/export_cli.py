@@ -7,6 +7,7 @@ dipaco-export --initial-peers ADDR --all --out my-model --dtype bfloat16
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,7 +36,7 @@ class ExportSettings(RerouterSettings):
         bool,
         Option("export every path, the router and a model card", alternative_to="path or all"),
     ] = False
-    out: Annotated[Path, Option("folder to write", "DIR")]
+    out: Annotated[Path, Option("folder to write; with --format gguf also a file, x.gguf", "DIR")]
     format: Annotated[
         Literal["llama", "gguf"],
         Option("of a path: a folder for transformers (and vLLM), or a file for llama.cpp"),
@@ -119,6 +120,15 @@ def _export_path(
             source, notes, stored, path=path, gguf=gguf is not None, evaluation=evaluation
         )
 
+    if gguf is not None and settings.out.suffix == ".gguf":
+        # The file alone, as llama.cpp's own tools write it.
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=settings.out.parent) as folder:
+            exporter.write_path(path, Path(folder) / "path")
+            (file,) = Path(folder).glob("path/*.gguf")
+            file.replace(settings.out)
+        print(f"path {path}: {settings.out}")
+        return
     is_new = exporter.write_path(path, settings.out, card)
     already = "" if is_new else ", which was there already"
     print(f"path {path}: {settings.out}{already}")

@@ -136,6 +136,11 @@ def test_a_path_is_exported(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "library_name: gguf" in (out / "README.md").read_text()
     assert json.loads((out / "dipaco.json").read_text())["gguf"] == "q8_0"
+    file = tmp_path / "new" / "one.gguf"
+    for _ in range(2):  # also in place of an earlier one
+        assert export_cli.main([*arguments, "--path", "1", "--out", str(file)]) == 0
+    assert file.read_bytes() == (out / name).read_bytes()
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
     assert export_cli.main([*arguments, "--all", "--out", str(tmp_path / "all")]) == 0
     assert (tmp_path / "all" / "paths" / "00003" / gguf_name("tiny", 3, "q8_0")).is_file()
     card = (tmp_path / "all" / "README.md").read_text()
