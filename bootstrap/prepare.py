@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.modules.dense import DenseCheckpoint
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.files import atomic_write, canonical_json
@@ -256,7 +257,6 @@ class Preparation:
     def _train_base(self, inputs: str) -> dict[str, Any]:
         config = self.config
         rows = self.corpora[0].rows(config.model.sequence_length)
-        checkpoint = self.work / "base.pt"
         with self.display.stage("base model") as progress:
             model = pretrain(
                 config.model,
@@ -266,10 +266,9 @@ class Preparation:
                 seed=config.seed,
                 device=self.device,
                 initial=self.imported.parameters() if self.imported else None,
-                checkpoint=checkpoint,
-                inputs=inputs,
-                progress=lambda step, loss: progress.update(
-                    step, config.base.steps, f"steps, loss {loss:.3f}"
+                checkpoint=DenseCheckpoint(self.work / "base.pt", inputs),
+                on_step=lambda step, loss: progress.update(
+                    step + 1, config.base.steps, f"steps, loss {loss:.3f}"
                 ),
             )
         return {"sha256": self.blobs.add_bytes(base_model_bytes(model))}

@@ -12,6 +12,7 @@ import torch
 from dipaco.bootstrap.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
+from dipaco.modules.dense import DenseCheckpoint
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.muon import Muon, is_for_muon, orthogonal
@@ -230,10 +231,8 @@ def test_the_base_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
     rows = torch.randint(4, 64, (40, 16), generator=torch.Generator().manual_seed(3)).numpy()
 
     def train(steps: int, checkpoint: str) -> PathModel:
-        return pretrain(
-            MODEL, inner, rows, steps, seed=0, device=CPU,
-            checkpoint=tmp_path / checkpoint, inputs="same",
-        )  # fmt: skip
+        kept = DenseCheckpoint(tmp_path / checkpoint, "same")
+        return pretrain(MODEL, inner, rows, steps, seed=0, device=CPU, checkpoint=kept)
 
     train(3, "stopped")
     assert torch.equal(flat(train(6, "stopped")), flat(train(6, "whole")))

@@ -26,6 +26,7 @@ from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.dht.manifest import verify_manifest
 from dipaco.dht.records import RecordError
 from dipaco.modules.config import InnerConfig, ModelConfig
+from dipaco.modules.dense import DenseCheckpoint
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import StageProgress
@@ -331,15 +332,15 @@ def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
     inner = InnerConfig(batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0)
     rows = np.random.default_rng(0).integers(4, 64, (20, 16)).astype("<u2")
 
-    def train(name: str, stop_at: int | None = None) -> bytes:
-        def progress(step: int, loss: float) -> None:
+    def train(name: str, stop_at: int | None = None, seed: int = 1) -> bytes:
+        def on_step(step: int, loss: float) -> None:
             if step == stop_at:
                 raise KeyboardInterrupt
 
+        checkpoint = DenseCheckpoint(tmp_path / name, f"seed {seed}", every_s=0.0)
         trained = pretrain(
-            model, inner, rows, 10, seed=1, device=CPU, checkpoint=tmp_path / name,
-            inputs="inputs", save_every_s=0.0, progress=progress,
-        )  # fmt: skip
+            model, inner, rows, 10, seed=seed, device=CPU, checkpoint=checkpoint, on_step=on_step
+        )
         return base_model_bytes(trained)
 
     expected = train("whole")
@@ -349,6 +350,7 @@ def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
     assert train("parts") == expected
     (tmp_path / "broken").write_bytes(b"not a checkpoint")
     assert train("broken") == expected
+    assert train("whole", seed=2) == train("other", seed=2) != expected
 
 
 def test_empty_shards_are_named() -> None:
