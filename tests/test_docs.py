@@ -25,7 +25,7 @@ from support.commands import options_of, parsers
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
-PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("examples/**/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("examples/**/README.md")])
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples", "docs")
 
 
