@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.modules.dense import DenseCheckpoint
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.files import atomic_write, canonical_json
@@ -29,6 +28,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import corpus_documents
+from dipaco.routing.dense import DenseCheckpoint
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder

@@ -12,12 +12,12 @@ import torch
 from dipaco.bootstrap.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
-from dipaco.modules.dense import DenseCheckpoint
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.muon import Muon, is_for_muon, orthogonal
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.routing.dense import DenseCheckpoint
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatorSettings

@@ -26,11 +26,11 @@ from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.dht.manifest import verify_manifest
 from dipaco.dht.records import RecordError
 from dipaco.modules.config import InnerConfig, ModelConfig
-from dipaco.modules.dense import DenseCheckpoint
 from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import StageProgress
 from dipaco.peer.guests import OWN_INVITATION
+from dipaco.routing.dense import DenseCheckpoint
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from .files import atomic_file
-from .inner import InnerLoop
+from dipaco.modules.files import atomic_file
+from dipaco.modules.inner import InnerLoop
 
 logger = logging.getLogger(__name__)
 
