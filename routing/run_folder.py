@@ -22,7 +22,13 @@ import safetensors.torch
 import torch
 from dipaco.modules.blobs import BlobStore, SharedContent
 from dipaco.modules.config import ModelConfig, parse_config
-from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
+from dipaco.modules.errors import (
+    ConfigurationError,
+    IntegrityError,
+    ManifestError,
+    StorageError,
+)
+from dipaco.modules.files import atomic_write, link_or_copy
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
@@ -253,3 +259,20 @@ class RunFolder:
                 f"{sequences}; remove it and fetch or prepare it again"
             )
         return tokens
+
+
+def link_run(run: RunFolder, output: Path) -> RunFolder:
+    """Make `output` a run folder of the same run: its manifest, and links to its blobs.
+
+    Blobs are hard-linked, or copied where the file system cannot. Does nothing if `output` is the
+    run folder itself. Raises ConfigurationError if it holds another run.
+    """
+    if output.resolve() == run.path.resolve():
+        return run
+    linked = RunFolder(output)
+    if linked.manifest_path.exists() and linked.plan().run_id != run.plan().run_id:
+        raise ConfigurationError(f"--out {output} holds another run; give an empty folder")
+    for sha256 in run.blob_names(run.plan()):
+        link_or_copy(run.blobs.require(sha256), linked.blobs.path(sha256))
+    atomic_write(linked.manifest_path, run.manifest_path.read_bytes())
+    return linked

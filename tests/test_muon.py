@@ -243,7 +243,7 @@ def test_a_simulation_on_disk_and_a_dense_one_go_on_bit_for_bit(
 ) -> None:
     run = make_tiny_run(tmp_path / "run", inner={"optimizer": "muon"}, **PRIVATE)
     expected = [report.digests for report in ReferenceSwarm(run).rounds(2)]
-    settings = SimulatorSettings(keep="disk", folder=tmp_path / "live")
+    settings = SimulatorSettings(folder=tmp_path / "live")
     for digests in expected:  # each round in a process of its own, as it were
         assert ReferenceSwarm(run, settings=settings).run_round().digests == digests
 
