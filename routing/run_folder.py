@@ -56,7 +56,9 @@ class RunFolder:
         """Open a folder; a peer's may have blobs and states in common with others (`shared`)."""
         self.path = Path(path)
         self.shared = shared
+        # Read once: at thousands of paths that takes a while.
         self._shard_indices: dict[str, ShardIndex] = {}
+        self._genesis_indices: dict[str, dict[str, str]] = {}
 
     @property
     def manifest_path(self) -> Path:
@@ -105,7 +107,6 @@ class RunFolder:
         return index
 
     def _read_shard_index(self, sha256: str) -> ShardIndex:
-        """Read the index once: at thousands of paths that takes a while."""
         found = self._shard_indices.get(sha256)
         if found is None:
             try:
@@ -224,13 +225,17 @@ class RunFolder:
 
         Raises IntegrityError if the index is missing, damaged, or not of this run's modules.
         """
-        if plan.blobs.genesis is None:
+        sha256 = plan.blobs.genesis
+        if sha256 is None:
             return None
-        try:
-            index = json.loads(self.blobs.read(plan.blobs.genesis))
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"the genesis index of {self.path} is not JSON: {error}") from None
-        return check_genesis_index(index, self.grid(plan))
+        if sha256 not in self._genesis_indices:
+            try:
+                index = json.loads(self.blobs.read(sha256))
+            except (ValueError, RecursionError) as error:
+                where = f"the genesis index of {self.path}"
+                raise IntegrityError(f"{where} is not JSON: {error}") from None
+            self._genesis_indices[sha256] = check_genesis_index(index, self.grid(plan))
+        return self._genesis_indices[sha256]
 
     def blob_names(self, plan: RunPlan) -> tuple[str, ...]:
         """Return the SHA-256 of every blob of the run, also of those that are not here."""

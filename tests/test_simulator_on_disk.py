@@ -175,7 +175,7 @@ def test_256_paths(tmp_path: Path) -> None:
 
 
 def test_a_successor_run_starts_from_its_genesis_states(
-    tmp_path: Path, private_run: RunFolder
+    tmp_path: Path, private_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = ReferenceSwarm(private_run, settings=UNSCORED)
     trained.run_round()
@@ -194,7 +194,10 @@ def test_a_successor_run_starts_from_its_genesis_states(
     successor = plan.model_copy(update={"blobs": blobs, "successor_of": plan.run_id})
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     run.manifest_path.write_bytes(sign_manifest(successor, key))
+    read, original = [], run.blobs.read
+    monkeypatch.setattr(run.blobs, "read", lambda sha256: read.append(sha256) or original(sha256))
     in_memory = ReferenceSwarm(run, settings=UNSCORED)
+    assert read.count(index) == 1  # once for all modules, of which there may be thousands
     assert {m: s.digest for m, s in in_memory.states.items()} == {
         m: s.digest for m, s in begun.items()
     }
