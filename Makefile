@@ -1,7 +1,8 @@
 # make demo      the main job on the shipped corpus, in about eight minutes (QUICK=1: about four)
 # make test      what CI runs: lint, types, and the tests that prove the promises; ten minutes
 # make test-all  every test, the slow ones too
-# make nightly   test-all, drawn histories, fuzzing, and two hours of a calm swarm
+# make pythons   what make test runs, with each promised Python that is here
+# make nightly   test-all, both Pythons, drawn histories, fuzzing, and two hours of a calm swarm
 # make setup     a virtual environment with everything; the other targets call it
 # make lock      the versions and hashes of what CI and the container install, anew
 
@@ -15,7 +16,7 @@ PACKAGES := modules routing dht peer bootstrap inference simulator
 QUICK ?=
 NIGHTLY ?= build/nightly
 
-.PHONY: demo test test-all nightly setup lock lint types unit format clean
+.PHONY: demo test test-all pythons nightly setup lock lint types unit format clean
 
 setup: $(VENV)/.installed
 
@@ -65,7 +66,14 @@ unit: setup
 test-all: lint types
 	$(call tests,"not nightly")
 
-nightly: lint types
+pythons:
+	for python in python3.11 python3.12; do \
+		if $$python -c '' 2>/dev/null; then \
+			$(MAKE) unit PYTHON=$$python VENV=build/$$python || exit 1; \
+		fi \
+	done
+
+nightly: lint types pythons
 	$(call tests,"slow or not slow")
 	mkdir -p $(NIGHTLY)
 	$(BIN)/python benchmarks/swarm_faults.py --seeds 2000 --profile all --jobs 2 --log $(NIGHTLY)/scan.jsonl
