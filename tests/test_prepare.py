@@ -309,7 +309,7 @@ def test_stopped_anywhere_it_ends_with_the_same_run(
 ) -> None:
     folder, run, _ = prepared
     for module, name, options in [
-        (prepare_module, "pretrain", {"save_every_s": 0.0}),
+        (prepare_module, "DenseCheckpoint", {"every_s": 0.0}),
         (token_stage, "write_token_corpora", {"chunk_documents": 50}),
         (prepare_module, "ShardBuilder", {"chunk_documents": 50}),
     ]:
