@@ -33,7 +33,6 @@ ROUND_SLACK = 1
 CLOCK_SLACK_S = 15.0
 # No volunteer's machine trains a path faster; a higher count is invented.
 GREATEST_TOKENS_PER_S = 5e6
-GREATEST_REPLICAS = 64
 # Also a round of few steps takes this long.
 SHORTEST_ROUND_S = 0.01
 # What the key of a group has room for.
