@@ -1,27 +1,43 @@
 # make demo      the main job on the shipped corpus, in about eight minutes (QUICK=1: about four)
 # make test      what CI runs: lint, types, and the tests that prove the promises; ten minutes
 # make test-all  every test, the slow ones too
-# make nightly   test-all, drawn histories, fuzzing, and two hours of a calm swarm
+# make pythons   what make test runs, with each promised Python that is here
+# make nightly   test-all, both Pythons, drawn histories, fuzzing, and two hours of a calm swarm
 # make setup     a virtual environment with everything; the other targets call it
+# make lock      the versions and hashes of what CI and the container install, anew
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := modules routing dht peer bootstrap inference simulator
 QUICK ?=
 NIGHTLY ?= build/nightly
 
-.PHONY: demo test test-all nightly setup lint types unit format clean
+.PHONY: demo test test-all pythons nightly setup lock lint types unit format clean
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml requirements-dev.lock
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install one or give PYTHON=..."; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP) --no-deps --require-hashes --requirement requirements-dev.lock
+	$(PIP) --editable '.[dev]'
 	touch $@
+
+# Without PyTorch: every kind of GPU has a build of its own.
+define locked
+	echo "torch; python_version < '3'" | $(BIN)/uv pip compile --quiet pyproject.toml $(2) \
+		--override /dev/stdin --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+		--generate-hashes --no-annotate --no-header --upgrade --output-file $(1)
+endef
+
+lock: setup
+	$(PIP) uv
+	$(call locked,requirements.lock,--extra mirrors)
+	$(call locked,requirements-dev.lock,--extra mirrors --extra dev)
 
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(QUICK),--quick)
@@ -35,7 +51,7 @@ lint: setup
 # mypy reads the package as a user has it: a regular install, not the working tree.
 types: setup
 	rm -rf build/lib build/typecheck
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typecheck .
+	$(PIP) --no-deps --upgrade --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml $(foreach p,$(PACKAGES),-p dipaco.$(p))
 
 # Three workers on two cores, because many tests wait for processes; of whole swarms two at once.
@@ -50,7 +66,14 @@ unit: setup
 test-all: lint types
 	$(call tests,"not nightly")
 
-nightly: lint types
+pythons:
+	for python in python3.11 python3.12; do \
+		if $$python -c '' 2>/dev/null; then \
+			$(MAKE) unit PYTHON=$$python VENV=build/$$python || exit 1; \
+		fi \
+	done
+
+nightly: lint types pythons
 	$(call tests,"slow or not slow")
 	mkdir -p $(NIGHTLY)
 	$(BIN)/python benchmarks/swarm_faults.py --seeds 2000 --profile all --jobs 2 --log $(NIGHTLY)/scan.jsonl

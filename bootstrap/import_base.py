@@ -78,7 +78,7 @@ class ImportedBase:
         size = len(self._numbered.order) if self._numbered else stored.vocabulary_size
         return parse_config(
             ModelConfig,
-            {**stored.all_values(), "vocabulary_size": size},
+            {**stored.model_dump(mode="json"), "vocabulary_size": size},
             str(self.folder / CONFIG_FILE),
         )
 
@@ -89,7 +89,7 @@ class ImportedBase:
         Raises ConfigurationError naming the field and both values.
         """
         model = self.model
-        kept = model.all_values()
+        kept = model.model_dump(mode="json")
         resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
         for key, value in given.items() if isinstance(given, dict) else ():
             if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:

@@ -28,6 +28,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import corpus_documents
+from dipaco.routing.dense import DenseCheckpoint
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
@@ -257,7 +258,6 @@ class Preparation:
     def _train_base(self, inputs: str) -> dict[str, Any]:
         config = self.config
         rows = self.corpora[0].rows(config.model.sequence_length)
-        checkpoint = self.work / "base.pt"
         with self.display.stage("base model") as progress:
             model = pretrain(
                 config.model,
@@ -267,10 +267,9 @@ class Preparation:
                 seed=config.seed,
                 device=self.device,
                 initial=self.imported.parameters() if self.imported else None,
-                checkpoint=checkpoint,
-                inputs=inputs,
-                progress=lambda step, loss: progress.update(
-                    step, config.base.steps, f"steps, loss {loss:.3f}"
+                checkpoint=DenseCheckpoint(self.work / "base.pt", inputs),
+                on_step=lambda step, loss: progress.update(
+                    step + 1, config.base.steps, f"steps, loss {loss:.3f}"
                 ),
             )
         return {"sha256": self.blobs.add_bytes(base_model_bytes(model))}

@@ -238,7 +238,7 @@ def _import_model(values: dict[str, Any], folder: Path, source: str) -> None:
 
 def _trained_model(given: Any, trained: ModelConfig, source: str) -> dict[str, Any]:
     """Return `[model]` of a successor: that of the run before; what RUN.toml says must agree."""
-    kept = trained.all_values()
+    kept = trained.model_dump(mode="json")
     defaults = {"kv_head_count": trained.kv_heads, "feed_forward_size": trained.feed_forward}
     for key, value in given.items() if isinstance(given, dict) else ():
         if key in kept and value not in (kept[key], defaults.get(key, kept[key])):

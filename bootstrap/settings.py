@@ -125,7 +125,7 @@ class PlanSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class InviteSettings(Settings):
-    """Who is invited to which run."""
+    """What `dipaco-bootstrap invite` can be told."""
 
     folder: Annotated[Path, RUN_FOLDER]
     peers: Annotated[

@@ -33,7 +33,6 @@ _ED25519_PUBLIC = b"\x08\x01\x12\x20"
 _RSA_PRIVATE = b"\x08\x00\x12"
 # The id of a short key is the key itself, as a multihash of the kind "identity", 36 bytes long.
 PEER_ID_PREFIX = b"\x00\x24" + _ED25519_PUBLIC
-PEER_ID_BYTES = len(PEER_ID_PREFIX) + PUBLIC_KEY_BYTES
 PEER_ID_CHARACTERS = 52
 # Under a key of small order one signature holds for every message: the points whose eightfold is
 # zero, in all spellings, without the bit of the sign.

@@ -33,7 +33,6 @@ ROUND_SLACK = 1
 CLOCK_SLACK_S = 15.0
 # No volunteer's machine trains a path faster; a higher count is invented.
 GREATEST_TOKENS_PER_S = 5e6
-GREATEST_REPLICAS = 64
 # Also a round of few steps takes this long.
 SHORTEST_ROUND_S = 0.01
 # What the key of a group has room for.
@@ -146,11 +145,6 @@ class SwarmView:
         return other
 
     @cached_property
-    def worked_out(self) -> dict[str, frozenset[str]]:
-        """What follows from the claims, once it was asked for: see `policy.py`."""
-        return {}
-
-    @cached_property
     def _by_path(self) -> dict[int, list[Claim]]:
         """The claims on each path by peers that mean to stay, in no order."""
         found: defaultdict[int, list[Claim]] = defaultdict(list)
@@ -260,10 +254,6 @@ class SwarmView:
     def rounds_held(self, claim: Claim) -> float:
         """Return for how many rounds a claim has stood."""
         return max(0.0, (self.now_s - claim.since_s) / self.duration_s)
-
-    def lead(self, path: int) -> str | None:
-        """Return the peer that has trained a path longest; None when nobody trains it."""
-        return next((c.peer_id for c in self.claimants(path) if c.state == "training"), None)
 
 
 def round_at(plan: RunPlan, now_s: float) -> int:

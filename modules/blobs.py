@@ -223,7 +223,7 @@ class BlobStore:
     def commit_partial(self, sha: str) -> Path:
         """Make a finished download the blob, or remove it and raise `IntegrityError`.
 
-        Called by whoever fetched it, once the partial file has its full length.
+        The partial file must have its full length.
         """
         partial = self.partial_path(sha)
         with storage_errors(self.folder):

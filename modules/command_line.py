@@ -367,7 +367,7 @@ def quiet_threads() -> None:
 
     By themselves they turn in circles for milliseconds. Where another program has one of the cores
     they use up the time in which the thread could run that all wait for, and a step takes many
-    times as long. Who has set one of the variables knows better.
+    times as long. Variables that are set already stay.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)

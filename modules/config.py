@@ -14,9 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -28,14 +26,6 @@ MeanName = Literal["weighted_mean", "trimmed_mean", "centered_clipping"]
 LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
-# Settings of `ModelConfig` that runs of before do not have.
-_OF_SOME_FAMILIES = (
-    "family",
-    "head_width",
-    "attention_bias",
-    "feed_forward_bias",
-    "rope_scaling",
-)
 
 
 class Config(BaseModel):
@@ -61,11 +51,7 @@ class RopeScaling(Config):
 
 
 class ModelConfig(Config):
-    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention).
-
-    The settings that only some families have are left out of what is written where they have
-    their defaults: a run without them has the plan, and so the id, that it always had.
-    """
+    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
     vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
     block_count: int = Field(6, ge=1, le=1024, description="Transformer blocks in a path.")
@@ -123,21 +109,6 @@ class ModelConfig(Config):
                 f"kv_head_count {self.kv_heads} does not divide head_count {self.head_count}"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = write(self)
-        return {
-            name: value
-            for name, value in written.items()
-            if name not in _OF_SOME_FAMILIES
-            or getattr(self, name) != type(self).model_fields[name].default
-        }
-
-    def all_values(self) -> dict[str, Any]:
-        """Return every setting as a plain value, also those that are left out when written."""
-        defaults = {name: type(self).model_fields[name].default for name in _OF_SOME_FAMILIES}
-        return {**defaults, **self.model_dump(mode="json")}
 
     @property
     def width_of_head(self) -> int:

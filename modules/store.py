@@ -111,7 +111,7 @@ class StateStore:
         """Return the newest state of `module` that is undamaged, or None.
 
         Damaged files are reported in one warning and set aside as `*.bad`, so that the next save
-        does not take them for the last good one. Who only reads leaves them (`set_aside`).
+        does not take them for the last good one. A reader leaves them (`set_aside`).
         """
         damaged = []
         found = None

@@ -52,7 +52,7 @@ class ScoringBudget:
 
 
 class ProgressReports:
-    """Validates and reports the path being trained. Called by the session, on its thread."""
+    """Validates and reports the path being trained. For the session's thread."""
 
     def __init__(
         self,

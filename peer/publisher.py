@@ -72,11 +72,6 @@ class Activity:
     pinned: bool = False
     """The path was asked for: this peer never moves."""
 
-    @property
-    def training_path(self) -> int | None:
-        """The path that is in training here, or is about to be; None when there is none."""
-        return self.path if self.state in ("joining", "training") else None
-
 
 @dataclass
 class PeerStatus:

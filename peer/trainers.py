@@ -79,7 +79,7 @@ def _share(limit: float | None, count: int) -> float | None:
 
 
 def run_trainers(settings: PeerSettings) -> int:
-    """Train on all devices until every trainer has ended. Called by the command line.
+    """Train on all devices until every trainer has ended.
 
     Returns the exit code of the first one, in the order of the devices, that did not end well.
     """

@@ -53,62 +53,37 @@ class RoutingReport(Config):
     paths: tuple[PathReport, ...]
 
 
-def routing_report(
-    *,
-    kind: str,
-    train_paths: int,
-    batch_sequences: int,
-    documents: Sequence[int],
-    tokens: Sequence[int],
-    sequences: Sequence[int],
-    held_out_documents: Sequence[int],
-    held_out_sequences: Sequence[int],
-    label_tokens: Sequence[Mapping[str, int]],
-) -> RoutingReport:
-    """Return the report of shards given as one number, or one table of labels, for each path."""
-    expected = sum(tokens) / len(tokens)
-    balance = shard_balance(tokens)
-    paths = tuple(
-        PathReport(
-            path=path,
-            documents=documents[path],
-            tokens=tokens[path],
-            sequences=sequences[path],
-            held_out_documents=held_out_documents[path],
-            held_out_sequences=held_out_sequences[path],
-            share=tokens[path] / max(1, sum(tokens)),
-            load=tokens[path] / max(1.0, expected),
-            steps_per_epoch=sequences[path] / batch_sequences,
-            labels=dict(sorted(label_tokens[path].items(), key=lambda item: (-item[1], item[0]))),
-        )
-        for path in range(len(tokens))
-    )
-    return RoutingReport(
-        kind=kind,
-        train_paths=train_paths,
-        expected_tokens=expected,
-        max_over_mean=balance[0],
-        min_over_mean=balance[1],
-        entropy_ratio=balance[2],
-        agreement=label_agreement(label_tokens),
-        paths=paths,
-    )
-
-
 def report_routing(
     plan: RunPlan, index: ShardIndex, summaries: Sequence[PathSummary]
 ) -> RoutingReport:
     """Return the report of the shards of a run."""
-    return routing_report(
+    tokens = [summary.train_tokens for summary in summaries]
+    expected = sum(tokens) / len(tokens)
+    largest, smallest, entropy = shard_balance(tokens)
+    paths = tuple(
+        PathReport(
+            path=shard.path,
+            documents=summary.train_documents,
+            tokens=summary.train_tokens,
+            sequences=shard.train_sequences,
+            held_out_documents=summary.validation_documents,
+            held_out_sequences=shard.validation_sequences,
+            share=summary.train_tokens / max(1, sum(tokens)),
+            load=summary.train_tokens / max(1.0, expected),
+            steps_per_epoch=shard.train_sequences / plan.inner.batch_sequences,
+            labels=dict(sorted(summary.label_tokens.items(), key=lambda item: (-item[1], item[0]))),
+        )
+        for shard, summary in zip(index.paths, summaries, strict=True)
+    )
+    return RoutingReport(
         kind=plan.routing.kind,
         train_paths=plan.routing.train_paths,
-        batch_sequences=plan.inner.batch_sequences,
-        documents=[summary.train_documents for summary in summaries],
-        tokens=[summary.train_tokens for summary in summaries],
-        sequences=[shard.train_sequences for shard in index.paths],
-        held_out_documents=[summary.validation_documents for summary in summaries],
-        held_out_sequences=[shard.validation_sequences for shard in index.paths],
-        label_tokens=[summary.label_tokens for summary in summaries],
+        expected_tokens=expected,
+        max_over_mean=largest,
+        min_over_mean=smallest,
+        entropy_ratio=entropy,
+        agreement=label_agreement([summary.label_tokens for summary in summaries]),
+        paths=paths,
     )
 
 

@@ -22,7 +22,13 @@ import safetensors.torch
 import torch
 from dipaco.modules.blobs import BlobStore, SharedContent
 from dipaco.modules.config import ModelConfig, parse_config
-from dipaco.modules.errors import IntegrityError, ManifestError, StorageError
+from dipaco.modules.errors import (
+    ConfigurationError,
+    IntegrityError,
+    ManifestError,
+    StorageError,
+)
+from dipaco.modules.files import atomic_write, link_or_copy
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
@@ -50,7 +56,9 @@ class RunFolder:
         """Open a folder; a peer's may have blobs and states in common with others (`shared`)."""
         self.path = Path(path)
         self.shared = shared
+        # Read once: at thousands of paths that takes a while.
         self._shard_indices: dict[str, ShardIndex] = {}
+        self._genesis_indices: dict[str, dict[str, str]] = {}
 
     @property
     def manifest_path(self) -> Path:
@@ -99,7 +107,6 @@ class RunFolder:
         return index
 
     def _read_shard_index(self, sha256: str) -> ShardIndex:
-        """Read the index once: at thousands of paths that takes a while."""
         found = self._shard_indices.get(sha256)
         if found is None:
             try:
@@ -218,13 +225,17 @@ class RunFolder:
 
         Raises IntegrityError if the index is missing, damaged, or not of this run's modules.
         """
-        if plan.blobs.genesis is None:
+        sha256 = plan.blobs.genesis
+        if sha256 is None:
             return None
-        try:
-            index = json.loads(self.blobs.read(plan.blobs.genesis))
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"the genesis index of {self.path} is not JSON: {error}") from None
-        return check_genesis_index(index, self.grid(plan))
+        if sha256 not in self._genesis_indices:
+            try:
+                index = json.loads(self.blobs.read(sha256))
+            except (ValueError, RecursionError) as error:
+                where = f"the genesis index of {self.path}"
+                raise IntegrityError(f"{where} is not JSON: {error}") from None
+            self._genesis_indices[sha256] = check_genesis_index(index, self.grid(plan))
+        return self._genesis_indices[sha256]
 
     def blob_names(self, plan: RunPlan) -> tuple[str, ...]:
         """Return the SHA-256 of every blob of the run, also of those that are not here."""
@@ -253,3 +264,20 @@ class RunFolder:
                 f"{sequences}; remove it and fetch or prepare it again"
             )
         return tokens
+
+
+def link_run(run: RunFolder, output: Path) -> RunFolder:
+    """Make `output` a run folder of the same run: its manifest, and links to its blobs.
+
+    Blobs are hard-linked, or copied where the file system cannot. Does nothing if `output` is the
+    run folder itself. Raises ConfigurationError if it holds another run.
+    """
+    if output.resolve() == run.path.resolve():
+        return run
+    linked = RunFolder(output)
+    if linked.manifest_path.exists() and linked.plan().run_id != run.plan().run_id:
+        raise ConfigurationError(f"--out {output} holds another run; give an empty folder")
+    for sha256 in run.blob_names(run.plan()):
+        link_or_copy(run.blobs.require(sha256), linked.blobs.path(sha256))
+    atomic_write(linked.manifest_path, run.manifest_path.read_bytes())
+    return linked

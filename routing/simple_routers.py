@@ -19,7 +19,32 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-class LabelRouter(Router):
+class SeededRouter(Router):
+    """What routers without arrays have in common: a number of paths, and a seed to draw by."""
+
+    def __init__(self, path_count: int, seed: int) -> None:
+        if not (isinstance(path_count, int) and path_count >= 1):
+            raise ValueError(f"{path_count!r} is no number of paths")
+        if not (isinstance(seed, int) and 0 <= seed < 2**32):
+            raise ValueError(f"the seed {seed!r} is not from 0 to 2^32 - 1")
+        self._path_count = path_count
+        self._seed = seed
+
+    @property
+    def path_count(self) -> int:
+        """Number of paths."""
+        return self._path_count
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return nothing: the settings are all there is."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the number of paths and the seed."""
+        return {"paths": self._path_count, "seed": self._seed}
+
+
+class LabelRouter(SeededRouter):
     """Routing by a domain, a language or a source.
 
     Every label belongs to one path, and a path has one or several labels.
@@ -33,14 +58,9 @@ class LabelRouter(Router):
     needs_labels = True
 
     def __init__(self, path_count: int, seed: int, paths: Mapping[str, int]) -> None:
-        if not (isinstance(path_count, int) and path_count >= 1):
-            raise ValueError(f"{path_count!r} is no number of paths")
-        if not (isinstance(seed, int) and 0 <= seed < 2**32):
-            raise ValueError(f"the seed {seed!r} is not from 0 to 2^32 - 1")
+        super().__init__(path_count, seed)
         if not all(isinstance(path, int) and 0 <= path < path_count for path in paths.values()):
             raise ValueError("a label has a path that does not exist")
-        self._path_count = path_count
-        self._seed = seed
         self._paths = dict(paths)
 
     @classmethod
@@ -84,16 +104,6 @@ class LabelRouter(Router):
             heapq.heappush(loads, (load + size, paths[label]))
         return cls(path_count, seed, paths)
 
-    @property
-    def path_count(self) -> int:
-        """Number of paths."""
-        return self._path_count
-
-    @property
-    def path_of_label(self) -> dict[str, int]:
-        """The path of every label that is known."""
-        return dict(self._paths)
-
     def costs(self, prefixes: Prefixes) -> np.ndarray:
         """Return 0 for a document's own path and 1 for others, float64 [N, paths]."""
         if prefixes.labels is None or prefixes.tokens is None:
@@ -107,13 +117,9 @@ class LabelRouter(Router):
     def _known_path(self, label: str | None) -> int:
         return -1 if label is None else self._paths.get(label, -1)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return nothing: the settings are all there is."""
-        return {}
-
     def settings(self) -> dict[str, Any]:
         """Return the number of paths, the seed, and the path of every label."""
-        return {"paths": self._path_count, "seed": self._seed, "labels": self._paths}
+        return {**super().settings(), "labels": self._paths}
 
     @classmethod
     def from_file(
@@ -125,7 +131,7 @@ class LabelRouter(Router):
         return cls(settings["paths"], settings["seed"], settings["labels"])
 
 
-class RandomRouter(Router):
+class RandomRouter(SeededRouter):
     """Every path gets the same mixture of data, which is the DiLoCo baseline of section 4.
 
     The path is drawn by a hash of the seed and the document's first tokens.
@@ -137,14 +143,6 @@ class RandomRouter(Router):
 
     kind = "random"
 
-    def __init__(self, path_count: int, seed: int) -> None:
-        if not (isinstance(path_count, int) and path_count >= 1):
-            raise ValueError(f"{path_count!r} is no number of paths")
-        if not (isinstance(seed, int) and 0 <= seed < 2**32):
-            raise ValueError(f"the seed {seed!r} is not from 0 to 2^32 - 1")
-        self._path_count = path_count
-        self._seed = seed
-
     @classmethod
     def from_sample(
         cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
@@ -152,24 +150,11 @@ class RandomRouter(Router):
         """Take the number of paths and the seed: there is nothing to learn."""
         return cls(math.prod(levels), seed)
 
-    @property
-    def path_count(self) -> int:
-        """Number of paths."""
-        return self._path_count
-
     def costs(self, prefixes: Prefixes) -> np.ndarray:
         """Return random numbers in [0, 1) that depend on the tokens alone, float64 [N, paths]."""
         if prefixes.tokens is None:
             raise ValueError("a router of kind 'random' needs the tokens of the documents")
         return random_costs(prefixes.tokens, self._path_count, self._seed)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return nothing: the settings are all there is."""
-        return {}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the number of paths and the seed."""
-        return {"paths": self._path_count, "seed": self._seed}
 
     @classmethod
     def from_file(

@@ -6,20 +6,18 @@ but no routing, no modules and no outer steps. Scored on the same held-out token
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.files import atomic_file, storage_errors
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
+from dipaco.routing.dense import DenseCheckpoint, train_steps
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import even_sample
 
@@ -42,7 +40,6 @@ def train_dense(
     steps: int,
     *,
     device: torch.device | str = "cpu",
-    threads: int | None = None,
     optimizer: str = "adamw",
     micro_batch_size: int | None = None,
     validation_sequences: int | None = None,
@@ -56,35 +53,19 @@ def train_dense(
     called with the number of the step and its loss. `validation_sequences` is per path, as in
     `ReferenceSwarm`. With a `checkpoint` file the training is saved there every `save_every_s`
     seconds, a later call for the same plan and optimizer goes on from it bit for bit, and it is
-    removed at the end. Called by `dipaco-simulate --dense-steps` and the benchmarks.
-
-    Raises ConfigurationError for a negative number of steps, IntegrityError for a checkpoint that
-    is broken or belongs to something else.
+    removed at the end.
     """
-    if steps < 0:
-        raise ConfigurationError(f"--dense-steps {steps} must not be negative")
-    if threads is not None:
-        torch.set_num_threads(threads)
     device = torch.device(device)
     plan = run.plan()
     model = run.base_model(plan).to(device)
     inner = InnerLoop(
         model, plan.inner, device, optimizer=optimizer, micro_batch_size=micro_batch_size
     )
-    inner.reset()
+    kept = DenseCheckpoint(checkpoint, plan.run_id, save_every_s) if checkpoint else None
     batches = MixedBatches(run, plan)
-    kept = _DenseCheckpoint(checkpoint, plan.run_id) if checkpoint else None
-    first, loss = kept.restore(model, inner) if kept else (0, None)
-    saved_at = time.monotonic()
-    for step in range(first, steps):
-        loss = inner.step(batches.batch(step), step)
-        if on_step is not None:
-            on_step(step, loss)
-        if kept and time.monotonic() - saved_at >= save_every_s:
-            kept.save(model, inner, step + 1, loss)
-            saved_at = time.monotonic()
+    loss = train_steps(inner, batches.batch, steps, checkpoint=kept, on_step=on_step)
     if kept:
-        kept.remove()
+        kept.file.unlink(missing_ok=True)
     return DenseResult(
         parameters={
             name: parameter.detach().to("cpu", torch.float32).clone()
@@ -141,48 +122,3 @@ class MixedBatches:
             for shard, row in zip(shards, rows, strict=True)
         ]
         return torch.from_numpy(np.stack(sequences).astype(np.int64))
-
-
-class _DenseCheckpoint:
-    """The file from which an interrupted dense training continues."""
-
-    def __init__(self, file: Path, run_id: str) -> None:
-        self._file = file
-        self._run_id = run_id
-
-    def save(self, model: PathModel, inner: InnerLoop, steps: int, loss: float) -> None:
-        with storage_errors(self._file.parent):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self._file) as file:
-                torch.save(
-                    {
-                        "run": self._run_id,
-                        "steps": steps,
-                        "loss": loss,
-                        "model": dict(model.named_parameters()),
-                        "inner": inner.state_dict(),
-                    },
-                    file,
-                )
-
-    def restore(self, model: PathModel, inner: InnerLoop) -> tuple[int, float | None]:
-        """Return the steps done and the loss of the last; (0, None) without a file."""
-        if not self._file.exists():
-            return 0, None
-        try:
-            content = torch.load(self._file, map_location="cpu", weights_only=True)
-            if content["run"] != self._run_id:
-                raise ValueError("it is of another run")
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(content["model"][name])
-            if not inner.load_state_dict(content["inner"]):
-                raise ValueError("its optimizer state does not fit")
-            return int(content["steps"]), content["loss"]
-        except Exception as error:  # pickle, zip and key errors alike
-            raise IntegrityError(
-                f"the checkpoint {self._file} cannot be used ({error}); remove it to start again"
-            ) from None
-
-    def remove(self) -> None:
-        self._file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A simulation on disk: `live/` while it works there, `round-...` as a checkpoint of one in memory.
+"""A simulation on disk, `checkpoint/` of its output folder.
 
     swarm.json                  run, next round, peers, steps per round, optimizer
     anchors/L0.E0               module states, in the format of `dipaco.modules.state`

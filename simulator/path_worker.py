@@ -160,31 +160,6 @@ class PathWorker:
             local = anchor
         return OuterGradient(anchor, local)[:]
 
-    def checkpoint(self) -> tuple[dict[str, Any], Luggage]:
-        """Return the counters, and local parameters and AdamW state on the CPU."""
-        self.park()
-        luggage = self._shelf.take(self.number)
-        self._shelf.put(self.number, self._notes(), luggage)
-        optimizer = luggage.optimizer
-        if isinstance(optimizer, KeptOptimizer):
-            inner = self._bench.inner
-            present = inner.exchange_optimizer(optimizer)
-            optimizer = inner.state_dict()
-            inner.exchange_optimizer(present)
-        local = {module: flat.to("cpu") for module, flat in luggage.local.items()}
-        return self._notes(), Luggage(local, optimizer)
-
-    def restore(self, notes: Mapping[str, Any], luggage: Luggage) -> None:
-        """Take up a `checkpoint`; the anchors are those of the states."""
-        self.park()
-        self.take_up(notes)
-        luggage.local = {
-            module: flat.to(self._shelf.device)
-            for module, flat in luggage.local.items()
-            if self.unmerged_tokens[module]
-        }
-        self._shelf.put(self.number, self._notes(), luggage)
-
     def park(self) -> None:
         """Leave the bench, if this worker is on it."""
         if self._bench.occupant is not self:

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.outer import OuterRule, canonical_table
 from dipaco.modules.state import ModuleState
@@ -92,11 +91,6 @@ class ReferenceSwarm:
         else:
             self.go_on_in(self._storage.found_round)
 
-    @property
-    def errors(self) -> dict[tuple[int, str], torch.Tensor]:
-        """What the encoding lost, by worker and module."""
-        return self._storage.shelf.errors
-
     def rounds(self, count: int) -> Iterator[RoundReport]:
         """Run `count` rounds and yield the report of each."""
         for _ in range(count):
@@ -130,8 +124,7 @@ class ReferenceSwarm:
         )
         self.next_round += 1
         self._stepped.clear()
-        if self.is_on_disk:
-            self._storage.note_next_round(self.next_round)
+        self._storage.note_next_round(self.next_round)
         return report
 
     def _train_until(self, steps: int) -> None:
@@ -165,11 +158,6 @@ class ReferenceSwarm:
         return self._reporter.report(
             before, self.workers, self.states, trained=False, started_s=now_s
         )
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether workers and states are on disk at any instant, so that nothing is to be saved."""
-        return self._storage.is_on_disk
 
     def go_on_in(self, round_index: int) -> None:
         """Continue a round that another process began, from the workers and states it left.

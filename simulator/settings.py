@@ -43,15 +43,17 @@ class CommandSettings(ComputeSettings):
             "A,B,...",
         ),
     ] = None
-    out: Annotated[Path | None, Option("write a run folder with the trained states", "DIR")] = None
-    resume: Annotated[bool, Option("go on from what an earlier call left in --out")] = False
-    keep: Annotated[
-        Literal["memory", "disk"],
+    out: Annotated[
+        Path | None,
         Option(
-            "where the paths are that wait for their turn: in memory, or on disk in --out, for "
-            "hundreds of them; there a simulation that was killed goes on within a round"
+            "write a run folder with the trained states; paths that wait for their turn are there "
+            "too, and not in memory",
+            "DIR",
         ),
-    ] = "memory"
+    ] = None
+    resume: Annotated[
+        bool, Option("go on from what an earlier call left in --out, also within a round")
+    ] = False
     dense_steps: Annotated[
         int,
         Option(
@@ -75,8 +77,6 @@ class CommandSettings(ComputeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep == "disk" and self.out is None:
-            raise ConfigurationError("--keep disk needs an --out DIR to keep the paths in")
         if self.resume and self.out is None:
             raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
 
@@ -93,11 +93,9 @@ class SimulatorSettings:
     """Sequences that go through the model at once; None is the whole batch. Can change bits."""
     validation_sequences: int | None = None
     """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
-    keep: str = "memory"
-    """Where workers and states are while nobody uses them: one of `storage.KEEP_CHOICES`."""
     folder: Path | None = None
-    """For "disk": the folder, `live` of `CheckpointFolder`. A simulation that is in it already,
-    even one killed within a round, goes on; it has its own states and number of the round."""
+    """Where workers and states are while nobody uses them; None is main memory. A simulation that
+    is in the folder already, even one killed within a round, goes on with its states and round."""
 
 
 @dataclass(frozen=True)

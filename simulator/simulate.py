@@ -14,18 +14,20 @@ from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
 from dipaco.modules.progress import StageProgress
 from dipaco.modules.state import ModuleState
-from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.run_folder import RunFolder, link_run
 from rich.console import Console
 from rich.table import Table
 
-from .checkpoint import CheckpointFolder, link_run
 from .dense import DenseResult, train_dense
+from .live_folder import LiveFolder
 from .reference import ReferenceSwarm
 from .report import RoundReport
 from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
 
 logger = logging.getLogger(__name__)
 
+# Where a simulation with --out works.
+WORK_FOLDER = "checkpoint"
 # Steps of the dense baseline between two lines, at least, and lines in all, about.
 _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 
@@ -50,7 +52,8 @@ def run(settings: CommandSettings) -> int:
     for done in range(1, settings.rounds + 1):
         last = swarm.run_round()
         if output is not None and _is_due(swarm, done, settings.rounds):
-            save(swarm, output)
+            for state in swarm.states.values():
+                output.states.save(state)
         emit(last)
     if printer and last:
         printer.summary(last)
@@ -64,20 +67,15 @@ def open_swarm(
 ) -> ReferenceSwarm:
     """Make the swarm, from the genesis or, with --resume, from where an earlier call stopped."""
     states: dict[str, ModuleState] = {}
-    checkpoints = CheckpointFolder(output.path / "checkpoint") if output else None
-    checkpoint = checkpoints.latest() if checkpoints and settings.resume else None
-    on_disk = settings.keep == "disk"
-    plan = source.plan()
-    if settings.resume and output is not None and checkpoint is None:
-        grid = source.grid(plan)
+    folder = output.path / WORK_FOLDER if output else None
+    if output and folder and settings.resume and not LiveFolder(folder).exists:
+        grid = source.grid(source.plan())
         found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
         states = {module: state for module, state in found.items() if state is not None}
         logger.warning(
-            "no checkpoint in %s: %s", output.path, _states_note(len(states), len(found))
+            "%s has no %s: %s", output.path, WORK_FOLDER, _states_note(len(states), len(found))
         )
-    elif checkpoints and checkpoint and not on_disk:
-        states = checkpoints.anchors(checkpoint, source.grid(plan))
-    swarm = ReferenceSwarm(
+    return ReferenceSwarm(
         source,
         peers=parse_paths(settings.paths),
         steps_per_round=settings.steps_per_round,
@@ -87,21 +85,9 @@ def open_swarm(
             device=choose_device(settings.device)[0],
             optimizer=settings.optimizer,
             validation_sequences=settings.validation_sequences,
-            keep=settings.keep,
-            folder=checkpoints.open_live() if checkpoints and on_disk else None,
+            folder=folder,
         ),
     )
-    if checkpoints and checkpoint and not on_disk:
-        checkpoints.restore(checkpoint, swarm)
-    return swarm
-
-
-def save(swarm: ReferenceSwarm, output: RunFolder) -> None:
-    """Write a checkpoint, and the module states where the inference tools look for them."""
-    if not swarm.is_on_disk:
-        CheckpointFolder(output.path / "checkpoint").save(swarm)
-    for state in swarm.states.values():
-        output.states.save(state)
 
 
 def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
@@ -120,7 +106,7 @@ def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
 def _check_output(settings: CommandSettings) -> None:
     if settings.out is None or settings.resume or not settings.rounds:
         return
-    if CheckpointFolder(settings.out / "checkpoint").latest() is not None:
+    if LiveFolder(settings.out / WORK_FOLDER).exists:
         raise ConfigurationError(
             f"--out {settings.out} already holds a simulation; continue it with --resume, or give "
             f"another folder"

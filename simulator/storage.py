@@ -1,7 +1,7 @@
 """Where workers and module states are kept while another worker trains.
 
     memory   main memory; on a CPU, AdamW states are not even copied
-    disk     files, with one worker in memory at a time: hundreds of paths. Every segment and every
+    folder   files, with one worker in memory at a time: hundreds of paths. Every segment and every
              outer step is saved, so a killed simulation repeats at most one segment
 
 Both give the same bits, unless a process is killed within an outer step of a codec with error
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import remove_stale_temporaries, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import KeptOptimizer
@@ -45,8 +44,6 @@ from .live_folder import (
     write_worker,
 )
 from .settings import SimulatorSettings
-
-KEEP_CHOICES = ("memory", "disk")
 
 # Module states on disk that stay in memory too: those of shared modules are read by many workers.
 _CACHED_STATE_BYTES = 2**30
@@ -301,8 +298,6 @@ class DiskStates(KeptStates):
 class Storage:
     """The shelf and the states of one simulation. This one is in memory."""
 
-    is_on_disk = False
-    """Whether all of it is in files at any instant, so that nothing is to be saved."""
     found_round: int | None = None
     """The round in which an earlier process left the simulation; None if this one begins it."""
 
@@ -320,8 +315,6 @@ class DiskStorage(Storage):
     Raises ConfigurationError if the folder holds another simulation, IntegrityError if it is
     broken.
     """
-
-    is_on_disk = True
 
     def __init__(
         self,
@@ -351,12 +344,9 @@ def open_storage(
 ) -> Storage:
     """Return the storage that the settings name.
 
-    Modules begin with the `given` states, or with those of the run's genesis. Raises
-    ConfigurationError, and what `DiskStorage` raises.
+    Modules begin with the `given` states, or with those of the run's genesis. Raises what
+    `DiskStorage` raises.
     """
-    keep, device = settings.keep, torch.device(settings.device)
-    if keep not in KEEP_CHOICES:
-        raise ConfigurationError(f"keep '{keep}' is unknown; give {', '.join(KEEP_CHOICES)}")
     plan = run.plan()
     grid = run.grid(plan)
     base = run.base_parameters(plan) if plan.blobs.genesis is None else None
@@ -364,9 +354,8 @@ def open_storage(
     def genesis(module: str) -> ModuleState:
         return run.genesis_state(plan, module, base)
 
-    if keep == "disk":
-        if settings.folder is None:
-            raise ConfigurationError("to keep workers on disk a simulation needs a folder")
+    if settings.folder is not None:
         return DiskStorage(settings.folder, identity, grid, given, genesis)
-    shelf = MemoryShelf(torch.device("cpu"), keeps_optimizers=device.type == "cpu")
+    on_cpu = torch.device(settings.device).type == "cpu"
+    shelf = MemoryShelf(torch.device("cpu"), keeps_optimizers=on_cpu)
     return Storage(MemoryStates(grid, given, genesis), shelf)

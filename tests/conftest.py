@@ -40,18 +40,17 @@ def fresh_futures() -> None:
 
 @pytest.fixture(scope="module")
 def joined_nodes() -> Iterator[Nodes]:
-    """Give a module two joined DHT nodes."""
+    """Give a module a DHT node."""
     from support.exchange_nodes import Nodes  # it imports Hivemind, which few tests need
 
     joined = Nodes()
     yield joined
-    joined.client_dht.shutdown()
     joined.server_dht.shutdown()
 
 
 @pytest.fixture
 def nodes(joined_nodes: Nodes) -> Iterator[Nodes]:
-    """Give a test the module's two nodes, and stop the exchanges that it started."""
+    """Give a test the module's node, and stop the exchanges that it started."""
     yield joined_nodes
     joined_nodes.stop_exchanges()
 

@@ -163,7 +163,7 @@ def test_whoever_makes_new_identities_all_the_time_runs_out_of_them(gate: Gate) 
         gate.check(peer(number), admission(number))
     with pytest.raises(RecordError, match="for 2 peers and was used by 4 times as many"):
         gate.check(peer(50), admission(50))
-    # Who is in stays in, and others are none the worse.
+    # A peer that is in stays in, and others are none the worse.
     gate.check(peer(0), admission(0))
     assert gate.admission_of(peer(99)) is not None
     # What such a one has signed with others can still be read.

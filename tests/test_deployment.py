@@ -23,6 +23,8 @@ from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.modules.command_line import arguments_of
 from dipaco.modules.setting_sources import CONFIG_VARIABLE, from_file
 from dipaco.peer import cli as peer_cli
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.commands import ROOT, commands, options_of, parsers
 
 PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
@@ -168,12 +170,27 @@ def test_the_image_has_what_its_build_needs() -> None:
     """Whatever is left out of the build is nothing that the package is made of."""
     left_out = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {*PACKAGES, "pyproject.toml", "README.md", "LICENSE"}
+    needed = {*PACKAGES, "pyproject.toml", "README.md", "LICENSE", "requirements.lock"}
     assert not needed & set(left_out)
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     [torch] = [d for d in project["project"]["dependencies"] if d.startswith("torch")]
     assert f'"{torch}"' in dockerfile
     assert "\nUSER dipaco\n" in dockerfile
+
+
+@pytest.mark.parametrize(
+    ("lock", "extras"),
+    [("requirements.lock", ["mirrors"]), ("requirements-dev.lock", ["mirrors", "serve", "dev"])],
+)
+def test_the_locks_hold_what_the_project_asks_for(lock: str, extras: list[str]) -> None:
+    """After a change of dependencies: make lock."""
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (ROOT / lock).read_text(), re.M))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    for text in [*project["dependencies"], *(line for name in extras for line in optional[name])]:
+        wanted = Requirement(text)
+        if wanted.name not in {"torch", "dipaco"}:
+            assert pinned[canonicalize_name(wanted.name)] in wanted.specifier, text
 
 
 def test_the_notebook_is_one_without_outputs() -> None:

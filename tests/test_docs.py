@@ -25,7 +25,11 @@ from support.commands import options_of, parsers
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
-PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("examples/**/README.md")])
+PAGES = sorted(
+    file
+    for pattern in ("*.md", "docs/*.md", "docs/results/*.md", "examples/**/README.md")
+    for file in ROOT.glob(pattern)
+)
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples", "docs")
 
 
@@ -127,7 +131,7 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
     foreign = {"--shm-size", "--gpus", "--check", "--install", "--update", "--shutdown"}
     foreign |= {"--exclude", "--tasks", "--once", "--accidents", "--calm", "--idle", "--trace"}
     foreign |= {"--set-version", "--model", "--spec", "--build", "--now", "--signal", "--to"}
-    foreign |= {"--phases"}
+    foreign |= {"--phases", "--seeds"}
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(code_of(text))))
     assert mentioned <= everywhere | foreign, mentioned - everywhere - foreign
 

@@ -341,7 +341,7 @@ def test_strangers_that_hold_streams_keep_nobody_out(
     for node in crowd:
         node.exchange._thread.call(hold(node), LIMIT_S)
     assert get(member, blobs, holder) == CONTENT
-    # Who is in by none of the records that were read, but holds fewer than others.
+    # A peer that no record which was read names, but that holds fewer than others.
     assert newcomer.exchange.hello(holder.peer, timeout_s=20.0).run == RUN
     blobs.remove(SHA)
     assert get(newcomer, blobs, holder) == CONTENT

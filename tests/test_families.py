@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from dipaco.modules.config import ModelConfig, RopeScaling, parse_config
+from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.llama import llama_config, read_llama_config, read_llama_parameters
 from dipaco.modules.transformer import PathModel, initialise
@@ -111,16 +111,6 @@ def test_half_precision_is_read_exactly(dtype: torch.dtype, tmp_path: Path) -> N
     random_model("qwen3").to(dtype).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert float((imported(tmp_path)(TOKENS) - theirs(TOKENS).logits).abs().max()) < 1e-5
-
-
-def test_a_plan_names_what_it_uses_alone() -> None:
-    plain = ModelConfig()
-    assert "family" not in plain.model_dump(mode="json")
-    scaled = ModelConfig(family="qwen3", rope_scaling=RopeScaling(kind="linear", factor=2.0))
-    written = scaled.model_dump(mode="json")
-    assert set(written) - set(plain.model_dump()) == {"family", "rope_scaling"}
-    assert ModelConfig.model_validate(written) == scaled
-    assert plain.all_values()["family"] == "llama"
 
 
 def test_a_new_model_begins_with_biases_of_zero_and_norms_of_one() -> None:

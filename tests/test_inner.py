@@ -265,17 +265,22 @@ def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixt
 # Keeping and resuming
 
 
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, matrices: str, tmp_path: Path) -> None:
     # 8-bit states are only used for tensors of at least 4,096 elements.
     wide = MODEL.model_copy(update={"hidden_size": 64})
-    settings: dict[str, Any] = {"optimizer": optimizer, "fresh_state_warmup_steps": 5}
-    loop = loop_of(model_of(wide), **settings)
+    config = config_of(optimizer=matrices, fresh_state_warmup_steps=5)
+
+    def made() -> InnerLoop:
+        return InnerLoop(model_of(wide), config, torch.device("cpu"), optimizer=optimizer)
+
+    loop = made()
     for step in range(3):
         loop.step(batch_of(step), step)
     store = StateStore(tmp_path)
     store.save_optimizer(0, loop.state_dict())
-    other = loop_of(model_of(wide), **settings)
+    other = made()
     other.step(batch_of(99), 0)  # its own state must be forgotten
     other.model.load_state_dict(loop.model.state_dict())
     kept = store.load_optimizer(0)
@@ -284,6 +289,7 @@ def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> Non
     for step in range(3, 7):
         assert loop.step(batch_of(step), step) == other.step(batch_of(step), step)
     assert torch.equal(flat(loop.model), flat(other.model))
+    assert loop.steps_since_fresh == other.steps_since_fresh == 7
 
 
 def test_a_kept_state_is_a_copy() -> None:

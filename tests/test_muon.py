@@ -15,8 +15,8 @@ from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.muon import Muon, is_for_muon, orthogonal
-from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.routing.dense import DenseCheckpoint
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatorSettings
@@ -137,25 +137,6 @@ def test_matrices_follow_the_schedule_and_decay() -> None:
     assert torch.linalg.svdvals(update).max() < 1.3
 
 
-@pytest.mark.parametrize("adamw", ["adamw", "adamw8bit"])
-def test_a_kept_state_goes_on_bit_for_bit(adamw: str, tmp_path: Path) -> None:
-    loop = loop_of(adamw)
-    for step in range(3):
-        loop.step(batch_of(step), step)
-    store = StateStore(tmp_path)
-    store.save_optimizer(0, loop.state_dict())
-    other = loop_of(adamw)
-    other.step(batch_of(99), 0)  # its own state must be forgotten
-    other.model.load_state_dict(loop.model.state_dict())
-    kept = store.load_optimizer(0)
-    assert kept is not None
-    assert other.load_state_dict(kept)
-    for step in range(3, 7):
-        assert loop.step(batch_of(step), step) == other.step(batch_of(step), step)
-    assert torch.equal(flat(loop.model), flat(other.model))
-    assert loop.steps_since_fresh == 7
-
-
 def test_one_number_a_parameter_is_kept() -> None:
     loop = loop_of()
     loop.step(batch_of(), 0)
@@ -230,10 +211,8 @@ def test_the_base_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
     rows = torch.randint(4, 64, (40, 16), generator=torch.Generator().manual_seed(3)).numpy()
 
     def train(steps: int, checkpoint: str) -> PathModel:
-        return pretrain(
-            MODEL, inner, rows, steps, seed=0, device=CPU,
-            checkpoint=tmp_path / checkpoint, inputs="same",
-        )  # fmt: skip
+        kept = DenseCheckpoint(tmp_path / checkpoint, "same")
+        return pretrain(MODEL, inner, rows, steps, seed=0, device=CPU, checkpoint=kept)
 
     train(3, "stopped")
     assert torch.equal(flat(train(6, "stopped")), flat(train(6, "whole")))
@@ -244,7 +223,7 @@ def test_a_simulation_on_disk_and_a_dense_one_go_on_bit_for_bit(
 ) -> None:
     run = make_tiny_run(tmp_path / "run", inner={"optimizer": "muon"}, **PRIVATE)
     expected = [report.digests for report in ReferenceSwarm(run).rounds(2)]
-    settings = SimulatorSettings(keep="disk", folder=tmp_path / "live")
+    settings = SimulatorSettings(folder=tmp_path / "live")
     for digests in expected:  # each round in a process of its own, as it were
         assert ReferenceSwarm(run, settings=settings).run_round().digests == digests
 

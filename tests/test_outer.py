@@ -141,6 +141,8 @@ def test_a_lie_takes_four_fifths_of_a_path_from_one_honest_replica() -> None:
     one = canonical_table([Contribution(0, "a", 1000), Contribution(0, "z", 10**12)])
     assert rule.weights(one) == pytest.approx((0.2, 0.8))
     assert rule.weights((*one, Contribution(1, "o", 10))) == pytest.approx((0.15, 0.6, 0.25))
+    # Twice the usual tokens of the path are believed, if that is more.
+    assert rule.weights(one, Usual({0: 3000})) == pytest.approx((1 / 7, 6 / 7))
     two = canonical_table([*one, Contribution(0, "b", 1000)])
     assert rule.weights(two) == pytest.approx((1 / 6, 1 / 6, 2 / 3))
 

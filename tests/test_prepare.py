@@ -31,6 +31,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import StageProgress
 from dipaco.peer.guests import OWN_INVITATION
 from dipaco.routing.corpus import CorpusConfig, corpus_files
+from dipaco.routing.dense import DenseCheckpoint
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
@@ -309,7 +310,7 @@ def test_stopped_anywhere_it_ends_with_the_same_run(
 ) -> None:
     folder, run, _ = prepared
     for module, name, options in [
-        (prepare_module, "pretrain", {"save_every_s": 0.0}),
+        (prepare_module, "DenseCheckpoint", {"every_s": 0.0}),
         (token_stage, "write_token_corpora", {"chunk_documents": 50}),
         (prepare_module, "ShardBuilder", {"chunk_documents": 50}),
     ]:
@@ -332,15 +333,15 @@ def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
     inner = InnerConfig(batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0)
     rows = np.random.default_rng(0).integers(4, 64, (20, 16)).astype("<u2")
 
-    def train(name: str, stop_at: int | None = None) -> bytes:
-        def progress(step: int, loss: float) -> None:
+    def train(name: str, stop_at: int | None = None, seed: int = 1) -> bytes:
+        def on_step(step: int, loss: float) -> None:
             if step == stop_at:
                 raise KeyboardInterrupt
 
+        checkpoint = DenseCheckpoint(tmp_path / name, f"seed {seed}", every_s=0.0)
         trained = pretrain(
-            model, inner, rows, 10, seed=1, device=CPU, checkpoint=tmp_path / name,
-            inputs="inputs", save_every_s=0.0, progress=progress,
-        )  # fmt: skip
+            model, inner, rows, 10, seed=seed, device=CPU, checkpoint=checkpoint, on_step=on_step
+        )
         return base_model_bytes(trained)
 
     expected = train("whole")
@@ -350,6 +351,7 @@ def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
     assert train("parts") == expected
     (tmp_path / "broken").write_bytes(b"not a checkpoint")
     assert train("broken") == expected
+    assert train("whole", seed=2) == train("other", seed=2) != expected
 
 
 def test_empty_shards_are_named() -> None:

@@ -253,7 +253,7 @@ def test_what_nobody_can_tell_is_asked_again_soon() -> None:
     peer.others.answers = [REACHED, REACHED]
     assert peer.look(SOON_S) == 2
     assert peer.told[1:] == [((PUBLIC,), "direct")]
-    # Who has been called and is not answered for a while can still be called.
+    # A peer that has been called can still be called, though nobody answers for a while.
     peer.others.answers = [None, None]
     assert peer.look(AGAIN_S) == 2
     assert len(peer.told) == 2

@@ -240,7 +240,7 @@ def test_discriminative_needs_scores_of_the_grid() -> None:
 def test_labels_are_shared_out_by_size() -> None:
     labels = ["a"] * 5 + ["b"] * 4 + ["c"] * 3 + ["d", "e"] + [None] * 50
     router = LabelRouter.fit(labels, np.ones(len(labels)), 3)
-    assert router.path_of_label == {"a": 0, "b": 1, "c": 2, "d": 2, "e": 1}
+    assert router.settings()["labels"] == {"a": 0, "b": 1, "c": 2, "d": 2, "e": 1}
     routes = router.route(Prefixes(tokens=_tokens(3), labels=["c", "a", "e"]))
     assert routes.tolist() == [2, 0, 1]
     with pytest.raises(ConfigurationError, match=r"at least 6 labels.*have 5 \(a, b, c, d, e\)"):

@@ -3,7 +3,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from dipaco.routing.report import label_agreement, routing_report, shard_balance
+from dipaco.modules.config import GridConfig, InnerConfig
+from dipaco.modules.plan import PathShard, RoutingPlan, ShardIndex
+from dipaco.routing.report import label_agreement, report_routing, shard_balance
+from dipaco.routing.shards import PathSummary
+from support.make_plan import make_plan
 
 
 def test_balance() -> None:
@@ -41,20 +45,28 @@ def test_agreement_with_labels() -> None:
 
 
 def test_report() -> None:
-    report = routing_report(
-        kind="kmeans",
-        train_paths=2,
-        batch_sequences=4,
-        documents=[3, 5],
-        tokens=[100, 300],
-        sequences=[4, 10],
-        held_out_documents=[1, 0],
-        held_out_sequences=[2, 0],
-        label_tokens=[{"b": 10, "a": 20}, {"c": 3}],
+    shards = [
+        PathShard(
+            path=path, train_sha256="0" * 64, train_sequences=rows, train_documents=documents,
+            validation_sha256="1" * 64, validation_sequences=2 - 2 * path,
+        )
+        for path, rows, documents in ((0, 4, 3), (1, 10, 5))
+    ]  # fmt: skip
+    summaries = [
+        PathSummary(0, 3, 100, 1, (), {"b": 10, "a": 20}),
+        PathSummary(1, 5, 300, 0, (), {"c": 3}),
+    ]
+    plan = make_plan(
+        inner=InnerConfig(batch_sequences=4),
+        routing=RoutingPlan(kind="kmeans", train_paths=2),
+        grid=GridConfig(modules_per_level=(2, 1)),
     )
+    index = ShardIndex(sequence_length=16, paths=tuple(shards))
+    report = report_routing(plan, index, summaries)
     assert report.expected_tokens == 200
     assert [path.load for path in report.paths] == [0.5, 1.5]
     assert [path.share for path in report.paths] == [0.25, 0.75]
     assert [path.steps_per_epoch for path in report.paths] == [1.0, 2.5]
+    assert [path.held_out_sequences for path in report.paths] == [2, 0]
     assert list(report.paths[0].labels) == ["a", "b"]
     assert type(report).model_validate_json(report.model_dump_json()) == report

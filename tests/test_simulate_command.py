@@ -11,15 +11,12 @@ from dipaco.modules.compose import gather_module
 from dipaco.modules.errors import ConfigurationError
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli
-from dipaco.simulator.checkpoint import CheckpointFolder
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatorSettings
 from support.simulation import simulate
 from support.tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-UNSCORED = SimulatorSettings(validation_sequences=0)
 
 
 def test_resuming_changes_no_bit(
@@ -28,14 +25,16 @@ def test_resuming_changes_no_bit(
     straight = simulate(capsys, private_run.path, "--rounds", 4)
     out = tmp_path / "out"
     first = simulate(capsys, private_run.path, "--rounds", 2, "--out", out)
-    # A checkpoint that was being written when the process was killed.
-    (out / "checkpoint" / "round-00000003.partial").mkdir()
     second = simulate(capsys, private_run.path, "--rounds", 2, "--out", out, "--resume")
     assert [line["round"] for line in first + second] == [0, 1, 2, 3]
     for resumed, line in zip(first + second, straight, strict=True):
         assert resumed | {"seconds": 0} == line | {"seconds": 0}
-    kept = [path.name for path in (out / "checkpoint").iterdir()]
-    assert kept == ["round-00000004"]
+    written = RunFolder(out)
+    grid = written.grid(written.plan())
+    for module, digest in second[-1]["digests"].items():
+        state = written.states.load_latest(module, grid.layout(module))
+        assert state is not None
+        assert state.digest == digest
 
 
 def test_the_output_is_a_run_folder_with_the_states(
@@ -84,22 +83,19 @@ def test_a_checkpoint_holds_what_encodings_have_lost(
 ) -> None:
     run = make_tiny_run(tmp_path / "run", codec="int2", inner_steps=2)
     straight = simulate(capsys, run.path, "--rounds", 3)
-    for keep in ("memory", "disk"):
-        out, lines = tmp_path / keep, []
-        for resume in ([], ["--resume"], ["--resume"]):
-            lines += simulate(capsys, run.path, "--out", out, "--keep", keep, *resume)
-        assert [line["digests"] for line in lines] == [line["digests"] for line in straight]
+    out, lines = tmp_path / "out", []
+    for resume in ([], ["--resume"], ["--resume"]):
+        lines += simulate(capsys, run.path, "--out", out, *resume)
+    assert [line["digests"] for line in lines] == [line["digests"] for line in straight]
 
 
 def test_a_checkpoint_holds_local_parameters_that_are_ahead_of_their_anchor(
     tmp_path: Path, shared_run: RunFolder
 ) -> None:
-    swarm = ReferenceSwarm(shared_run)
+    settings = SimulatorSettings(folder=tmp_path)
+    swarm = ReferenceSwarm(shared_run, settings=settings)
     swarm.run_round()
-    checkpoints = CheckpointFolder(tmp_path)
-    checkpoint = checkpoints.save(swarm)
-    restored = ReferenceSwarm(shared_run, states=checkpoints.anchors(checkpoint, swarm.grid))
-    checkpoints.restore(checkpoint, restored)
+    restored = ReferenceSwarm(shared_run, settings=settings)
     for old, new in zip(swarm.workers, restored.workers, strict=True):
         assert (
             old.unmerged_tokens
@@ -140,7 +136,6 @@ def test_a_long_simulation_says_how_long_it_goes_on(
         (["--resume"], "--out"),
         (["--threads", "0"], "--threads 0"),
         (["--device", "toaster"], "'toaster'"),
-        (["--keep", "disk"], "--out"),
     ],
 )
 def test_errors_are_one_line_that_says_what_to_type(

@@ -35,7 +35,7 @@ def test_members_hold_in_histories_with_faults(profile: str) -> None:
 def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile: str) -> None:
     for seed in SEEDS:
         figures = run_history(seed, profile, members=4, rounds=6).figures
-        # Who steps alone has not seen a newcomer yet.
+        # A peer that steps alone has not seen a newcomer yet.
         assert figures["forked"] <= 1
         assert figures["lost"] <= 0.01 * figures["trained"]
         assert figures["kept"] > 0.5 * figures["trained"]

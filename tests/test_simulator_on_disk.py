@@ -15,12 +15,10 @@ from dipaco.modules.files import canonical_json
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.state import write_state
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator.checkpoint import CheckpointFolder
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.report import RoundReport
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
-from support.simulation import simulate
 from support.tiny_run import make_tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +27,7 @@ UNSCORED = SimulatorSettings(validation_sequences=0)
 
 
 def kept_in(folder: Path) -> SimulatorSettings:
-    return SimulatorSettings(keep="disk", folder=folder)
+    return SimulatorSettings(folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def test_keeping_paths_on_disk_changes_no_bit(
     run = request.getfixturevalue(run_name)
     in_memory = SimulatorSettings(optimizer=optimizer)
     expected = list(ReferenceSwarm(run, settings=in_memory).rounds(2))
-    settings = replace(in_memory, keep="disk", folder=tmp_path)
+    settings = replace(in_memory, folder=tmp_path)
     swarm = ReferenceSwarm(run, settings=settings)
     for report, other in zip(expected, swarm.rounds(2), strict=True):
         assert other.as_dict() | {"seconds": 0} == report.as_dict() | {"seconds": 0}
@@ -169,60 +167,15 @@ def _many_paths(folder: Path) -> RunFolder:
 def test_256_paths(tmp_path: Path) -> None:
     run = _many_paths(tmp_path / "run")
     in_memory = ReferenceSwarm(run, settings=UNSCORED).run_round()
-    on_disk = ReferenceSwarm(
-        run, settings=replace(UNSCORED, keep="disk", folder=tmp_path / "live")
-    ).run_round()
+    on_disk = ReferenceSwarm(run, settings=replace(UNSCORED, folder=tmp_path / "live")).run_round()
     assert on_disk.digests == in_memory.digests
     assert len(on_disk.digests) == 16 + 16 + 256
     assert set(on_disk.versions.values()) == {1}
     assert len(list((tmp_path / "live" / "workers").iterdir())) == 256
 
 
-def test_memory_and_disk_go_on_from_each_other(
-    tmp_path: Path, private_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    straight = simulate(capsys, private_run.path, "--rounds", 4)
-    out, lines = tmp_path / "out", []
-    for rounds, keep in ((1, "memory"), (1, "disk"), (1, "disk"), (1, "memory")):
-        resume = ["--resume"] if lines else []
-        lines += simulate(
-            capsys, private_run.path, "--rounds", rounds, "--out", out, "--keep", keep, *resume
-        )
-        kept = [path.name for path in (out / "checkpoint").iterdir()]
-        assert kept == ["live" if keep == "disk" else f"round-{len(lines):08d}"]
-    for line, other in zip(straight, lines, strict=True):
-        assert other | {"seconds": 0} == line | {"seconds": 0}
-    written = RunFolder(out)
-    grid = written.grid(written.plan())
-    for module, digest in lines[-1]["digests"].items():
-        state = written.states.load_latest(module, grid.layout(module))
-        assert state is not None
-        assert state.digest == digest
-
-
-def test_a_simulation_within_a_round_goes_on_in_memory(
-    tmp_path: Path,
-    private_run: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = list(ReferenceSwarm(private_run).rounds(2))[-1]
-    checkpoints = CheckpointFolder(tmp_path)
-    with monkeypatch.context() as patch:
-        _stop_after(patch, 22)
-        swarm = ReferenceSwarm(private_run, settings=kept_in(checkpoints.live))
-        with pytest.raises(KeyboardInterrupt):
-            list(swarm.rounds(2))
-    latest = checkpoints.latest()
-    assert latest is not None
-    states = checkpoints.anchors(latest, swarm.grid)
-    resumed = ReferenceSwarm(private_run, states=states)
-    checkpoints.restore(latest, resumed)
-    assert resumed.next_round == 1
-    assert resumed.run_round().digests == expected.digests
-
-
 def test_a_successor_run_starts_from_its_genesis_states(
-    tmp_path: Path, private_run: RunFolder
+    tmp_path: Path, private_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = ReferenceSwarm(private_run, settings=UNSCORED)
     trained.run_round()
@@ -241,11 +194,14 @@ def test_a_successor_run_starts_from_its_genesis_states(
     successor = plan.model_copy(update={"blobs": blobs, "successor_of": plan.run_id})
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     run.manifest_path.write_bytes(sign_manifest(successor, key))
+    read, original = [], run.blobs.read
+    monkeypatch.setattr(run.blobs, "read", lambda sha256: read.append(sha256) or original(sha256))
     in_memory = ReferenceSwarm(run, settings=UNSCORED)
+    assert read.count(index) == 1  # once for all modules, of which there may be thousands
     assert {m: s.digest for m, s in in_memory.states.items()} == {
         m: s.digest for m, s in begun.items()
     }
-    settings = replace(UNSCORED, keep="disk", folder=tmp_path / "live")
+    settings = replace(UNSCORED, folder=tmp_path / "live")
     on_disk = ReferenceSwarm(run, settings=settings)
     assert on_disk.run_round().digests == in_memory.run_round().digests
 
@@ -262,10 +218,6 @@ def test_a_folder_of_another_simulation_is_refused(tmp_path: Path, shared_run: R
     ReferenceSwarm(shared_run, settings=kept_in(tmp_path))
     with pytest.raises(ConfigurationError, match="peers"):
         ReferenceSwarm(shared_run, settings=kept_in(tmp_path), peers=[SimulatedPeer(0)])
-    with pytest.raises(ConfigurationError, match="needs a folder"):
-        ReferenceSwarm(shared_run, settings=SimulatorSettings(keep="disk"))
-    with pytest.raises(ConfigurationError, match="keep 'tape'"):
-        ReferenceSwarm(shared_run, settings=SimulatorSettings(keep="tape"))
 
 
 def test_a_dense_training_that_was_killed_goes_on(
@@ -284,6 +236,3 @@ def test_a_dense_training_that_was_killed_goes_on(
     assert not file.exists()
     assert resumed.validation == straight.validation
     assert all(torch.equal(straight.parameters[n], p) for n, p in resumed.parameters.items())
-    file.write_bytes(b"not a checkpoint")
-    with pytest.raises(IntegrityError, match="remove it"):
-        train_dense(shared_run, 6, checkpoint=file)

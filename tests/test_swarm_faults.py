@@ -258,7 +258,7 @@ def _all_but_one_leave(world: Accidents) -> Member:
 def _kept(member: Member) -> Event:
     """Return how the member began its path once all that a return needs is on disk, or nothing.
 
-    Who trains alone moves on after every dwell, and keeps the AdamW states of two paths only.
+    A peer that trains alone moves on after every dwell. It keeps the AdamW states of two paths.
     """
     begun = member.of("training")[-1]
     committed = {e["module"] for e in member.of("commit")}

@@ -101,7 +101,7 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
             assert time.time() < deadline, swarm.outputs()
             time.sleep(0.1)
         together = {peer: _group_of_all(peer, 4, mended_s) or 0.0 for peer in peers}
-        # Who adopts has seen the other side; until then rounds go on as before.
+        # A peer that adopts has seen the other side; until then rounds go on as before.
         adopted = [e["time_s"] for peer in peers for e in peer.of("adopt")]
         met_s = min((s for s in adopted if s > mended_s), default=max(together.values()))
         for peer, together_s in together.items():

@@ -474,7 +474,7 @@ def test_partial_files_have_one_owner(blobs: BlobStore) -> None:
 
 
 def test_unfinished_downloads_do_not_pile_up(blobs: BlobStore) -> None:
-    """Who announces a thousand states that it never sends whole does not fill a disk."""
+    """A peer that announces a thousand states and sends none whole does not fill a disk."""
     shas = [f"{n:064x}" for n in range(20)]
     for age, sha in enumerate(shas):
         with pytest.raises(NetworkError):

@@ -12,9 +12,7 @@ from typing import Any
 
 import safetensors.torch
 from dipaco.modules.files import atomic_write
-from dipaco.modules.state import ModuleState
-from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator.checkpoint import CheckpointFolder, link_run
+from dipaco.routing.run_folder import RunFolder, link_run
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
@@ -94,12 +92,8 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
 
     A cell that goes on from another's half is trained for the other half.
     """
-    checkpoints = CheckpointFolder(run.path / "checkpoint")
-    checkpoint = checkpoints.latest()
-    plan = run.plan()
-    grid = run.grid(plan)
     first = size.rounds // 2 if cell.half_of else 0
-    states: dict[str, ModuleState] = checkpoints.anchors(checkpoint, grid) if checkpoint else {}
+    kept = run.path / "checkpoint"
     swarm = ReferenceSwarm(
         run,
         peers=[
@@ -109,15 +103,12 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
         ],
         steps_per_round=size.round_steps,
         first_round=first,
-        states=states,
-        settings=SimulatorSettings(validation_sequences=0),
+        settings=SimulatorSettings(validation_sequences=0, folder=kept),
     )
-    if checkpoint:
-        checkpoints.restore(checkpoint, swarm)
+    if swarm.next_round > first:
         say(f"going on after round {swarm.next_round}")
     diary = Diary(run.path / "diary.json")
     diary.cut(swarm.next_round * size.round_steps)
-    saved_at = time.monotonic()
     while swarm.next_round < size.rounds:
         report = swarm.run_round()
         losses = [path.train_loss for path in report.paths if path.train_loss is not None]
@@ -131,11 +122,8 @@ def train_swarm_cell(cell: Cell, run: RunFolder, half: Path, size: Size, say: Sa
             _save_states(swarm, link_run(run, half))
         if swarm.next_round == size.rounds:
             _save_states(swarm, run)
-        elif time.monotonic() - saved_at >= _SAVE_EVERY_S:
-            checkpoints.save(swarm)
-            saved_at = time.monotonic()
         diary.save()
-    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    shutil.rmtree(kept, ignore_errors=True)
     return diary
 
 

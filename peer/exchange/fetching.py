@@ -164,10 +164,6 @@ class ContentFetcher:
         found = self._directory.find_blob_holders(sha256)
         return tuple(dict.fromkeys((*found, *self.given_peers)))
 
-    def blob_holders(self, sha256: str) -> tuple[str, ...]:
-        """Return the peers, other than this one, that serve a blob."""
-        return self._directory.find_blob_holders(sha256)
-
     def state(self, wanted: Head, holders: Sequence[str]) -> ModuleState:
         """Fetch one module state by its digest and check it against the module's shape.
 

@@ -97,11 +97,6 @@ class Member:
         """The anchor of every module of the path in training."""
         return {s.module: s.head for s in self._trained() if s.head is not None}
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the member has left."""
-        return self._phase is _Phase.GONE
-
     def _strand(self, module: str) -> Strand:
         if module not in self.strands:
             self.strands[module] = Strand(self.known, module)

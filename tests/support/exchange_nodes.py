@@ -1,4 +1,4 @@
-"""Two DHT nodes on loopback and exchanges on them, for tests of what peers ask each other.
+"""A DHT node on loopback and exchanges on it, for tests of what peers ask each other.
 
 The fixture `nodes` (conftest.py) gives them; a test starts the exchanges that it needs.
 """
@@ -17,25 +17,18 @@ NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 class Nodes:
-    """Two joined DHT nodes; exchanges on them are made by each test."""
+    """A DHT node; exchanges on it are made by each test."""
 
     def __init__(self) -> None:
         self.server_dht = GuardedDHT(start=True, startup_timeout=60)
         self.addresses = [str(address) for address in self.server_dht.get_visible_maddrs()]
-        self.client_dht = GuardedDHT(initial_peers=self.addresses, start=True, startup_timeout=60)
         self.started: list[Exchange] = []
 
-    def exchange(self, dht: GuardedDHT, **options: Any) -> Exchange:
-        exchange = Exchange(HivemindTransport(dht), **options)
+    def serving(self, **options: Any) -> Exchange:
+        exchange = Exchange(HivemindTransport(self.server_dht), **options)
         exchange.start()
         self.started.append(exchange)
         return exchange
-
-    def serving(self, **options: Any) -> Exchange:
-        return self.exchange(self.server_dht, **options)
-
-    def asking(self, **options: Any) -> Exchange:
-        return self.exchange(self.client_dht, **options)
 
     def stop_exchanges(self) -> None:
         while self.started:

@@ -12,7 +12,7 @@ from dipaco.peer.owner.uplink import Uplink
 
 
 class MemoryNetwork:
-    """Who can be called, and by what."""
+    """The nodes that can be called, by their names."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, MemoryTransport] = {}

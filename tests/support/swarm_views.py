@@ -184,7 +184,7 @@ def _add_holdings(records: Records, module: str, behind: int, in_round: float) -
     trainers = records.trainers(module)
     if trainers and in_round > offset and not rounds.inner_steps:
         last_round = max(claim.round for claim in records.claims.values())
-    # Who is late is so for a moment: a state that is rounds old is with all that need it.
+    # A peer is late for a moment: a state that is rounds old is with all that need it.
     present = int((records.now_s - records.plan.start_s) / rounds.duration_s)
     is_fresh = behind and last_round >= 0 and present - last_round <= 2
     for index, peer in enumerate(trainers):
