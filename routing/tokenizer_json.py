@@ -99,6 +99,32 @@ class JsonPieces:
         return str(self._plain.decode(numbers, skip_special_tokens=True))
 
 
+def with_added_tokens(
+    tokenizer: Mapping[str, Any], tokens: Sequence[Mapping[str, Any]], source: str
+) -> dict[str, Any]:
+    """Return a `tokenizer.json` to which more tokens were added, as AutoTokenizer adds those of the
+    files beside it: a known one gets the new flags, an unknown one the next number.
+
+    Raises ConfigurationError for one that is said to have another number than it gets.
+    """
+    content = {**tokenizer, "truncation": None, "padding": None}
+    known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
+    after = max(known.values(), default=-1) + 1
+    added = {str(token["content"]): dict(token) for token in content.get("added_tokens") or ()}
+    for token in tokens:
+        name, said = str(token["content"]), token["id"]
+        number = known.setdefault(name, after)
+        after += number == after
+        if said not in (None, number):
+            raise ConfigurationError(
+                f"{source} gives the token {name!r} the number {number}, and the files beside it "
+                f"say {said}; save the tokenizer again with save_pretrained"
+            )
+        if said is not None or name not in added:
+            added[name] = {**token, "id": number}
+    return {**content, "added_tokens": sorted(added.values(), key=lambda token: int(token["id"]))}
+
+
 def pack_tokenizer(
     tokenizer: Mapping[str, Any],
     special: Sequence[str | None],
