@@ -422,6 +422,15 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         assert (answer.status_code, "no tools" in answer.text) == (400, True)
 
 
+def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) -> None:
+    with TestClient(Service(engine, template="{% for %}").application()) as client:
+        assert complete(client, max_tokens=2)["choices"][0]["text"]
+        body = {"messages": [{"role": "user", "content": PROMPT}]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, "cannot be used: Expected" in answer.text) == (400, True)
+        assert client.get("/v1/models/auto").json()["dipaco"]["chat"] is False
+
+
 def test_an_answer_that_fails_takes_no_neighbours_along(
     client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
