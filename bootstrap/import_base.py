@@ -30,7 +30,12 @@ from dipaco.modules.llama import (
     read_llama_parameters,
 )
 from dipaco.modules.transformer import EMBEDDING, HEAD
-from dipaco.routing.tokenizer_json import JsonPieces, pack_tokenizer, with_added_tokens
+from dipaco.routing.tokenizer_json import (
+    SPLITS_SPECIAL,
+    JsonPieces,
+    pack_tokenizer,
+    with_added_tokens,
+)
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
@@ -229,7 +234,8 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
             f"{folder} does not say what ends a text; write eos_token in its {TOKENIZER_SETTINGS}"
         )
     content = with_added_tokens(_json_object(file), added_tokens(folder), str(file))
-    model, new = pack_tokenizer(content, special, template, str(file))
+    splits = _settings(folder).get(SPLITS_SPECIAL) is True
+    model, new = pack_tokenizer(content, special, template, str(file), splits_special=splits)
     pieces = JsonPieces(model, str(file))
     numbers = pieces.file_order(max(rows, pieces.vocabulary_size)).tolist()
     without_row = [number for number in numbers if number >= rows and number not in new]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference.export_tokenizer import tokenizer_files
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.modules.transformer import PathModel
@@ -165,7 +166,9 @@ def _write(file: Path, **changes: Any) -> None:
     file.write_bytes(json.dumps({**content, **changes}, indent=1).replace("\n", "\r\n").encode())
 
 
-@pytest.mark.parametrize("kind", ["decoder", "legacy", "flags", "more", "map", "templates"])
+@pytest.mark.parametrize(
+    "kind", ["decoder", "legacy", "flags", "more", "map", "templates", "split"]
+)
 def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     make_foreign_base(base, "qwen2")
@@ -187,6 +190,8 @@ def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_pa
         _write(settings, additional_special_tokens=extra)
     elif kind == "map":
         _write(base / "special_tokens_map.json", eos_token="<|im_start|>")
+    elif kind == "split":
+        _write(settings, split_special_tokens=True)
     else:
         listed = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
         _write(settings, chat_template=listed)
@@ -202,6 +207,10 @@ def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_pa
         assert ours.decode(ours.encode_marked(text)) == auto.decode(
             expected, skip_special_tokens=True
         )
+    for name, content in tokenizer_files(imported.tokenizer, 64, exact=True).items():
+        (base / name).write_bytes(content)
+    back = AutoTokenizer.from_pretrained(base)
+    assert back(text, add_special_tokens=False).input_ids == expected
 
 
 @pytest.mark.parametrize(
