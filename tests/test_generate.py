@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dipaco.inference import generate_cli
+from dipaco.inference import generate, generate_cli
 from dipaco.inference.generate import (
     PathChooser,
     choose_token,
@@ -144,17 +145,16 @@ def test_top_p_leaves_the_likeliest_tokens() -> None:
             SamplingSettings(top_p=wrong)
 
 
-def test_the_end_of_the_document_ends_generation(model: PathModel) -> None:
-    class Ending(PathModel):
-        def forward(self, tokens, cache=None):  # type: ignore[no-untyped-def]
-            logits = super().forward(tokens, cache)
-            if cache.length >= 5:
-                logits[..., END_TOKEN] = 1e9
-            return logits
+def test_the_end_of_the_document_ends_generation(
+    model: PathModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ending(logits: torch.Tensor, *arguments: Any) -> int:
+        chosen.append(choose_token(logits, *arguments) if len(chosen) < 4 else END_TOKEN)
+        return chosen[-1]
 
-    ending = Ending(model.config)
-    ending.load_state_dict(model.state_dict())
-    assert len(list(generate_tokens(ending, [BEGIN_TOKEN], GREEDY))) == 4
+    chosen: list[int] = []
+    monkeypatch.setattr(generate, "choose_token", ending)
+    assert list(generate_tokens(model, [BEGIN_TOKEN], GREEDY)) == chosen[:4]
 
 
 @settings(max_examples=60, deadline=None)

@@ -140,7 +140,7 @@ def test_paths_used_least_lately_go_first(out: Path) -> None:
         with TestClient(Service(engine).application()) as client:
             for path in (0, 1, 0, 2):
                 ask(client, prompt="ba", model=f"path-{path}")
-            assert sorted(engine.loaded()) == [0, 2]
+            assert sorted(engine.loaded()) == [(0,), (2,)]
 
 
 def changed(state: ModuleState) -> ModuleState:

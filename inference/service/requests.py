@@ -28,6 +28,7 @@ AUTO = "auto"
 _PATH = "path-"
 _USUAL_TOKENS = 16
 _MOST_ANSWERS, _MOST_PROMPTS, _MOST_STOPS = 64, 1024, 32
+_MOST_MIXED = 64
 _SPECIAL = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 Token = Annotated[int, Field(ge=0)]
@@ -59,6 +60,7 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     reroute: Annotated[int, Field(ge=1, le=GREATEST_WINDOW)] | None = None
+    mix: Annotated[int, Field(ge=1, le=_MOST_MIXED)] | None = None
     context_shift: bool | None = None
     # Taken when they change nothing: clients send them with their defaults.
     presence_penalty: float | None = None
@@ -351,6 +353,7 @@ class RequestReader:
                 parameter="reroute",
                 code="no_rerouter",
             )
+        self._check_mix(body)
         context, slide = self._engine.plan.model.sequence_length, bool(body.context_shift)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         works = []
@@ -387,10 +390,25 @@ class RequestReader:
                     stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
                     logprobs=logprobs,
                     reroute=body.reroute,
+                    mix=body.mix or 1,
                     slide=slide,
                 )
             )
         return works
+
+    def _check_mix(self, body: Body) -> None:
+        """Raise ApiError for paths that cannot be mixed."""
+        if (body.mix or 1) == 1:
+            return
+        most = min(self._engine.grid.path_count, self._engine.capacity)
+        reason = None
+        if body.reroute is not None:
+            reason = "leave out reroute, or mix"
+        elif body.mix is not None and body.mix > most:
+            reason = f"this run has {self._engine.grid.path_count} paths, and --memory-gb is for "
+            reason += f"{self._engine.capacity}; at most {most} can be mixed"
+        if reason is not None:
+            raise ApiError(400, f"mix: {reason}", parameter="mix")
 
 
 def path_name(path: int) -> str:
