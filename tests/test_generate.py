@@ -308,6 +308,21 @@ def test_the_command_reroutes(
     assert "path 2 (L0.E1" in capsys.readouterr().err
 
 
+def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--state-dir", str(out), "ba du", "--temperature", "0", "--max-tokens", "9"]
+    assert generate_cli.main([*arguments, "--path", "1", "--mix", "2"]) == 0
+    said = capsys.readouterr()
+    numbers = [int(line.split()[1]) for line in said.err.splitlines()]
+    assert (numbers[0], len(numbers)) == (1, 2)
+    source = DiskSource(out)
+    models = [assemble_path(source, path) for path in numbers]
+    tokens = prompt_tokens(source.tokenizer(), "ba du")
+    made = generate_tokens(
+        models[0], tokens, Sampling(temperature=0, max_tokens=9), mixed_with=models[1:]
+    )
+    assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
+
+
 def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--state-dir", str(out), "", "--max-tokens", "3"]
     assert generate_cli.main([*arguments, "--path", "3"]) == 0
@@ -339,7 +354,13 @@ def test_a_chosen_path_needs_no_router(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--temperature", "-1"], ["--temperature", "nan"], ["--top-k", "-1"], ["--max-tokens", "-1"]],
+    [
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--top-k", "-1"],
+        ["--max-tokens", "-1"],
+        ["--reroute", "4", "--mix", "2"],
+    ],
 )
 def test_impossible_options_are_refused(
     out: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
