@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,8 @@ class Decoder:
         root = math.sqrt(config.hidden_size)
         self._floor = torch.tensor(root * math.sqrt(config.norm_epsilon), device=device)
         self._blocks = [_FusedBlock(block, config) for block in model.model.layers]  # type: ignore[arg-type]
-        self._head = _Map([model.lm_head or model.model.embed_tokens], model.model.norm)
+        head: Any = model.lm_head or model.model.embed_tokens
+        self._head = _Map([head], model.model.norm)
         # Keys, then values, of each block.
         shape = (slots, 2 * config.kv_heads, config.sequence_length, config.width_of_head)
         self._stored = [torch.zeros(shape, device=device) for _ in self._blocks]
@@ -169,7 +171,7 @@ class _Map:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        parts: Sequence[nn.Linear | nn.Embedding],
         norm: RMSNorm | None = None,
         order: torch.Tensor | None = None,
     ) -> None:

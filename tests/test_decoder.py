@@ -9,7 +9,7 @@ import torch
 from dipaco.inference.decoder import Decoder
 from dipaco.inference.mixing import decoder_of, mixed_losses
 from dipaco.modules.config import ModelConfig
-from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.modules.transformer import PathModel
 
 KINDS: list[dict[str, Any]] = [
     {"family": "llama", "kv_head_count": 2},
@@ -71,8 +71,9 @@ def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
 def test_a_mixture_weighs_paths_by_what_they_said_before(paths: int) -> None:
     models = [model_of(seed) for seed in range(paths)]
     text = [5, 9, 20, 21, 22, 40, 41, 8, 9, 10]
-    row = torch.tensor([text])
-    nats = torch.stack([token_losses(logits_of(model, text)[None], row) for model in models])
+    targets = torch.tensor(text[1:])[:, None]
+    said = [logits_of(model, text)[:-1].log_softmax(-1).gather(1, targets) for model in models]
+    nats = -torch.stack(said)[:, None, :, 0]
     # The definition, one token after the other.
     for place in range(len(text) - 1):
         ages = [0.9 ** (place - 1 - before) for before in range(place)]
@@ -86,8 +87,8 @@ def test_a_mixture_weighs_paths_by_what_they_said_before(paths: int) -> None:
     mixture.free(1)
     mixture.paste(0, copied)
     found = [logits[-1]] + [mixture.step([token])[0] for token in text[4:-1]]
-    said = -torch.stack(found).log_softmax(-1)[torch.arange(6), torch.tensor(text[4:])]
-    torch.testing.assert_close(said, mixed_losses(nats)[0, 3:], rtol=1e-4, atol=1e-4)
+    losses = -torch.stack(found).log_softmax(-1)[torch.arange(6), torch.tensor(text[4:])]
+    torch.testing.assert_close(losses, mixed_losses(nats)[0, 3:], rtol=1e-4, atol=1e-4)
 
 
 def test_equal_paths_mixed_are_one_path() -> None:

@@ -34,7 +34,6 @@ from dipaco.modules.errors import (
     NetworkError,
     StorageError,
 )
-from dipaco.modules.transformer import token_losses as losses_of_tokens
 from dipaco.routing.corpus import Document
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows
@@ -365,7 +364,9 @@ def test_paths_are_mixed(
         pair = router.nearest_paths([tokens], 2)[0].tolist()
         rows = torch.from_numpy(scoring_windows(tokens, length, prefix).astype(np.int64))
         with torch.no_grad():
-            losses = [losses_of_tokens(assemble_path(source, p)(rows), rows) for p in pair]
+            logprobs = [assemble_path(source, p)(rows)[:, :-1].log_softmax(-1) for p in pair]
+        targets = rows[:, 1:, None]
+        losses = [-found.gather(2, targets)[..., 0] for found in logprobs]
         mixed = mixed_losses(torch.stack(losses))[:, prefix - 1 :]
         nll += float(mixed[rows[:, prefix:] != PAD_TOKEN].sum())
     assert report.overall.mixed is not None

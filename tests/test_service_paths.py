@@ -44,7 +44,6 @@ from dipaco.modules.errors import (
     RunSelectionError,
 )
 from dipaco.modules.state import ModuleState
-from dipaco.modules.transformer import token_losses
 from dipaco.routing.run_folder import RunFolder
 from starlette.testclient import TestClient
 from support.fake_client import FakeClient
@@ -290,9 +289,10 @@ def test_a_mixture_says_what_generate_says(out: Path) -> None:
         scored = {"max_tokens": 0, "echo": True, "logprobs": 0, "model": "path-3", "mix": 4}
         listed = ask(client, prompt=prompt, **scored)["choices"][0]["logprobs"]["token_logprobs"]
         with torch.no_grad():
-            row = torch.tensor([tokens])
+            row, targets = torch.tensor([tokens]), torch.tensor(tokens[1:])[:, None]
             models = [assemble_path(source, path) for path in range(4)]
-            nats = torch.stack([token_losses(model(row), row) for model in models])
+            logprobs = [model(row)[0, :-1].log_softmax(-1) for model in models]
+            nats = -torch.stack([found.gather(1, targets) for found in logprobs])[:, None, :, 0]
         assert np.allclose(listed[1:], -mixed_losses(nats)[0].numpy(), atol=1e-4)
         for wrong in ({"mix": 5}, {"mix": 0}, {"mix": 2, "reroute": 4}):
             answer = client.post("/v1/completions", json={"prompt": "ba", **wrong})

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -138,7 +138,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`: what is in it, which other programs mark as the answer."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """Return a block that says its content."""

@@ -264,7 +264,8 @@ class Engine:
         context = work.tokens[-model.sequence_length :]
         first = work.path if work.path is not None else work.ranking[0]
         for index in range(work.answers):
-            paths, decisions = (first,), None
+            paths: tuple[int, ...] = (first,)
+            decisions = None
             if work.mix > 1:
                 paths = tuple(sorted(work.ranking[: work.mix]))
             if work.reroute is not None and self._rerouter is not None:

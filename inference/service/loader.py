@@ -15,6 +15,7 @@ import torch
 from dipaco.inference.decoder import Decoder
 from dipaco.inference.mixing import MixedDecoder, decoder_of
 from dipaco.inference.sources import StateSource, assemble_path, path_states
+from dipaco.modules.state import ModuleState
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Loader:
 
     def _shown(self, paths: tuple[int, ...]) -> Iterator[Mapping[str, Any]]:
         """Yield what is shown of the states of some paths, once of each."""
-        states = {}
+        states: dict[str, ModuleState] = {}
         for path in paths:
             states |= path_states(self._source, path)
         for module, state in states.items():
