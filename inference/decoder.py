@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from dipaco.modules.config import ModelConfig
@@ -19,8 +20,8 @@ from torch import nn
 
 # Positions whose logits are computed at once when a text is scored.
 _SCORED_AT_ONCE = 128
-# NumPy multiplies so few rows in half of the time that PyTorch takes on a CPU, one by one.
-_FEW_ROWS = 4
+# On a CPU, NumPy gives so few texts a token in less time than PyTorch: its calls cost less.
+_FEW_TEXTS = 4
 
 
 class Decoder:
@@ -65,16 +66,20 @@ class Decoder:
         """Add a token to each of the first slots; return the logits of what comes next, fp32
         [slots, V] on the CPU. A token in a free slot is anything."""
         lengths = self.lengths[: len(tokens)]
-        places = torch.tensor(lengths, device=self._device)[:, None]
-        stored, mask = max(lengths) + 1, None
-        if min(lengths) + 1 < stored:
-            unseen = torch.arange(stored, device=self._device) > places
-            mask = torch.zeros(unseen.shape, device=self._device).masked_fill_(unseen, -torch.inf)
-            mask = mask[:, None, None]
-        hidden = self._run([[token] for token in tokens], places, 0, stored, mask)
+        if self._device.type == "cpu" and len(tokens) <= _FEW_TEXTS:
+            with np.errstate(over="ignore"):  # of exp in a gate that is shut
+                logits = torch.from_numpy(self._few(np.array(tokens), np.array(lengths)))
+        else:
+            places = torch.tensor(lengths, device=self._device)[:, None]
+            used, mask = max(lengths) + 1, None
+            if min(lengths) + 1 < used:
+                unseen = torch.arange(used, device=self._device) > places
+                mask = torch.zeros(unseen.shape, device=self._device)
+                mask = mask.masked_fill_(unseen, -torch.inf)[:, None, None]
+            logits = self._logits(self._run([[token] for token in tokens], places, 0, used, mask))
         for slot, length in enumerate(lengths):
             self.lengths[slot] += length > 0
-        return self._logits(hidden)[:, 0]
+        return logits[:, 0]
 
     def copy(self, slot: int, length: int) -> list[torch.Tensor]:
         """Return the first tokens of a text as they are stored, for `paste`."""
@@ -115,6 +120,29 @@ class Decoder:
             hidden = hidden + block.output(_attention(queries, stored[slot:last, :, :used], mask))
             hidden = hidden + block.fed_forward(_normed(hidden, self._floor))
         return hidden
+
+    def _few(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the logits [B, 1, V] of a step of a few slots: what `_run` does, in NumPy."""
+        count, used = len(tokens), int(places.max()) + 1
+        rows, kv_heads = np.arange(count), self.config.kv_heads
+        rotation, floor = self._rotation.numpy()[places], float(self._floor) ** 2
+        scale = np.float32(self.config.width_of_head**-0.5)
+        unseen = (np.arange(used) > places[:, None])[:, None, None] if count > 1 else None
+        hidden = self._embedding.numpy()[tokens[:, None]]
+        for block, tensor in zip(self._blocks, self._stored, strict=True):
+            stored = tensor.numpy()
+            queries, new = block.few_attended(_few_normed(hidden, floor), rotation)
+            stored[rows, :, places] = new
+            keys, values = stored[:count, :kv_heads, :used], stored[:count, kv_heads:, :used]
+            scores = queries.reshape(count, kv_heads, -1, new.shape[2]) @ keys.swapaxes(2, 3)
+            scores *= scale
+            if unseen is not None:
+                scores[np.broadcast_to(unseen, scores.shape)] = -np.inf
+            np.exp(scores - scores.max(axis=-1, keepdims=True), out=scores)
+            scores /= scores.sum(axis=-1, keepdims=True)
+            hidden += block.output.few((scores @ values).reshape(count, 1, -1))
+            hidden += block.few_fed_forward(_few_normed(hidden, floor))
+        return self._head.few(_few_normed(hidden, floor))
 
 
 class _FusedBlock:
@@ -157,6 +185,24 @@ class _FusedBlock:
         mapped = mapped.flatten(3)
         return mapped[:, :, : self._heads], mapped[:, :, self._heads :]
 
+    def few_attended(
+        self, normed: np.ndarray, rotation: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `attended`, of [B, 1, H]: [B, heads, D]."""
+        mapped = self._inputs.few(normed).reshape(len(normed), -1, self._width)
+        turned = mapped[:, : self._heads + self._kv_heads]
+        if self._gains is not None:
+            mean = (turned * turned).mean(axis=-1, keepdims=True)
+            turned *= self._gains.numpy() / np.sqrt(mean + np.float32(self._epsilon))
+        turned.view(np.complex64)[:] *= rotation
+        return mapped[:, : self._heads], mapped[:, self._heads :]
+
+    def few_fed_forward(self, normed: np.ndarray) -> np.ndarray:
+        """As `fed_forward`."""
+        both = self._gate_and_up.few(normed)
+        gate, up = both[:, :, : both.shape[2] // 2], both[:, :, both.shape[2] // 2 :]
+        return self._down.few(gate / (1 + np.exp(-gate)) * up)
+
     def fed_forward(self, normed: torch.Tensor) -> torch.Tensor:
         """SwiGLU: [B, T, H] to [B, T, H]."""
         gate, up = self._gate_and_up(normed).chunk(2, dim=-1)
@@ -185,22 +231,29 @@ class _Map:
         if norm is not None:
             weight = weight * (norm.weight.detach() * math.sqrt(weight.shape[1]))
         self._weight = weight.T.contiguous()
-        self._array = self._weight.numpy() if weight.device.type == "cpu" else None
+        self._array = self._weight.numpy() if weight.device.type == "cpu" else np.empty(0)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map [B, T, inputs] to [B, T, outputs]."""
-        rows, length, _ = inputs.shape
-        if self._array is not None and length == 1 and rows <= _FEW_ROWS:
-            mapped = torch.from_numpy(inputs.numpy() @ self._array)
-        else:
-            mapped = inputs @ self._weight
+        mapped = inputs @ self._weight
         return mapped if self._bias is None else mapped.add_(self._bias)
+
+    def few(self, inputs: np.ndarray) -> np.ndarray:
+        """Map [B, 1, inputs] on the CPU, row by row."""
+        mapped: np.ndarray = inputs @ self._array
+        return mapped if self._bias is None else mapped + self._bias.numpy()
 
 
 def _normed(hidden: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """Return RMSNorm without its gain and divided by the root of the width, which are in the map
     behind it; `floor` is the root of epsilon times the width."""
     return hidden / torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), floor)
+
+
+def _few_normed(hidden: np.ndarray, floor: float) -> np.ndarray:
+    """Return `_normed` in NumPy; `floor` is epsilon times the width."""
+    normed: np.ndarray = hidden / np.sqrt(hidden @ hidden.swapaxes(1, 2) + np.float32(floor))
+    return normed
 
 
 def _attention(

@@ -135,7 +135,7 @@ class LlamaCpp:
         from llama_cpp import Llama
 
         options: dict[str, Any] = {"n_threads": threads, "n_threads_batch": threads}
-        self._model = Llama(str(file), n_ctx=0, verbose=False, **options)
+        self._model = Llama(str(next(file.glob("*.gguf"))), n_ctx=0, verbose=False, **options)
 
     def generate(self, prompt: str, count: int) -> float:
         """Continue a prompt; return the seconds to the first token."""
@@ -175,6 +175,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--beside", default="llama.cpp,transformers")
     options = parser.parse_args()
     prompts = [text[:40] for text in tiny_documents(4, -(-options.requests // 4), 5)]
     prompts = prompts[: options.requests]
@@ -184,10 +185,11 @@ def main() -> int:
         words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out"]
         assert export_cli.main([*words, str(exported)]) == 0
         assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
-        others: dict[str, Transformers | LlamaCpp] = {
-            "transformers": Transformers(exported, options.threads),
-            "llama.cpp": LlamaCpp(file, options.threads),
-        }
+        others: dict[str, Transformers | LlamaCpp] = {}
+        if "transformers" in options.beside:
+            others["transformers"] = Transformers(exported, options.threads)
+        if "llama.cpp" in options.beside:
+            others["llama.cpp"] = LlamaCpp(file, options.threads)
         for model in others.values():
             alone(model, prompts[:2], 4)
         turns: dict[int, list[Turn]] = {int(count): [] for count in options.clients.split(",")}
