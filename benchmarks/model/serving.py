@@ -135,7 +135,7 @@ class LlamaCpp:
         from llama_cpp import Llama
 
         options: dict[str, Any] = {"n_threads": threads, "n_threads_batch": threads}
-        self._model = Llama(str(next(file.glob("*.gguf"))), n_ctx=0, verbose=False, **options)
+        self._model = Llama(str(file), n_ctx=0, verbose=False, **options)
 
     def generate(self, prompt: str, count: int) -> float:
         """Continue a prompt; return the seconds to the first token."""
