@@ -30,14 +30,19 @@ from dipaco.modules.llama import (
     read_llama_parameters,
 )
 from dipaco.modules.transformer import EMBEDDING, HEAD
-from dipaco.routing.tokenizer_json import JsonPieces, pack_tokenizer
+from dipaco.routing.tokenizer_json import (
+    SPLITS_SPECIAL,
+    JsonPieces,
+    pack_tokenizer,
+    with_added_tokens,
+)
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = sentencepiece_format.ModelProto.SentencePiece
-ADDED_TOKENS = "added_tokens.json"
+ADDED_TOKENS, SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
 
 
 @dataclass(frozen=True)
@@ -161,18 +166,54 @@ def lacking_tokens(folder: Path, model: bytes) -> list[str]:
     """Return the tokens that a checkpoint has beside its SentencePiece model: those added later,
     and another end of a text."""
     proto = _proto(model, str(folder / TOKENIZER_FILE))
-    known = {piece.piece for piece in proto.pieces}
-    added: dict[str, int] = {}
-    if (folder / ADDED_TOKENS).is_file():
-        added |= _json_object(folder / ADDED_TOKENS)
+    known = {piece.piece.replace("\u2581", " ") for piece in proto.pieces}
+    names = [token["content"] for token in added_tokens(folder)]
     if (folder / TOKENIZER_JSON).is_file():
         listed = _json_object(folder / TOKENIZER_JSON).get("added_tokens") or ()
-        added |= {token["content"]: token["id"] for token in listed}
+        names += [token["content"] for token in listed]
+    lacking = [name for name in dict.fromkeys(names) if name.replace("\u2581", " ") not in known]
     end = _special_names(folder)[END_TOKEN]
-    others = [name for name, number in added.items() if number >= len(proto.pieces)]
-    if end not in (None, proto.trainer_spec.eos_piece, *others):
-        others.append(str(end))
-    return [name for name in others if name not in known or name == end]
+    if end is not None and end != proto.trainer_spec.eos_piece and end not in lacking:
+        lacking.append(end)
+    return lacking
+
+
+def added_tokens(folder: Path) -> list[dict[str, Any]]:
+    """Return what a checkpoint's files add to its vocabulary beside `tokenizer.json`, in the form
+    of that file and the order of AutoTokenizer; `id` is None where no number is said.
+
+    Raises IntegrityError if a file lists them in another form.
+    """
+    settings = _settings(folder)
+    decoder, special = settings.get("added_tokens_decoder"), _special_names(folder)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    try:
+        if decoder is not None:
+            tokens = [{**token, "id": int(number)} for number, token in decoder.items()]
+        elif (folder / ADDED_TOKENS).is_file():
+            tokens = [
+                {"content": name, "id": int(number), "special": name in special}
+                for name, number in _json_object(folder / ADDED_TOKENS).items()
+            ]
+        else:
+            tokens = []
+        tokens.sort(key=lambda token: int(token["id"]))
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = settings.get(key)
+            for name in listed if isinstance(listed, list) else ():
+                content = name["content"] if isinstance(name, dict) else name
+                tokens.append({"content": content, "id": None, "special": True})
+        return [
+            {**flags, "special": False, "normalized": not token.get("special", False)}
+            | {key: token[key] for key in token if key != "__type"}
+            | {"content": str(token["content"])}
+            for token in tokens
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise IntegrityError(
+            f"{folder} lists added tokens in another form than transformers does; save its "
+            f"tokenizer again with save_pretrained"
+        ) from None
 
 
 def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
@@ -187,13 +228,14 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
             f"{folder} has neither {TOKENIZER_FILE} nor {TOKENIZER_JSON}; put its tokenizer there, "
             f"or name a SentencePiece model with the same pieces as model_file under [tokenizer]"
         )
-    content = _json_object(file)
     special, template = _special_names(folder), _chat_template(folder)
     if special[END_TOKEN] is None:
         raise ConfigurationError(
             f"{folder} does not say what ends a text; write eos_token in its {TOKENIZER_SETTINGS}"
         )
-    model, new = pack_tokenizer(content, special, template, str(file))
+    content = with_added_tokens(_json_object(file), added_tokens(folder), str(file))
+    splits = _settings(folder).get(SPLITS_SPECIAL) is True
+    model, new = pack_tokenizer(content, special, template, str(file), splits_special=splits)
     pieces = JsonPieces(model, str(file))
     numbers = pieces.file_order(max(rows, pieces.vocabulary_size)).tolist()
     without_row = [number for number in numbers if number >= rows and number not in new]
@@ -210,11 +252,9 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
 
 def _special_names(folder: Path) -> list[str | None]:
     """Return what a checkpoint calls unknown, begin, end and padding; None for what it lacks."""
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", TOKENIZER_SETTINGS):
-        if (folder / name).is_file():
-            found = _json_object(folder / name)
-            settings |= {key: value for key, value in found.items() if value is not None}
+    settings, file = _settings(folder), folder / SPECIAL_TOKENS
+    if "added_tokens_decoder" not in settings and file.is_file():  # as transformers does
+        settings |= {key: value for key, value in _json_object(file).items() if value is not None}
     names: list[str | None] = []
     for key in ("unk_token", "bos_token", "eos_token", "pad_token"):
         value = settings.get(key)
@@ -229,12 +269,17 @@ def _chat_template(folder: Path) -> str | None:
     if file.is_file():
         with storage_errors(folder):
             return file.read_bytes().decode("utf-8", "replace")
-    settings = folder / TOKENIZER_SETTINGS
-    found = _json_object(settings).get("chat_template") if settings.is_file() else None
+    found = _settings(folder).get("chat_template")
     if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
+        found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
     return found if isinstance(found, str) else None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / TOKENIZER_SETTINGS
+    return _json_object(file) if file.is_file() else {}
 
 
 def _json_object(file: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,8 +59,8 @@ class DocumentWindows:
     """int64 [N + 1]"""
     token_starts: np.ndarray
     """int64 [N + 1]"""
-    paths: np.ndarray
-    """int64 [N]: the path that the run's router sends a document to."""
+    ranked: np.ndarray
+    """int64 [N, K]: the paths that the run's router would send a document to, the best first."""
     label_numbers: np.ndarray
     """int32 [N]: index in `label_names`, -1 without a label."""
     label_names: tuple[str, ...]
@@ -71,7 +71,12 @@ class DocumentWindows:
     """Of all windows and where documents begin; with a path's parameters it names its losses."""
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.ranked)
+
+    @property
+    def paths(self) -> np.ndarray:
+        """Return the path that the run's router sends each document to, int64 [N]."""
+        return self.ranked[:, 0]
 
     @property
     def tokens(self) -> int:
@@ -98,8 +103,11 @@ def collect_windows(
     documents: Iterable[TokenDocument],
     plan: RunPlan,
     folder: Path,
+    *,
+    ranked: int = 1,
 ) -> DocumentWindows:
-    """Route documents and write their scoring windows to `folder`.
+    """Route documents, each to its `ranked` best paths, and write their scoring windows to
+    `folder`. A document whose path is known has that one alone.
 
     Memory is bounded by some hundred documents at a time, beside some 50 bytes for each document.
     Raises StorageError when the disk is full.
@@ -119,7 +127,7 @@ def collect_windows(
                 short += len(chunk) - len(chosen)
                 if not chosen:
                     continue
-                paths.extend(_routed(router, chosen))
+                paths.extend(chain.from_iterable(_routed(router, chosen, ranked)))
                 for item in chosen:
                     windows = scoring_windows(item.tokens, length, prefix_tokens)
                     content = windows.astype(dtype).tobytes()
@@ -144,7 +152,7 @@ def collect_windows(
         row_starts=row_starts,
         first_rows=first_rows,
         token_starts=token_starts,
-        paths=np.array(paths, dtype=np.int64),
+        ranked=np.array(paths, dtype=np.int64).reshape(-1, ranked),
         label_numbers=np.array(labels, dtype=np.int32),
         label_names=tuple(names),
         prefix_tokens=prefix_tokens,
@@ -153,14 +161,14 @@ def collect_windows(
     )
 
 
-def _routed(router: DocumentRouter, documents: list[TokenDocument]) -> list[int]:
+def _routed(router: DocumentRouter, documents: list[TokenDocument], count: int) -> list[list[int]]:
     """Return the paths of documents; the router is asked for those whose path is not known."""
     unknown = [item for item in documents if item.path is None]
     if not unknown:
-        return [int(item.path) for item in documents if item.path is not None]
+        return [[int(item.path)] * count for item in documents if item.path is not None]
     labels = [item.label for item in unknown]
-    found = iter(router.route_tokens([item.tokens for item in unknown], labels).tolist())
-    return [next(found) if item.path is None else item.path for item in documents]
+    found = iter(router.nearest_paths([d.tokens for d in unknown], count, labels).tolist())
+    return [next(found) if item.path is None else [item.path] * count for item in documents]
 
 
 def tokenised(router: DocumentRouter, documents: Iterable[Document]) -> Iterator[TokenDocument]:

@@ -21,12 +21,14 @@ import safetensors.torch
 import torch
 from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.evaluate import LossSum
+from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.progress import each
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
 
 from .document_windows import DocumentWindows, collect_windows, tokenised
+from .mixing import mixed_losses
 from .reroute_report import RerouteReport, reroute_report
 from .rerouter import Rerouter
 from .rerouting import document_sums
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Documents of one path with one label.
 GroupKey = tuple[int, str | None]
+# Rows that are mixed at once.
+_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Evaluated:
 
     documents: int
     routed: LossSum
+    mixed: LossSum | None = None
+    """By the best paths of each document, mixed."""
     base: LossSum | None = None
     baseline: LossSum | None = None
 
@@ -55,6 +61,7 @@ class Evaluated:
         return Evaluated(
             documents=sum(part.documents for part in parts),
             routed=LossSum.total(part.routed for part in parts),
+            mixed=_total(part.mixed for part in parts),
             base=_total(part.base for part in parts),
             baseline=_total(part.baseline for part in parts),
         )
@@ -66,6 +73,8 @@ class Evaluated:
             "tokens": self.routed.tokens,
             "documents": self.documents,
         }
+        if self.mixed is not None:
+            values["mixed_perplexity"] = self.mixed.perplexity
         if self.base is not None:
             values["base_perplexity"] = self.base.perplexity
         if self.baseline is not None:
@@ -145,13 +154,15 @@ def evaluate(
     base: bool = True,
     baseline: PathModel | None = None,
     rerouting: Rerouting | None = None,
+    mix: int = 1,
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> EvaluationReport:
     """Route the documents and score each with its path, one path in memory at a time.
 
     `base` is whether to score the base model too, `baseline` a dense model of the run's shape to
-    score on the same tokens. With `rerouting` every path scores every document. `progress` is told
+    score on the same tokens. With `rerouting` every path scores every document; with `mix` so many
+    of the best paths score each, alone and mixed. `progress` is told
     what is being done. Windows and losses lie in `folder`, where a later call finds the losses
     of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
 
@@ -162,7 +173,7 @@ def evaluate(
         progress("routing the documents")
         router = source.document_router(device)
         windows = collect_windows(
-            router, tokenised(router, documents), source.plan, Path(temporary)
+            router, tokenised(router, documents), source.plan, Path(temporary), ranked=mix
         )
         del router
         if not len(windows):
@@ -172,9 +183,15 @@ def evaluate(
                 f"give longer documents"
             )
         reroute = None
-        if rerouting is None:
+        references: dict[str, np.ndarray] = {}
+        if mix > 1:
+            file = Path(temporary) / "nats.f32"
+            own, references["mixed"], missing = _losses_of_mixtures(
+                source, windows, file, device, progress
+            )
+        elif rerouting is None:
             own, missing = _losses_of_routed_paths(source, windows, device, progress)
-        else:
+        if rerouting is not None:
             losses = losses_of_paths(
                 source,
                 windows,
@@ -192,7 +209,6 @@ def evaluate(
         chosen = ~np.isin(windows.paths, missing)
         if not chosen.any():
             assemble_path(source, missing[0])
-        references: dict[str, np.ndarray] = {}
         if base:
             progress("scoring the base model")
             references["base"] = document_nll(source.base_model(device), windows, chosen)
@@ -230,18 +246,63 @@ def _losses_of_routed_paths(
     return own, tuple(missing)
 
 
+def _losses_of_mixtures(
+    source: StateSource,
+    windows: DocumentWindows,
+    file: Path,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Return the loss of each document by its path, and by its best paths mixed, fp64 [N]; and the
+    paths without a state.
+
+    What each path says of each token lies in `file`. Where another than the first has no state, the
+    first stands for it.
+    """
+    ranked = windows.ranked
+    missing = [path for path in np.unique(ranked).tolist() if source.missing_modules(path)]
+    ranked = np.where(np.isin(ranked, missing), ranked[:, :1], ranked)
+    of_row = ranked[windows.row_documents]
+    rows, length = windows.rows.shape
+    own, mixed = np.zeros(len(windows)), np.zeros(len(windows))
+    with storage_errors(file.parent):
+        nats = np.memmap(file, np.float32, "w+", shape=(ranked.shape[1], rows, length - 1))
+        model: PathModel | None = None
+        paths = np.setdiff1d(ranked, missing).tolist()
+        for path in each(paths, progress, lambda path: f"scoring path {path} for the mixture"):
+            model = assemble_path(source, path, model=model, device=device)
+            for batch, losses in row_losses(
+                model, windows, np.flatnonzero((of_row == path).any(1))
+            ):
+                for column in range(ranked.shape[1]):
+                    chosen = of_row[batch, column] == path
+                    nats[column, batch[chosen], : losses.shape[1]] = losses[chosen]
+            source.forget(path)
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            batch = np.arange(start, min(start + _ROWS_AT_ONCE, rows))
+            found = nats[:, batch]
+            _add_up(own, windows, batch, found[0])
+            _add_up(mixed, windows, batch, mixed_losses(torch.from_numpy(found)).numpy())
+    return own, mixed, tuple(sorted(set(windows.paths.tolist()) & set(missing)))
+
+
 def document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray) -> np.ndarray:
     """Return the summed negative log-likelihood of each document, fp64 [N]; 0 for those that are
     not in `chosen`, bool [N]."""
-    rows = windows.rows_of_documents(chosen)
-    row_documents = windows.row_documents
     totals = np.zeros(len(windows))
-    for batch, losses in row_losses(model, windows, rows):
-        positions = np.arange(1, losses.shape[1] + 1)[None, :]
-        # Behind a row's end the loss is 0: padding is never a target.
-        scored = np.where(positions >= windows.prefix_tokens, losses, 0.0)
-        np.add.at(totals, row_documents[batch], scored.sum(axis=1, dtype=np.float64))
+    for batch, losses in row_losses(model, windows, windows.rows_of_documents(chosen)):
+        _add_up(totals, windows, batch, losses)
     return totals
+
+
+def _add_up(
+    totals: np.ndarray, windows: DocumentWindows, batch: np.ndarray, losses: np.ndarray
+) -> None:
+    """Add the losses [B, T] of some rows to those of their documents."""
+    positions = np.arange(1, losses.shape[1] + 1)[None, :]
+    # Behind a row's end the loss is 0: padding is never a target.
+    scored = np.where(positions >= windows.prefix_tokens, losses, 0.0)
+    np.add.at(totals, windows.row_documents[batch], scored.sum(axis=1, dtype=np.float64))
 
 
 def _groups(
@@ -268,8 +329,7 @@ def _groups(
         groups[key // len(ranks), by_rank[key % len(ranks)]] = Evaluated(
             documents=int(members.sum()),
             routed=loss(own),
-            base=loss(references["base"]) if "base" in references else None,
-            baseline=loss(references["baseline"]) if "baseline" in references else None,
+            **{name: loss(nll) for name, nll in references.items()},
         )
     return groups
 

@@ -2,7 +2,7 @@
 
 dipaco-eval --initial-peers ADDR --data 'held-out/*.jsonl.gz' --label-field domain
 dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --baseline dense.safetensors
-dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 16,64,128
+dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 16,64,128 --mix 2
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dipaco.modules.command_line import Command, Option
 
-from .options import CorpusSettings, RerouterSettings, parse_windows
+from .options import CorpusSettings, RerouterSettings, check_mix, parse_windows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,9 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
             "W[,W...]",
         ),
     ] = None
+    mix: Annotated[
+        int, Option("also mix the N best paths of each document, at N passes", "N", least=1)
+    ] = 1
     json: Annotated[bool, Option("print one JSON object")] = False
 
 
@@ -64,6 +67,7 @@ def run(settings: EvaluationSettings) -> int:
     say = notes.print if notes.is_terminal else seldom(notes.print)
     with settings.open_source() as source:
         settings.check_labels(source.plan)
+        check_mix(settings.mix, source)
         baseline = load_baseline(settings.baseline, source.plan) if settings.baseline else None
         rerouting = Rerouting(settings.read_rerouter(source.plan), windows) if windows else None
         report = evaluate(
@@ -73,6 +77,7 @@ def run(settings: EvaluationSettings) -> int:
             base=settings.base,
             baseline=baseline,
             rerouting=rerouting,
+            mix=settings.mix,
             folder=settings.scores_folder(),
             progress=(lambda line: None) if settings.json else say,
         )
@@ -108,11 +113,13 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
         headings.insert(2, "baseline")
     if overall.base is not None:
         headings.insert(2, "base model")
+    if overall.mixed is not None:
+        headings.insert(2, "mixed")
     table = Table(*headings)
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
             table.add_section()
-        models = (part.routed, part.base, part.baseline)
+        models = (part.routed, part.mixed, part.base, part.baseline)
         cells = [_perplexity(losses.perplexity) for losses in models if losses is not None]
         table.add_row(name, *cells, str(part.documents), str(part.routed.tokens))
     return table

@@ -23,7 +23,7 @@ from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOK
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
 from dipaco.routing.tokenizer import is_json
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokenizer_json import SPLITS_SPECIAL, JsonPieces
 from sentencepiece import sentencepiece_model_pb2
 
 _SPACE_MARK = "\u2581"
@@ -78,6 +78,8 @@ def _json_settings(pieces: JsonPieces, sequence_length: int) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if pieces.splits_special:
+        settings[SPLITS_SPECIAL] = True
     if pieces.chat_template is not None:
         settings["chat_template"] = pieces.chat_template
     return settings
@@ -136,7 +138,7 @@ def tokenizer_config(model: bytes, sequence_length: int) -> dict[str, Any]:
         "eos_token": proto.pieces[END_TOKEN].piece,
         "pad_token": proto.pieces[PAD_TOKEN].piece,
         # A text may contain "</s>", as HTML does; only SentencePiece's rule keeps it a text.
-        "split_special_tokens": True,
+        SPLITS_SPECIAL: True,
         "clean_up_tokenization_spaces": False,
         # What the model takes; version 4 of transformers would add more.
         "model_input_names": ["input_ids", "attention_mask"],

@@ -15,6 +15,7 @@ from dipaco.modules.errors import DipacoError
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
+from .mixing import decoder_of
 from .rerouter import Rerouter
 from .sampling import Sampling
 from .sources import StateSource, assemble_path
@@ -30,37 +31,38 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [BEGIN_TOKEN, *tokenizer.encode(prompt)]
 
 
-@torch.no_grad()
 def generate_tokens(
     model: PathModel,
     prompt: Sequence[int],
     sampling: Sampling,
     reroute: Callable[[Sequence[int]], bool] | None = None,
+    mixed_with: Sequence[PathModel] = (),
 ) -> Iterator[int]:
     """Yield the tokens with which `model` continues `prompt`, until the document ends.
 
     The context is at most the run's sequence length: when it is full, generation goes on from its
     newer half. `reroute` is called with the context before every token and tells whether it has
-    put another path into `model`: then the cache is computed again.
+    put another path into `model`: then the context is read again. Other paths may be mixed in.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    device = next(model.parameters()).device
     longest = model.config.sequence_length
     context = list(prompt)[-longest:]
-    cache, unseen = model.new_cache(), context
+    decoder, is_read = decoder_of([model, *mixed_with], slots=1), False
     for _ in range(sampling.max_tokens):
-        if cache.length + len(unseen) > longest:
-            context = context[-(longest // 2) :]
-            cache, unseen = model.new_cache(), context
+        if is_read and decoder.lengths[0] == longest:
+            context, is_read = context[-(longest // 2) :], False
         if reroute is not None and reroute(context):
-            cache, unseen = model.new_cache(), context
-        logits = model(torch.tensor([unseen], device=device), cache)[0, -1]
-        token = choose_token(logits.float().cpu(), sampling, generator)
+            decoder, is_read = decoder_of([model, *mixed_with], slots=1), False
+        if is_read:
+            logits = decoder.step(context[-1:])[0]
+        else:
+            *_, read = decoder.read(0, context)
+            logits, is_read = read[-1], True
+        token = choose_token(logits, sampling, generator)
         if token == END_TOKEN:
             return
         yield token
         context = [*context[-longest:], token]
-        unseen = [token]
 
 
 def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -72,13 +74,16 @@ def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
     if sampling.temperature == 0:
         return int(logits.argmax())
     count = min(sampling.top_k or len(logits), len(logits))
-    values, tokens = logits.topk(count)
+    tokens = None  # all of them; sorting a vocabulary takes longer than a small model
+    if count < len(logits) or sampling.top_p < 1:
+        logits, tokens = logits.topk(count)
     # The likeliest logit is taken off first: a small temperature must not overflow.
-    chances = torch.softmax((values - values[0]).double() / sampling.temperature, dim=0)
+    chances = torch.softmax((logits - logits.max()).double() / sampling.temperature, dim=0)
     if sampling.top_p < 1:
         # Likeliest first: a token stays while those before it are less than `top_p` together.
         chances[chances.cumsum(0) - chances >= sampling.top_p] = 0.0
-    return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+    chosen = torch.multinomial(chances, 1, generator=generator)
+    return int(chosen if tokens is None else tokens[chosen])
 
 
 class TextOfTokens:

@@ -13,7 +13,7 @@ from typing import Annotated
 from dipaco.modules.command_line import Command, Option
 from dipaco.modules.errors import ConfigurationError
 
-from .options import RerouterSettings, SamplingSettings
+from .options import RerouterSettings, SamplingSettings, check_mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class GenerationSettings(SamplingSettings, RerouterSettings):
             "P",
         ),
     ] = None
+    mix: Annotated[int, Option("mix the N best paths, at N times the work", "N", least=1)] = 1
     reroute: Annotated[
         int | None,
         Option("choose the path again every W tokens and say so on standard error", "W", least=1),
@@ -38,6 +39,8 @@ class GenerationSettings(SamplingSettings, RerouterSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.reroute is not None and self.mix > 1:
+            raise ConfigurationError("give --reroute or --mix, not both: a mixture moves by itself")
         if self.reroute is not None:
             # Its home imports PyTorch.
             from .rerouting import GREATEST_WINDOW
@@ -59,20 +62,24 @@ def run(settings: GenerationSettings) -> int:
     with settings.open_source() as source:
         tokenizer = source.tokenizer()
         tokens = prompt_tokens(tokenizer, prompt)
-        path = settings.path
-        if path is None:  # only then are the router and its base model needed
-            path = int(source.document_router(device).route_tokens([tokens])[0])
+        check_mix(settings.mix, source)
+        paths = [] if settings.path is None else [settings.path]
+        if len(paths) < settings.mix:  # only then are the router and its base model needed
+            router = source.document_router(device)
+            ranked = router.nearest_paths([tokens], source.grid.path_count)[0].tolist()
+            paths = [*paths, *(path for path in ranked if path not in paths)][: settings.mix]
+        path = paths[0]
         chooser = None
         if settings.reroute is not None:
             rerouter = settings.read_rerouter(source.plan).to(device)
             chooser = PathChooser(source, rerouter, path, tokens, settings.reroute, _say)
             path = chooser.path
-        model = assemble_path(source, path, device=device)
-        modules = ", ".join(source.grid.modules_of_path(path))
-        _say(f"path {path} ({modules})")
+        models = [assemble_path(source, one, device=device) for one in (path, *paths[1:])]
+        for one in (path, *paths[1:]):
+            _say(f"path {one} ({', '.join(source.grid.modules_of_path(one))})")
         print(prompt, end="", flush=True)
-        reroute = chooser.of(model) if chooser else None
-        made = generate_tokens(model, tokens, settings.sampling(), reroute)
+        reroute = chooser.of(models[0]) if chooser else None
+        made = generate_tokens(models[0], tokens, settings.sampling(), reroute, models[1:])
         for piece in stream_text(tokenizer, made):
             print(piece, end="", flush=True)
     print(flush=True)

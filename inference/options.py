@@ -181,6 +181,14 @@ class SamplingSettings(Settings):
         )
 
 
+def check_mix(count: int, source: StateSource) -> None:
+    """Raise ConfigurationError if a run has fewer paths than shall be mixed."""
+    if count > source.grid.path_count:
+        raise ConfigurationError(
+            f"--mix {count}: this run has {source.grid.path_count} paths; --mix 2 is usual"
+        )
+
+
 def parse_windows(text: str | None, option: str) -> tuple[int, ...]:
     """Read windows such as "16,64", none for None. Raises ConfigurationError, naming `option`."""
     if text is None:

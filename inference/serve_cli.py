@@ -75,7 +75,7 @@ class ServeSettings(RerouterSettings):
         if self.chat_template is None:
             return own
         try:
-            return self.chat_template.read_text(encoding="utf-8")
+            return self.chat_template.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"--chat-template {self.chat_template}: {error}") from None
 

@@ -22,6 +22,7 @@ from dipaco.modules.errors import ConfigurationError, DipacoError, IntegrityErro
 from dipaco.modules.files import canonical_json
 
 FORMAT = "dipaco-tokenizer/1"
+SPLITS_SPECIAL = "split_special_tokens"
 # Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
 NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
 _GREATEST_BYTES = 2**27
@@ -50,10 +51,12 @@ class JsonPieces:
         self.tokenizer: dict[str, Any] = content["tokenizer"]
         self.chat_template: str | None = content["chat_template"]
         self.special: tuple[int, ...] = tuple(content["special"])
+        self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
+        """Names of special tokens are text even in a chat."""
         self._plain = _load(self.tokenizer, source)
         # Names of special tokens in a text stay text here; `_marked` reads them as tokens.
         self._plain.encode_special_tokens = True
-        self._marked = _load(self.tokenizer, source)
+        self._marked = self._plain if self.splits_special else _load(self.tokenizer, source)
         numbers = set(self._plain.get_vocab(with_added_tokens=True).values())
         self.vocabulary_size = max(numbers, default=0) + 1
         if self.vocabulary_size > _GREATEST_TOKENS or not set(self.special) <= numbers:
@@ -99,11 +102,39 @@ class JsonPieces:
         return str(self._plain.decode(numbers, skip_special_tokens=True))
 
 
+def with_added_tokens(
+    tokenizer: Mapping[str, Any], tokens: Sequence[Mapping[str, Any]], source: str
+) -> dict[str, Any]:
+    """Return a `tokenizer.json` to which more tokens were added, as AutoTokenizer adds those of the
+    files beside it: a known one gets the new flags, an unknown one the next number.
+
+    Raises ConfigurationError for one that is said to have another number than it gets.
+    """
+    content = {**tokenizer, "truncation": None, "padding": None}
+    known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
+    after = max(known.values(), default=-1) + 1
+    added = {str(token["content"]): dict(token) for token in content.get("added_tokens") or ()}
+    for token in tokens:
+        name, said = str(token["content"]), token["id"]
+        number = known.setdefault(name, after)
+        after += number == after
+        if said not in (None, number):
+            raise ConfigurationError(
+                f"{source} gives the token {name!r} the number {number}, and the files beside it "
+                f"say {said}; save the tokenizer again with save_pretrained"
+            )
+        if said is not None or name not in added:
+            added[name] = {**token, "id": number}
+    return {**content, "added_tokens": sorted(added.values(), key=lambda token: int(token["id"]))}
+
+
 def pack_tokenizer(
     tokenizer: Mapping[str, Any],
     special: Sequence[str | None],
     chat_template: str | None,
     source: str,
+    *,
+    splits_special: bool = False,
 ) -> tuple[bytes, frozenset[int]]:
     """Return the blob of a `tokenizer.json` whose unknown, begin, end and padding are `special`,
     and the numbers that are new in the file.
@@ -145,6 +176,7 @@ def pack_tokenizer(
             "special": list(chosen.values()),
             "chat_template": chat_template,
             "tokenizer": content,
+            **({SPLITS_SPECIAL: True} if splits_special else {}),
         }
     )
     found = JsonPieces(blob, source).special_names()
@@ -192,7 +224,8 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         raise IntegrityError(f"{source} is no tokenizer of format {FORMAT}")
     special, template = content.get("special"), content.get("chat_template")
     if (
-        set(content) != {"format", "special", "chat_template", "tokenizer"}
+        set(content) - {SPLITS_SPECIAL} != {"format", "special", "chat_template", "tokenizer"}
+        or not isinstance(content.get(SPLITS_SPECIAL, False), bool)
         or not isinstance(special, list)
         or not all(type(token) is int and 0 <= token < _GREATEST_TOKENS for token in special)
         or len(set(special)) != 4

@@ -11,6 +11,7 @@ from dipaco.modules.errors import ConfigurationError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MESSAGES = [{"role": "user", "content": "Zoë & Ann's <b>"}]
+SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
 @pytest.fixture
@@ -33,14 +34,33 @@ def opened() -> Iterator[Callable[..., ChatTemplate]]:
         "{{ messages | tojson(indent=2) }}{{ bos_token }}",
         "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
         "{% if add_generation_prompt %}<a>{% endif %}{{ eos_token }}",
+        "{%- if tools is defined and tools is none %}no tools{% endif %}{{ documents }}{{ sep }}",
+        "{% for m in messages %}\n  {% if m %}\n {{- unk_token }}\n{% endif %}\n{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{% set n = namespace(a=1) %}{% set n.a = dict(b=2) %}{{ n.a | tojson }}\r\n  {# a #}\r\n",
+        "{{ messages | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+        "{{ messages[0].content | upper | trim }}{{ '%s' | format(pad_token) }}{{ 1.0 / 3 }}",
+        "{% macro a(x) %}{{ x }}{{ caller() }}{% endmacro %}{% call a(1) %}b{% endcall %}\n",
     ],
 )
 def test_it_gives_what_transformers_gives(opened: Callable[..., ChatTemplate], text: str) -> None:
     [expected], _ = render_jinja_template(
-        conversations=[MESSAGES], chat_template=text, add_generation_prompt=True,
-        bos_token="<s>", eos_token="</s>",
-    )  # fmt: skip
-    assert opened(text).render(MESSAGES, "<s>", "</s>") == expected
+        conversations=[MESSAGES], chat_template=text, add_generation_prompt=True, **SPECIAL
+    )
+    assert opened(text).render(MESSAGES, SPECIAL) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "ab"),
+        ("{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}",
+         "<a><b>"),
+    ],
+)  # fmt: skip
+def test_a_content_of_parts(opened: Callable[..., ChatTemplate], text: str, expected: str) -> None:
+    parts = [{"type": "text", "text": letter} for letter in "ab"]
+    assert opened(text).render([{"role": "user", "content": parts}], SPECIAL) == expected
 
 
 @pytest.mark.parametrize(
@@ -57,7 +77,7 @@ def test_one_that_loops_or_grows_is_ended(opened: Callable[..., ChatTemplate], t
     began_s = time.monotonic()
     for _ in range(2):
         with pytest.raises(TemplateError):
-            template.render(MESSAGES, "<s>", "</s>")
+            template.render(MESSAGES, SPECIAL)
     assert time.monotonic() - began_s < 20
 
 
@@ -65,10 +85,15 @@ def test_it_goes_on_after_a_refusal(opened: Callable[..., ChatTemplate]) -> None
     text = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}well"
     template = opened(text)
     with pytest.raises(TemplateError, match="no tools"):
-        template.render([{"role": "tool", "content": ""}], "<s>", "</s>")
-    assert template.render(MESSAGES, "<s>", "</s>") == "well"
+        template.render([{"role": "tool", "content": ""}], SPECIAL)
+    assert template.render(MESSAGES, SPECIAL) == "well"
 
 
-def test_what_is_no_template_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the chat template cannot be used: .*endfor"):
-        ChatTemplate("{% for m in messages %}")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{% for m in messages %}", "endfor"), ("{{ 7 ** 282475249 }}", "it takes more than 1 s")],
+    ids=["broken", "slow to read"],
+)
+def test_what_is_no_template_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the chat template cannot be used: .*{words}"):
+        ChatTemplate(text, limit_s=1.0)

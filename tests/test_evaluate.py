@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from dipaco.inference import evaluate_cli, reroute_cli, token_losses
 from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
+from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.rerouter import REROUTER_FILE, load_rerouter
 from dipaco.inference.sources import (
     DiskSource,
@@ -23,6 +25,7 @@ from dipaco.inference.sources import (
     open_source,
 )
 from dipaco.modules.compose import gather_module
+from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.errors import (
     AddressError,
     ConfigurationError,
@@ -33,6 +36,7 @@ from dipaco.modules.errors import (
 )
 from dipaco.routing.corpus import Document
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
 from support.fake_client import FakeClient
 from support.tiny_run import make_tiny_run, tiny_documents
@@ -342,6 +346,49 @@ def test_the_command_prints_one_json_object(
     for word in ("perplexity", "base model", "baseline", "language 0", "all"):
         assert word in text
     assert "language 1" not in text
+
+
+def test_paths_are_mixed(
+    trained: tuple[Path, list[dict]], damaged: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each token by the two best paths of its document, weighted by what they said before it."""
+    source, documents = DiskSource(trained[0]), held_out()
+    report = evaluate(source, documents, device=CPU, mix=2, base=False)
+    plain = evaluate(source, documents, device=CPU, base=False)
+    assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
+    router = source.document_router(CPU)
+    length, prefix = source.plan.model.sequence_length, source.plan.routing.prefix_tokens
+    nll = 0.0
+    for document in documents:
+        tokens = np.array(router.tokenizer.document_tokens(document.text))
+        pair = router.nearest_paths([tokens], 2)[0].tolist()
+        rows = torch.from_numpy(scoring_windows(tokens, length, prefix).astype(np.int64))
+        with torch.no_grad():
+            logprobs = [assemble_path(source, p)(rows)[:, :-1].log_softmax(-1) for p in pair]
+        targets = rows[:, 1:, None]
+        losses = [-found.gather(2, targets)[..., 0] for found in logprobs]
+        mixed = mixed_losses(torch.stack(losses))[:, prefix - 1 :]
+        nll += float(mixed[rows[:, prefix:] != PAD_TOKEN].sum())
+    assert report.overall.mixed is not None
+    assert report.overall.mixed.nll == pytest.approx(nll, rel=1e-5)
+    # Where only the first of the two can be had, it speaks alone.
+    broken = DiskSource(damaged("L0.E1"))
+    alone = evaluate(broken, documents, device=CPU, mix=4, base=False)
+    assert alone.unscored_documents > 0
+    assert alone.overall.mixed is not None
+
+
+def test_paths_are_mixed_by_the_commands(
+    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl(tmp_path / "held-out.jsonl", held_out())
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base", "--mix"]
+    assert evaluate_cli.main([*arguments, "2"]) == 0
+    assert "mixed" in capsys.readouterr().out
+    assert evaluate_cli.main([*arguments, "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mixed_perplexity"] > 1
+    assert evaluate_cli.main([*arguments, "5"]) == ConfigurationError.exit_code
+    assert "--mix 5: this run has 4 paths" in capsys.readouterr().err
 
 
 def test_the_command_reroutes(

@@ -1,4 +1,4 @@
-"""GGUF files, read back with the library; `benchmarks/model/gguf_agreement.py` runs llama.cpp."""
+"""GGUF files, read back with the library."""
 
 from __future__ import annotations
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dipaco.inference import generate_cli
+from dipaco.inference import generate, generate_cli
 from dipaco.inference.generate import (
     PathChooser,
     choose_token,
@@ -144,17 +145,16 @@ def test_top_p_leaves_the_likeliest_tokens() -> None:
             SamplingSettings(top_p=wrong)
 
 
-def test_the_end_of_the_document_ends_generation(model: PathModel) -> None:
-    class Ending(PathModel):
-        def forward(self, tokens, cache=None):  # type: ignore[no-untyped-def]
-            logits = super().forward(tokens, cache)
-            if cache.length >= 5:
-                logits[..., END_TOKEN] = 1e9
-            return logits
+def test_the_end_of_the_document_ends_generation(
+    model: PathModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ending(logits: torch.Tensor, *arguments: Any) -> int:
+        chosen.append(choose_token(logits, *arguments) if len(chosen) < 4 else END_TOKEN)
+        return chosen[-1]
 
-    ending = Ending(model.config)
-    ending.load_state_dict(model.state_dict())
-    assert len(list(generate_tokens(ending, [BEGIN_TOKEN], GREEDY))) == 4
+    chosen: list[int] = []
+    monkeypatch.setattr(generate, "choose_token", ending)
+    assert list(generate_tokens(model, [BEGIN_TOKEN], GREEDY)) == chosen[:4]
 
 
 @settings(max_examples=60, deadline=None)
@@ -308,6 +308,21 @@ def test_the_command_reroutes(
     assert "path 2 (L0.E1" in capsys.readouterr().err
 
 
+def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--state-dir", str(out), "ba du", "--temperature", "0", "--max-tokens", "9"]
+    assert generate_cli.main([*arguments, "--path", "1", "--mix", "2"]) == 0
+    said = capsys.readouterr()
+    numbers = [int(line.split()[1]) for line in said.err.splitlines()]
+    assert (numbers[0], len(numbers)) == (1, 2)
+    source = DiskSource(out)
+    models = [assemble_path(source, path) for path in numbers]
+    tokens = prompt_tokens(source.tokenizer(), "ba du")
+    made = generate_tokens(
+        models[0], tokens, Sampling(temperature=0, max_tokens=9), mixed_with=models[1:]
+    )
+    assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
+
+
 def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--state-dir", str(out), "", "--max-tokens", "3"]
     assert generate_cli.main([*arguments, "--path", "3"]) == 0
@@ -339,7 +354,13 @@ def test_a_chosen_path_needs_no_router(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--temperature", "-1"], ["--temperature", "nan"], ["--top-k", "-1"], ["--max-tokens", "-1"]],
+    [
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--top-k", "-1"],
+        ["--max-tokens", "-1"],
+        ["--reroute", "4", "--mix", "2"],
+    ],
 )
 def test_impossible_options_are_refused(
     out: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -239,11 +239,18 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(
     assert torch.equal(same.weight, model.get_input_embeddings().weight)
     (checkpoint / "tokenizer.json").unlink()
     added = {"<|im_end|>": 320, "<|im_start|>": 321}
-    (checkpoint / "added_tokens.json").write_text(json.dumps(added))
-    with pytest.raises(
-        ConfigurationError, match=r"<\|im_end\|>, .* which its tokenizer.model lacks"
+    decoder = {number: {"content": name} for name, number in added.items()}
+    settings = checkpoint / "tokenizer_config.json"
+    for file, content in (
+        (checkpoint / "added_tokens.json", added),
+        (settings, {**json.loads(settings.read_text()), "added_tokens_decoder": decoder}),
     ):
-        load_run_config(tmp_path / "RUN.toml")
+        file.write_text(json.dumps(content))
+        with pytest.raises(
+            ConfigurationError, match=r"<\|im_end\|>, .* which its tokenizer.model lacks"
+        ):
+            load_run_config(tmp_path / "RUN.toml")
+        (checkpoint / "added_tokens.json").unlink(missing_ok=True)
 
 
 def test_special_pieces_elsewhere_are_moved(tmp_path: Path) -> None:

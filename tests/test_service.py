@@ -6,26 +6,25 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dipaco.inference.decoder import Decoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.service.loader import Loaded, PathStates
-from dipaco.inference.service.packed import pack
 from dipaco.inference.service.path_batch import PathBatch
-from dipaco.inference.service.slots import Prefill, SlotCache, steady_widths
 from dipaco.inference.service.texts import AnswerText
 from dipaco.inference.service.work import Answer, Work
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.config import BEGIN_TOKEN, ModelConfig
-from dipaco.modules.transformer import KeyValueCache, PathModel, token_losses
+from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.modules.transformer import token_losses
 from starlette.testclient import TestClient
 from support.service import trained_run, wait_until
 from support.tiny_run import tiny_documents
@@ -109,90 +108,31 @@ def test_company_changes_nothing(client: TestClient) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    # Text, and log-probabilities to the last bit.
-    assert [found[number] for number in range(8)] == alone
+    for number, expected in enumerate(alone):
+        [said], [lone] = found[number], expected
+        assert (said["text"], said["finish_reason"]) == (lone["text"], lone["finish_reason"])
+        shown, own = said["logprobs"], lone["logprobs"]
+        assert shown["tokens"] == own["tokens"]
+        assert np.allclose(shown["token_logprobs"], own["token_logprobs"], atol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(out: Path) -> None:
-    model = assemble_path(DiskSource(out), 1)
-    texts = [[BEGIN_TOKEN, *range(40, 40 + length)] for length in (3, 30, 11)]
-    for parameter in model.parameters():
-        parameter.data.mul_(3.0)
-
-    @torch.no_grad()
-    def steps(filled: list[int]) -> torch.Tensor:
-        cache = SlotCache(model.config, 3, torch.device("cpu"))
-        for slot in filled:
-            cache.fill(slot, Prefill(model, texts[slot], score=None).cache)
-        logits = [model(torch.tensor([[50 + step]] * 3), cache)[:, 0] for step in range(4)]
-        return torch.stack(logits, 1)
-
-    together = steps([0, 1, 2])
-    for slot, text in enumerate(texts):
-        assert torch.equal(steps([slot])[slot], together[slot])
-        with torch.no_grad():
-            whole = model(torch.tensor([[*text, 50, 51, 52, 53]]))[0, len(text) :]
-        torch.testing.assert_close(together[slot], whole, rtol=1e-4, atol=1e-5)
-
-
-def test_a_step_is_only_as_wide_as_rows_stay_alike(out: Path) -> None:
-    model = pack(assemble_path(DiskSource(out), 1))
-    texts = [[BEGIN_TOKEN, *range(40, 40 + length)] for length in (3, 30, 11, 7)]
-    cache = SlotCache(model.config, 4, torch.device("cpu"))
-    widths = steady_widths(model, cache)
-    assert widths[-1] == 4
-    assert list(widths) == sorted(widths)
-    assert not any(tensor.any() for tensor in (*cache._keys, *cache._values, cache.lengths))
-
-    @torch.no_grad()
-    def step(width: int) -> torch.Tensor:
-        for slot, text in enumerate(texts):
-            cache.fill(slot, Prefill(model, text, score=None).cache)
-        cache.width = width
-        return model(torch.tensor([[50]] * width), cache)[:, 0]
-
-    whole = step(4)
-    for width in widths:
-        assert torch.equal(step(width), whole[:width])
-
-    class Moody(PathModel):
-        def forward(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-            return super().forward(tokens, cache) * (1 + 1e-6 * (len(tokens) == 2))
-
-    moody = Moody(model.config)
-    moody.load_state_dict(assemble_path(DiskSource(out), 1).state_dict())
-    # Another order of additions cannot be made here at will: a factor stands for it.
-    assert 2 not in steady_widths(moody, cache)
-
-
-def test_a_lone_answer_makes_a_narrow_step(out: Path) -> None:
+def test_a_lone_answer_makes_a_narrow_step(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DiskSource(out)
-    loaded = Loaded(2, pack(assemble_path(source, 2)), PathStates((), ()))
-    batch = PathBatch(loaded, 4, torch.device("cpu"), 0.0)
+    loaded = Loaded((2,), Decoder(assemble_path(source, 2), 4), PathStates((), ()))
+    batch = PathBatch(loaded, 0.0)
     seen: list[int] = []
-    loaded.model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    step = Decoder.step
+
+    def stepping(self: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+        seen.append(len(tokens))
+        return step(self, tokens)
+
+    monkeypatch.setattr(Decoder, "step", stepping)
     work = Work([BEGIN_TOKEN, 40], 2, Sampling(max_tokens=3), lambda event: None, math.inf)
-    answer = Answer(
-        work, 0, list(work.tokens), torch.Generator(), AnswerText(source.tokenizer(), ()), 2, 0.0
-    )
-    batch.begin(answer)
+    text = AnswerText(source.tokenizer(), ())
+    batch.begin(Answer(work, 0, list(work.tokens), torch.Generator(), text, (2,), 0.0))
     batch.step()
-    assert seen == [batch.widths[0]]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_packed_maps_compute_what_dense_ones_do(family: str) -> None:
-    config = ModelConfig(
-        family=family, vocabulary_size=64, hidden_size=32, block_count=2, head_count=4,
-        feed_forward_size=48, sequence_length=16, tied_embedding=family == "qwen2",
-    )  # fmt: skip
-    model = PathModel(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
-    tokens = torch.arange(20).view(2, 10)
-    with torch.no_grad():
-        dense = model(tokens)
-        torch.testing.assert_close(pack(model)(tokens), dense, rtol=1e-4, atol=1e-4)
+    assert seen == [1]
 
 
 def test_prompts_are_scored_as_evaluation_does(client: TestClient, out: Path) -> None:
@@ -422,6 +362,15 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         assert (answer.status_code, "no tools" in answer.text) == (400, True)
 
 
+def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) -> None:
+    with TestClient(Service(engine, template="{% for %}").application()) as client:
+        assert complete(client, max_tokens=2)["choices"][0]["text"]
+        body = {"messages": [{"role": "user", "content": PROMPT}]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, "cannot be used: Expected" in answer.text) == (400, True)
+        assert client.get("/v1/models/auto").json()["dipaco"]["chat"] is False
+
+
 def test_an_answer_that_fails_takes_no_neighbours_along(
     client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,11 +402,11 @@ def test_an_answer_that_fails_takes_no_neighbours_along(
 def test_a_model_that_fails_does_not_end_the_service(
     client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: PathModel, *arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PathModel, "logits", fail)
+        patch.setattr(Decoder, "read", fail)
         answer = client.post("/v1/completions", json={"prompt": "a", "model": "path-0", "n": 2})
         assert (answer.status_code, "path 0 failed" in answer.text) == (503, True)
     complete(client, model="path-0")

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
 from dipaco.dht.http_server import listen, server_of
 from dipaco.inference import serve_cli
 from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.rerouter import Rerouter
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import engine as engine_module
@@ -140,7 +142,7 @@ def test_paths_used_least_lately_go_first(out: Path) -> None:
         with TestClient(Service(engine).application()) as client:
             for path in (0, 1, 0, 2):
                 ask(client, prompt="ba", model=f"path-{path}")
-            assert sorted(engine.loaded()) == [0, 2]
+            assert sorted(engine.loaded()) == [(0,), (2,)]
 
 
 def changed(state: ModuleState) -> ModuleState:
@@ -263,6 +265,38 @@ def test_rerouting_says_what_generate_says(out: Path) -> None:
     moves = [int(line.rpartition(" ")[2]) for line in said]
     assert choice["dipaco"]["paths"][-1] == moves[-1]
     assert len(choice["dipaco"]["paths"]) > 1
+
+
+def test_a_mixture_says_what_generate_says(out: Path) -> None:
+    source = DiskSource(out)
+    prompt = tiny_documents(4, 1, 6)[3][:30]
+    tokens = prompt_tokens(source.tokenizer(), prompt)
+    router = source.document_router(torch.device("cpu"))
+    paths = sorted(router.nearest_paths([tokens], 2)[0].tolist())
+    models = [assemble_path(source, path) for path in paths]
+    sampling = Sampling(temperature=0, max_tokens=60)
+    made = generate_tokens(models[0], tokens, sampling, mixed_with=models[1:])
+    text = "".join(stream_text(source.tokenizer(), made))
+    with (
+        engine_of(DiskSource(out)) as engine,
+        TestClient(Service(engine).application()) as client,
+    ):
+        body = {"prompt": prompt, "max_tokens": 60, "context_shift": True, "mix": 2, "n": 2}
+        said = ask(client, **body)
+        assert [choice["text"] for choice in said["choices"]] == [text, text]
+        assert said["choices"][0]["dipaco"]["paths"] == paths
+        assert said["dipaco"]["prompts"][0]["mixed"] == paths
+        scored = {"max_tokens": 0, "echo": True, "logprobs": 0, "model": "path-3", "mix": 4}
+        listed = ask(client, prompt=prompt, **scored)["choices"][0]["logprobs"]["token_logprobs"]
+        with torch.no_grad():
+            row, targets = torch.tensor([tokens]), torch.tensor(tokens[1:])[:, None]
+            models = [assemble_path(source, path) for path in range(4)]
+            logprobs = [model(row)[0, :-1].log_softmax(-1) for model in models]
+            nats = -torch.stack([found.gather(1, targets) for found in logprobs])[:, None, :, 0]
+        assert np.allclose(listed[1:], -mixed_losses(nats)[0].numpy(), atol=1e-4)
+        for wrong in ({"mix": 5}, {"mix": 0}, {"mix": 2, "reroute": 4}):
+            answer = client.post("/v1/completions", json={"prompt": "ba", **wrong})
+            assert answer.status_code == 400, answer.text
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference.export_tokenizer import tokenizer_files
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.modules.transformer import PathModel
@@ -157,4 +158,76 @@ def test_a_base_says_what_ends_a_text(end: str | None, words: str, tmp_path: Pat
     file = tmp_path / "base" / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": end}))
     with pytest.raises(ConfigurationError, match=words):
+        _ = ImportedBase(tmp_path / "base").model
+
+
+def _write(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_bytes(json.dumps({**content, **changes}, indent=1).replace("\n", "\r\n").encode())
+
+
+@pytest.mark.parametrize(
+    "kind", ["decoder", "legacy", "flags", "more", "map", "templates", "split"]
+)
+def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_foreign_base(base, "qwen2")
+    tokenizer, settings = base / "tokenizer.json", base / "tokenizer_config.json"
+    tokens = json.loads(tokenizer.read_text())["added_tokens"]
+    left, moved = tokens[:2], tokens[2:]
+    if kind == "decoder":
+        _write(tokenizer, added_tokens=left)
+        _write(settings, added_tokens_decoder={token.pop("id"): token for token in tokens})
+    elif kind == "legacy":
+        _write(tokenizer, added_tokens=left)
+        _write(base / "added_tokens.json", **{token["content"]: token["id"] for token in moved})
+    elif kind == "flags":
+        for token in (tokens[1], tokens[3]):
+            token |= {"special": True, "lstrip": True, "rstrip": True}
+        _write(settings, added_tokens_decoder={token.pop("id"): token for token in tokens})
+    elif kind == "more":
+        extra = ["<|think|>", {"__type": "AddedToken", "content": "<|tool|>", "lstrip": True}]
+        _write(settings, additional_special_tokens=extra)
+    elif kind == "map":
+        _write(base / "special_tokens_map.json", eos_token="<|im_start|>")
+    elif kind == "split":
+        _write(settings, split_special_tokens=True)
+    else:
+        listed = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+        _write(settings, chat_template=listed)
+    auto, imported = AutoTokenizer.from_pretrained(base), ImportedBase(base)
+    assert imported.tokenizer is not None
+    ours, pieces = Tokenizer(imported.tokenizer), JsonPieces(imported.tokenizer, "it")
+    order = pieces.file_order(imported.model.vocabulary_size)
+    assert ours.special_names()[END_TOKEN] == auto.eos_token
+    assert ours.chat_template == auto.get_chat_template()
+    for text in (*SPECIAL_TEXTS, " a <|im_end|> b <tool_call> <|think|>c <|tool|> d"):
+        expected = auto(text, add_special_tokens=False).input_ids
+        assert order[ours.encode_marked(text)].tolist() == expected
+        assert ours.decode(ours.encode_marked(text)) == auto.decode(
+            expected, skip_special_tokens=True
+        )
+    for name, content in tokenizer_files(imported.tokenizer, 64, exact=True).items():
+        (base / name).write_bytes(content)
+    back = AutoTokenizer.from_pretrained(base)
+    assert back(text, add_special_tokens=False).input_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"added_tokens_decoder": {"900": {"content": "<|x|>"}}}, "'<|x|>' the number 33., and .*"),
+        ({"added_tokens_decoder": {"x": {}}}, "lists added tokens in another form"),
+        ({"added_tokens_decoder": [1]}, "lists added tokens in another form"),
+        ({"additional_special_tokens": [{"id": 1}]}, "lists added tokens in another form"),
+        ({"extra_special_tokens": [f"<{i}>" for i in range(99)]}, "has a token .* vocab_size of"),
+    ],
+    ids=["number", "name", "list", "nameless", "many"],
+)
+def test_added_tokens_that_do_not_fit_are_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make_foreign_base(tmp_path / "base", "qwen2")
+    _write(tmp_path / "base" / "tokenizer_config.json", **changes)
+    with pytest.raises(DipacoError, match=words.replace("|", r"\|")):
         _ = ImportedBase(tmp_path / "base").model

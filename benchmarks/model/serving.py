@@ -1,12 +1,13 @@
-"""Requests a second and time to the first token: the service under load, beside `dipaco-generate`
-(which starts anew for each prompt) and transformers' `generate` on the same exported path.
+"""Tokens a second and time to the first token: the service under load, beside llama.cpp and
+transformers on the same exported path in fp32.
 
-    python benchmarks/model/serving.py [--json] [--clients 1,4,8] [--tokens 48] [--rounds 3]
+    pip install llama-cpp-python
+    python benchmarks/model/serving.py [--json] [--clients 1,8] [--tokens 48] [--threads 2]
 
-A run of random parameters is made for it; all three compute the same greedy tokens of one path, on
-the same threads. The service and transformers take turns: as many prompts as there are clients by
-the one, then the same prompts by the other. Look at the ratios, of all turns: the least, the
-quarters and the greatest. A disturbed turn is far off; the median is not.
+A run of random parameters is made for it; all compute greedy tokens of one path, on as many
+threads. They take turns: as many prompts as there are clients by the service, then the same prompts
+by the others, one after the other. Look at the ratios, of all turns: the least, the quarters and
+the greatest. A disturbed turn is far off; the median is not.
 """
 
 from __future__ import annotations
@@ -96,61 +97,67 @@ def load(port: int, prompts: list[str], tokens: int, clients: int) -> dict[str, 
     for thread in threads:
         thread.join()
     assert len(firsts) == len(prompts)
-    return _figures(firsts, time.monotonic() - began)
+    return _figures(firsts, tokens, time.monotonic() - began)
 
 
-def _figures(firsts: list[float], wall_s: float) -> dict[str, float]:
+def _figures(firsts: list[float], tokens: int, wall_s: float) -> dict[str, float]:
     return {
-        "requests_per_s": len(firsts) / wall_s,
+        "tokens_per_s": len(firsts) * tokens / wall_s,
         "first_token_median_s": statistics.median(firsts),
-        "first_token_worst_s": max(firsts),
     }
-
-
-def by_generate(run: Path, prompts: list[str], tokens: int, threads: int) -> dict[str, float]:
-    """Start `dipaco-generate` for each prompt."""
-    command = [sys.executable, "-m", "dipaco.inference.generate_cli", "--state-dir", str(run)]
-    options = ["--allow-genesis", "--path", "1", "--temperature", "0", "--threads", str(threads)]
-    firsts, start = [], time.monotonic()
-    for prompt in prompts:
-        began = time.monotonic()
-        words = [*command, *options, "--max-tokens", str(tokens), prompt]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert process.stdout is not None
-        process.stdout.read(len(prompt.encode()) + 1)
-        firsts.append(time.monotonic() - began)
-        process.stdout.read()
-        assert process.wait(300) == 0
-    return _figures(firsts, time.monotonic() - start)
 
 
 class Transformers:
     """The exported path in transformers, in this process: one prompt after the other."""
 
-    def __init__(self, exported: Path) -> None:
+    def __init__(self, exported: Path, threads: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(exported)
 
-    def measured(self, prompts: list[str], tokens: int) -> dict[str, float]:
-        """Continue all prompts; the first token is timed by answers of one token."""
-        firsts = [self._generate(prompt, 1) for prompt in prompts]
-        began = time.monotonic()
-        for prompt in prompts:
-            self._generate(prompt, tokens)
-        return _figures(firsts, time.monotonic() - began)
-
-    def _generate(self, prompt: str, count: int) -> float:
-        began = time.monotonic()
+    def generate(self, prompt: str, count: int) -> float:
+        """Continue a prompt; return the seconds to the first token."""
         rows = self._tokenizer(prompt, return_tensors="pt")
-        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
-        self._model.generate(**rows, **options, do_sample=False)
-        return time.monotonic() - began
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+        began = time.monotonic()
+        self._model.generate(**rows, **options, max_new_tokens=1, min_new_tokens=1)
+        first_s = time.monotonic() - began
+        self._model.generate(**rows, **options, max_new_tokens=count - 1, min_new_tokens=count - 1)
+        return first_s
+
+
+class LlamaCpp:
+    """The exported path in llama.cpp, in this process: one prompt after the other."""
+
+    def __init__(self, file: Path, threads: int) -> None:
+        from llama_cpp import Llama
+
+        options: dict[str, Any] = {"n_threads": threads, "n_threads_batch": threads}
+        self._model = Llama(str(file), n_ctx=0, verbose=False, **options)
+
+    def generate(self, prompt: str, count: int) -> float:
+        """Continue a prompt; return the seconds to the first token."""
+        tokens = self._model.tokenize(prompt.encode(), add_bos=True)
+        began, first_s = time.monotonic(), 0.0
+        self._model.reset()
+        for number, _ in enumerate(self._model.generate(tokens, temp=0.0), 1):
+            first_s = first_s or time.monotonic() - began
+            if number == count:
+                break
+        return first_s
+
+
+def alone(model: Transformers | LlamaCpp, prompts: list[str], tokens: int) -> dict[str, float]:
+    """Continue all prompts by another program."""
+    began = time.monotonic()
+    firsts = [model.generate(prompt, tokens) for prompt in prompts]
+    return _figures(firsts, tokens, time.monotonic() - began)
 
 
 Turn = dict[str, dict[str, float]]
-"""What the service, transformers and `dipaco-generate` needed for the same prompts."""
+"""What each program needed for the same prompts."""
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -163,48 +170,46 @@ def spread(values: list[float]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--clients", default="1,4,8")
+    parser.add_argument("--clients", default="1,8")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--starts", type=int, default=3, help="starts of dipaco-generate")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--beside", default="llama.cpp,transformers")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     prompts = [text[:40] for text in tiny_documents(4, -(-options.requests // 4), 5)]
     prompts = prompts[: options.requests]
     with tempfile.TemporaryDirectory() as name:
-        run, exported = Path(name) / "run", Path(name) / "exported"
+        run, exported, file = (Path(name) / part for part in ("run", "exported", "it.gguf"))
         make_tiny_run(run, sequence_length=128, **SHAPE)
-        words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out", str(exported)]
-        assert export_cli.main(words) == 0
-        model = Transformers(exported)
-        model.measured(prompts[:2], 2)
+        words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out"]
+        assert export_cli.main([*words, str(exported)]) == 0
+        assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
+        others: dict[str, Transformers | LlamaCpp] = {}
+        if "transformers" in options.beside:
+            others["transformers"] = Transformers(exported, options.threads)
+        if "llama.cpp" in options.beside:
+            others["llama.cpp"] = LlamaCpp(file, options.threads)
+        for model in others.values():
+            alone(model, prompts[:2], 4)
         turns: dict[int, list[Turn]] = {int(count): [] for count in options.clients.split(",")}
-        for _ in range(options.rounds):
-            generate = by_generate(run, prompts[: options.starts], options.tokens, options.threads)
-            with serving(run, options.threads) as port:
-                request(port, prompts[0], 2)
-                for clients, found in turns.items():
-                    for first in range(0, len(prompts), clients):
-                        asked = prompts[first : first + clients]
-                        served = load(port, asked, options.tokens, clients)
-                        theirs = model.measured(asked, options.tokens)
-                        found.append(
-                            {"service": served, "transformers": theirs, "generate": generate}
-                        )
+        with serving(run, options.threads) as port:
+            load(port, prompts[:8], 4, 8)
+            for clients, found in list(turns.items()) * options.rounds:
+                for first in range(0, len(prompts), clients):
+                    asked = prompts[first : first + clients]
+                    turn = {n: alone(m, asked, options.tokens) for n, m in others.items()}
+                    found.append({"service": load(port, asked, options.tokens, clients), **turn})
     ratios = {
-        f"service, {clients} clients": {
-            other: {
-                key: spread([turn["service"][key] / turn[other][key] for turn in found])
-                for key in ("requests_per_s", "first_token_median_s")
-            }
-            for other in ("transformers", "generate")
+        f"service / {other}, {clients} clients": {
+            key: spread([turn["service"][key] / turn[other][key] for turn in found])
+            for key in ("tokens_per_s", "first_token_median_s")
         }
         for clients, found in turns.items()
+        for other in others
     }
     report = {"turns": turns, "ratios": ratios, "tokens": options.tokens}
-    print(json.dumps(report) if options.json else json.dumps(report, indent=2))
+    print(json.dumps(report) if options.json else json.dumps(ratios, indent=2))
     return 0
 
 

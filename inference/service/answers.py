@@ -58,8 +58,8 @@ class Reply:
                 choice = self.choices[self.number(prompt, event.index)]
                 choice.text.append(event.text)
                 choice.tokens += event.tokens
-                if not choice.paths or choice.paths[-1] != event.path:
-                    choice.paths.append(event.path)
+                if tuple(choice.paths[-len(event.paths) :]) != event.paths:
+                    choice.paths += event.paths
             case Ended():
                 choice = self.choices[self.number(prompt, event.index)]
                 choice.reason, choice.generated = event.reason, event.tokens
@@ -100,7 +100,7 @@ class Reply:
         if isinstance(event, Piece):
             logprobs = self._logprobs(prompt, event.tokens, with_prompt=False)
             said = {"content": event.text} if self._is_chat else event.text
-            yield self._chunk(prompt, number, said, logprobs, path=event.path)
+            yield self._chunk(prompt, number, said, logprobs, path=event.paths[0])
         else:
             last: Any = {} if self._is_chat else ""
             yield self._chunk(prompt, number, last, reason=event.reason)
@@ -128,7 +128,7 @@ class Reply:
         if self._is_chat:
             kind = "chat.completion.chunk" if stream else "chat.completion"
         began = [self._began[prompt] for prompt in sorted(self._began)]
-        spoke = sorted({(one.path, one.states.short) for one in began})
+        spoke = sorted({(one.paths[0], one.states.short) for one in began})
         shown = spoke[0] if len(spoke) == 1 else None
         fingerprint = f"dipaco-{self._run[:8]}"
         if shown is not None:
@@ -142,7 +142,8 @@ class Reply:
             "dipaco": {
                 "prompts": [
                     {
-                        "path": one.path,
+                        "path": one.paths[0],
+                        **({"mixed": list(one.paths)} if len(one.paths) > 1 else {}),
                         "routed": one.routed,
                         "modules": list(one.states.modules),
                     }
@@ -173,7 +174,7 @@ class Reply:
         return {**self._head(stream=True), "choices": [choice]}
 
     def _first_path(self, prompt: int) -> list[int]:
-        return [self._began[prompt].path] if prompt in self._began else []
+        return [*self._began[prompt].paths] if prompt in self._began else []
 
     def _prompt_text(self, prompt: int) -> str:
         if not self._echoes:

@@ -12,7 +12,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,13 +39,15 @@ from .requests import (
     path_name,
 )
 from .texts import TokenNames
-from .work import Event, Failed
+from .work import Ended, Event, Failed
 
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).with_name("page.html")
 _BODY_LIMIT_S = 30.0
 _CLIENT_LEFT = 499
+# A person sees no difference to a wake for each token.
+_WAKE_S = 0.02
 
 ItemT = TypeVar("ItemT")
 
@@ -120,7 +123,7 @@ class Service:
                 "status": ("degraded" if troubles else "ok") if alive else "failed",
                 "troubles": troubles,
                 "unfinished": engine.unfinished,
-                "paths_in_memory": sorted(engine.loaded()),
+                "paths_in_memory": sorted({path for paths in engine.loaded() for path in paths}),
             },
             status_code=200 if alive else 503,
         )
@@ -154,7 +157,7 @@ class Service:
         }
 
     def _shown_path(self, path: int, loaded: Any) -> dict[str, Any]:
-        batch = loaded.get(path)
+        batch = loaded.get((path,))
         if batch is None:
             states: dict[str, Any] = {
                 "modules": [{"module": m} for m in self._engine.grid.modules_of_path(path)]
@@ -198,24 +201,19 @@ class Service:
     ) -> Response:
         self._check_key(http)
         content = await self._content(http)
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-
-        def emit(prompt: int, event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may have ended
-                loop.call_soon_threadsafe(events.put_nowait, (prompt, event))
-
+        mailbox = Mailbox(asyncio.get_running_loop())
         # Long texts take a while to parse and to cut into tokens.
-        request = await asyncio.to_thread(lambda: read(parse_body(content, kind), emit))
+        request = await asyncio.to_thread(lambda: read(parse_body(content, kind), mailbox.put))
         prefix = "chatcmpl" if kind is ChatBody else "cmpl"
         reply = Reply(
             request, f"{prefix}-{secrets.token_hex(12)}", self._engine.plan.run_id, self._names
         )
+        mailbox.is_watched = bool(request.body.stream)
         self._engine.submit(request.works)
         if request.body.stream:
-            return EventStream(request, reply, events)
+            return EventStream(request, reply, mailbox)
         try:
-            return await _unless_left(http.receive, _gathered(reply, events))
+            return await _unless_left(http.receive, _gathered(reply, mailbox))
         finally:
             _cancel(request)
 
@@ -260,13 +258,42 @@ class Service:
         return b"".join(parts)
 
 
-async def _gathered(reply: Reply, events: asyncio.Queue[tuple[int, Event]]) -> Response:
+class Mailbox:
+    """Brings events of the model thread to the event loop, which is woken once for many of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[tuple[int, Event]] = deque()
+        self._has_come = asyncio.Event()
+        self._next_wake_s = 0.0
+        self.is_watched = False
+        """Somebody sees the answer as it comes; else only its end matters."""
+
+    def put(self, prompt: int, event: Event) -> None:
+        """Leave an event; called by the model thread."""
+        self._events.append((prompt, event))
+        now_s = time.monotonic()
+        is_due = self.is_watched and now_s >= self._next_wake_s
+        if is_due or isinstance(event, Ended | Failed):
+            self._next_wake_s = now_s + _WAKE_S
+            with contextlib.suppress(RuntimeError):  # the loop may have ended
+                self._loop.call_soon_threadsafe(self._has_come.set)
+
+    async def take(self) -> list[tuple[int, Event]]:
+        """Wait for events and return them."""
+        while not self._events:
+            await self._has_come.wait()
+            self._has_come.clear()
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+
+async def _gathered(reply: Reply, mailbox: Mailbox) -> Response:
     """Wait for a whole answer."""
     while reply.open:
-        prompt, event = await events.get()
-        if isinstance(event, Failed):
-            raise event.error
-        reply.take(prompt, event)
+        for prompt, event in await mailbox.take():
+            if isinstance(event, Failed):
+                raise event.error
+            reply.take(prompt, event)
     return JSONResponse(reply.whole(), headers=reply.headers())
 
 
@@ -298,13 +325,12 @@ def _cancel(request: Request) -> None:
 class EventStream(Response):
     """An answer as server-sent events, until it ends or the client leaves."""
 
-    def __init__(
-        self, request: Request, reply: Reply, events: asyncio.Queue[tuple[int, Event]]
-    ) -> None:
+    def __init__(self, request: Request, reply: Reply, mailbox: Mailbox) -> None:
         super().__init__(media_type="text/event-stream")
         self._request = request
         self._reply = reply
-        self._events = events
+        self._mailbox = mailbox
+        self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
@@ -316,9 +342,12 @@ class EventStream(Response):
     async def _sent(self, send: Send) -> Response:
         """Send everything. An error before anything was said has a status of its own."""
         started = False
-        async for data in self._data():
-            if isinstance(data, ApiError) and not started:
-                return await self._refuse(data, send)
+        while not self._is_over:
+            said = self._lines(await self._mailbox.take())
+            if not said:
+                continue
+            if not started and isinstance(said[0], ApiError):
+                return await self._refuse(said[0], send)
             if not started:
                 started = True
                 headers = [
@@ -327,12 +356,28 @@ class EventStream(Response):
                     (b"x-accel-buffering", b"no"),
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            said = data.body() if isinstance(data, ApiError) else data
-            line = said if isinstance(said, str) else json.dumps(said)
-            body = f"data: {line}\n\n".encode()
+            lines = [json.dumps(one.body() if isinstance(one, ApiError) else one) for one in said]
+            if self._is_over:
+                lines.append("[DONE]")
+            body = "".join(f"data: {line}\n\n" for line in lines).encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return self
+
+    def _lines(self, events: list[tuple[int, Event]]) -> list[dict[str, Any] | ApiError]:
+        """Return what is said of some events, and note when all was."""
+        reply, options = self._reply, self._request.body.stream_options
+        said: list[dict[str, Any] | ApiError] = []
+        for prompt, event in events:
+            if isinstance(event, Failed):
+                self._is_over = True
+                return [*said, event.error]
+            reply.take(prompt, event)
+            said += reply.chunks(prompt, event)
+        self._is_over = not reply.open
+        if self._is_over and options is not None and options.include_usage:
+            said.append(reply.usage_chunk())
+        return said
 
     async def _refuse(self, error: ApiError, send: Send) -> Response:
         response = _error_response(error)
@@ -345,21 +390,6 @@ class EventStream(Response):
         )
         await send({"type": "http.response.body", "body": response.body})
         return response
-
-    async def _data(self) -> AsyncIterator[dict[str, Any] | str | ApiError]:
-        reply, body = self._reply, self._request.body
-        while reply.open:
-            prompt, event = await self._events.get()
-            if isinstance(event, Failed):
-                yield event.error
-                break
-            reply.take(prompt, event)
-            for chunk in reply.chunks(prompt, event):
-                yield chunk
-        else:
-            if body.stream_options is not None and body.stream_options.include_usage:
-                yield reply.usage_chunk()
-        yield "[DONE]"
 
 
 def _error_response(error: ApiError) -> JSONResponse:

@@ -9,20 +9,26 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 from dipaco.modules.errors import ConfigurationError
 
 _MEMORY_BYTES = 2**30
 # For starting Python, before a template is read.
 _START_S = 30.0
+# A template that goes through the parts of a content; others are written for texts alone.
+_LOOKS_AT_PARTS = re.compile(r"""\bin\s+\w+(\.content|\[\s*['"]content['"]\s*\])""")
 
 
 class TemplateError(Exception):
@@ -45,13 +51,17 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigurationError(f"the chat template cannot be used: {error}") from None
 
-    def render(self, messages: Iterable[Mapping[str, Any]], begin: str, end: str) -> str:
-        """Return the text of a chat, up to where the answer begins. Raises TemplateError."""
+    def render(self, messages: Iterable[Mapping[str, Any]], special: Mapping[str, str]) -> str:
+        """Return the text of a chat, up to where the answer begins. Raises TemplateError.
+
+        `special` are the names of special tokens: `bos_token` and so on.
+        """
         values = {
-            "messages": list(messages),
+            "messages": [self._plain(message) for message in messages],
+            "tools": None,
+            "documents": None,
             "add_generation_prompt": True,
-            "bos_token": begin,
-            "eos_token": end,
+            **special,
         }
         if not self._lock.acquire(timeout=self._limit_s):
             raise TemplateError("others' messages are taking too long; try again")
@@ -62,6 +72,12 @@ class ChatTemplate:
         finally:
             self._lock.release()
 
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        if isinstance(content, str) or _LOOKS_AT_PARTS.search(self._text):
+            return dict(message)
+        return {**message, "content": "".join(part["text"] for part in content)}
+
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
@@ -70,17 +86,20 @@ class ChatTemplate:
             process.communicate()
 
     def _start(self) -> None:
+        # -P: nothing in the present folder takes the place of a library.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         try:
-            self._ask({"template": self._text}, _START_S)
+            self._ask(None, _START_S)
+            self._ask({"template": self._text}, self._limit_s)
         except TemplateError:
             self.close()
             raise
 
-    def _ask(self, values: Mapping[str, Any], limit_s: float) -> str:
+    def _ask(self, values: Mapping[str, Any] | None, limit_s: float) -> str:
+        """Return the answer to some values; None waits for the process to be there."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -88,8 +107,9 @@ class ChatTemplate:
         killer = threading.Timer(limit_s, process.kill)
         killer.start()
         try:
-            process.stdin.write(json.dumps(values).encode() + b"\n")
-            process.stdin.flush()
+            if values is not None:
+                process.stdin.write(json.dumps(values).encode() + b"\n")
+                process.stdin.flush()
             line = process.stdout.readline()
         except OSError:
             line = b""
@@ -107,12 +127,28 @@ class ChatTemplate:
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return what templates are written for: as in transformers, where it is not Jinja's own."""
     found = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     found.filters["tojson"] = _json
     found.globals["raise_exception"] = _raise
     found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return found
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`: what is in it, which other programs mark as the answer."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Return a block that says its content."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body)
+        return block.set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def _json(
@@ -135,6 +171,7 @@ def main() -> None:
     """Answer line by line: first a template, then what it is to be filled in with."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     template: jinja2.Template | None = None
+    print(json.dumps({"text": ""}), flush=True)
     for line in sys.stdin.buffer:
         values = json.loads(line)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from dipaco.inference.decoder import decoder_bytes
 from dipaco.inference.generate import PathDecisions
 from dipaco.inference.rerouter import Rerouter
 from dipaco.inference.sources import StateSource
@@ -20,9 +21,7 @@ from dipaco.routing.document_routing import DocumentRouter
 
 from .errors import ApiError
 from .loader import Loaded, Loader, Looked, News, NotLoaded
-from .packed import packed_bytes
 from .path_batch import PathBatch
-from .slots import cache_bytes
 from .texts import AnswerText
 from .work import Answer, Failed, Work
 
@@ -70,20 +69,18 @@ class Engine:
         self.has_rerouter = rerouter is not None
         self._router: DocumentRouter = source.document_router(device)
         self._rerouter = rerouter
-        self._device = device
-        model = self.plan.model
         parameters = sum(p.numel() for p in self._router.base_model.parameters())
-        self.path_bytes = 4 * parameters + packed_bytes(model, device)
-        self.path_bytes += cache_bytes(model, limits.slots)
+        self.path_bytes = decoder_bytes(self.plan.model, parameters, limits.slots)
         self.capacity = max(1, limits.memory_bytes // self.path_bytes)
         self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unfinished = 0
         self._unrouted: deque[Work] = deque()
-        self._waiting: dict[int, deque[Answer]] = {}
-        self._resident: dict[int, PathBatch] = {}
+        # By paths: one, or several that are mixed.
+        self._waiting: dict[tuple[int, ...], deque[Answer]] = {}
+        self._resident: dict[tuple[int, ...], PathBatch] = {}
         self._retiring: list[PathBatch] = []
-        self._loading: set[int] = set()
+        self._loading: set[tuple[int, ...]] = set()
         self.unavailable: dict[int, str] = {}
         """Paths that could not be had when they were last asked for, and why."""
         self.troubles: tuple[str, ...] = ()
@@ -92,6 +89,7 @@ class Engine:
         self._loader = Loader(
             source,
             device,
+            slots=limits.slots,
             refresh_s=limits.refresh_s,
             resident=self._digests,
             deliver=self._inbox.put,
@@ -120,8 +118,9 @@ class Engine:
         """Answers that are waiting or at work."""
         return self._unfinished
 
-    def loaded(self) -> Mapping[int, PathBatch]:
-        """Return the paths in memory, from any thread: only what never changes may be read."""
+    def loaded(self) -> Mapping[tuple[int, ...], PathBatch]:
+        """Return what is in memory, by its paths, from any thread: only what never changes may be
+        read."""
         return dict(self._resident)
 
     def look_again(self) -> None:
@@ -154,8 +153,8 @@ class Engine:
             work.open_answers = work.answers
             self._inbox.put(work)
 
-    def _digests(self) -> dict[int, tuple[str, ...]]:
-        return {path: batch.states.digests for path, batch in self.loaded().items()}
+    def _digests(self) -> dict[tuple[int, ...], tuple[str, ...]]:
+        return {paths: batch.states.digests for paths, batch in self.loaded().items()}
 
     # -- the model thread
 
@@ -179,7 +178,7 @@ class Engine:
     def _receive(self) -> None:
         """Take in what came; wait for it when there is nothing else to do."""
         busy = self._unrouted or any(
-            not batch.is_idle or (self._waiting.get(batch.path) and not batch.is_draining)
+            not batch.is_idle or (self._waiting.get(batch.paths) and not batch.is_draining)
             for batch in (*self._resident.values(), *self._retiring)
         )
         wait = not busy
@@ -199,18 +198,17 @@ class Engine:
     def _hear(self, news: News) -> None:
         match news:
             case Loaded():
-                self._loading.discard(news.path)
-                batch = PathBatch(news, self.limits.slots, self._device, time.monotonic())
-                self._resident[news.path] = batch
+                self._loading.discard(news.paths)
+                self._resident[news.paths] = PathBatch(news, time.monotonic())
             case NotLoaded():
-                self._loading.discard(news.path)
+                self._loading.discard(news.paths)
                 self.unavailable[news.path] = news.reason
             case Looked():
                 self.unavailable.clear()
                 self.troubles = news.troubles
-                for path in news.changed & self._resident.keys():
+                for paths in news.changed & self._resident.keys():
                     # Answers at work keep the states that they began with.
-                    self._retiring.append(self._resident.pop(path))
+                    self._retiring.append(self._resident.pop(paths))
 
     def _drop_unwanted(self) -> None:
         """Give up what nobody waits for any more, and what took too long."""
@@ -240,7 +238,7 @@ class Engine:
     def _route(self) -> None:
         """Find the paths of new prompts."""
         works = [self._unrouted.popleft() for _ in range(min(len(self._unrouted), _ROUTED_AT_ONCE))]
-        chosen = [work for work in works if work.path is None]
+        chosen = [work for work in works if work.path is None or work.mix > 1]
         if chosen:
             try:
                 rankings = self._router.nearest_paths(
@@ -254,6 +252,8 @@ class Engine:
             else:
                 for work, ranking in zip(chosen, rankings.tolist(), strict=True):
                     work.routed, work.ranking = ranking[0], ranking
+                    if work.path is not None:  # that one first, then the best others
+                        work.ranking = [work.path, *(p for p in ranking if p != work.path)]
         for work in works:
             if not work.cancelled:
                 self._begin(work)
@@ -262,9 +262,12 @@ class Engine:
         """Let the answers to a routed prompt wait for its path."""
         model = self.plan.model
         context = work.tokens[-model.sequence_length :]
-        first = work.ranking[0] if work.path is None else work.path
+        first = work.path if work.path is not None else work.ranking[0]
         for index in range(work.answers):
-            path, decisions = first, None
+            paths: tuple[int, ...] = (first,)
+            decisions = None
+            if work.mix > 1:
+                paths = tuple(sorted(work.ranking[: work.mix]))
             if work.reroute is not None and self._rerouter is not None:
                 decisions = PathDecisions(
                     self._rerouter,
@@ -273,57 +276,65 @@ class Engine:
                     work.reroute,
                     self.plan.routing.prefix_tokens,
                 )
-                path = decisions.path
+                paths = (decisions.path,)
             answer = Answer(
                 work=work,
                 index=index,
                 context=list(context),
                 generator=torch.Generator().manual_seed(seed_of_answer(work.sampling.seed, index)),
                 text=AnswerText(self.tokenizer, work.stop),
-                path=path,
+                paths=paths,
                 waiting_since_s=time.monotonic(),
                 decisions=decisions,
             )
             self._wait_for(answer)
 
     def _wait_for(self, answer: Answer) -> None:
-        self._waiting.setdefault(answer.path, deque()).append(answer)
+        self._waiting.setdefault(answer.paths, deque()).append(answer)
 
     def _load(self) -> None:
         """See to it that the paths that are waited for come into memory."""
         self._retiring = [batch for batch in self._retiring if not batch.is_idle]
-        self._waiting = {path: waiting for path, waiting in self._waiting.items() if waiting}
-        for path in list(self._waiting):
-            if path in self.unavailable:
-                for answer in self._waiting.pop(path):
+        self._waiting = {paths: waiting for paths, waiting in self._waiting.items() if waiting}
+        for paths in list(self._waiting):
+            if not self.unavailable.keys().isdisjoint(paths):
+                for answer in self._waiting.pop(paths):
                     self._go_elsewhere(answer)
         now_s = time.monotonic()
-        since_s = {path: waiting[0].waiting_since_s for path, waiting in self._waiting.items()}
+        since_s = {paths: waiting[0].waiting_since_s for paths, waiting in self._waiting.items()}
         wanted = [p for p in self._waiting if p not in self._resident and p not in self._loading]
         # Who has waited longest, or two paths that are asked for all the time starve a third.
-        for path in sorted(wanted, key=since_s.__getitem__):
-            if not self._make_room(now_s - since_s[path] > _PATIENCE_S):
+        for paths in sorted(wanted, key=since_s.__getitem__):
+            if not self._make_room(len(paths), now_s - since_s[paths] > _PATIENCE_S):
                 return
-            self._loading.add(path)
-            self._loader.ask(path)
+            self._loading.add(paths)
+            self._loader.ask(paths)
         if not wanted:
             for batch in self._resident.values():
                 batch.is_draining = False
 
-    def _make_room(self, urgent: bool) -> bool:
-        """Return whether there is room for a path, perhaps where another one was.
+    def _make_room(self, paths: int, urgent: bool) -> bool:
+        """Return whether there is room for so many paths, perhaps where others were.
 
         If it is `urgent` and all are in use, the one that was begun with first gets no more.
         """
-        held = len(self._resident) + len(self._retiring) + len(self._loading)
-        if held < self.capacity:
-            return True
         by_use = sorted(self._resident.values(), key=lambda batch: batch.used_s)
-        idle = (b for b in by_use if b.is_idle and (b.is_draining or not self._waiting.get(b.path)))
-        victim = next(idle, None)
-        if victim is not None:
-            del self._resident[victim.path]
-            return True
+        retiring = [batch.paths for batch in self._retiring]
+        while True:
+            held = sum(map(len, (*self._resident, *retiring, *self._loading)))
+            if held + paths <= self.capacity:
+                return True
+            idle = (
+                batch
+                for batch in by_use
+                if batch.is_idle
+                and (batch.is_draining or not self._waiting.get(batch.paths))
+                and self._resident.get(batch.paths) is batch
+            )
+            victim = next(idle, None)
+            if victim is None:
+                break
+            del self._resident[victim.paths]
         # Not before it has begun an answer: paths that all wait would drive each other out.
         served = [batch for batch in by_use if batch.has_begun]
         if urgent and served and not any(batch.is_draining for batch in by_use):
@@ -332,18 +343,20 @@ class Engine:
 
     def _go_elsewhere(self, answer: Answer) -> None:
         """Find another path for an answer whose path cannot be had."""
-        work, reason = answer.work, self.unavailable[answer.path]
-        if answer.decisions is not None and answer.path != answer.decisions.path:
-            answer.decisions.refuse(answer.path)
-            answer.path = answer.decisions.path
+        work = answer.work
+        missing = next(path for path in answer.paths if path in self.unavailable)
+        reason, decisions = self.unavailable[missing], answer.decisions
+        if decisions is not None and missing != decisions.path:
+            decisions.refuse(missing)
+            answer.paths = (decisions.path,)
             self._wait_for(answer)
             return
         others = [path for path in work.ranking if path not in self.unavailable]
-        if others and answer.came_from is None:
-            answer.path = others[0]
-            if answer.decisions is not None:
-                answer.decisions.refuse(answer.decisions.path)
-                answer.decisions.move(others[0])
+        if others and answer.came_from is None and work.path not in self.unavailable:
+            answer.paths = tuple(sorted(others[: work.mix]))
+            if decisions is not None:
+                decisions.refuse(missing)
+                decisions.move(others[0])
             self._wait_for(answer)
             return
         self._fail(work, ApiError(503, reason, code="path_unavailable", parameter="model"))
@@ -357,13 +370,13 @@ class Engine:
             before += begun
             batch.step()
         except Exception as error:  # a path that fails must not take the others with it
-            logger.exception("path %d failed", batch.path)
+            logger.exception("path %s failed", _named(batch))
             for answer in batch.answers():
                 self._fail(answer.work, _path_failed(batch, error))
                 batch.drop(answer)
         failed, batch.failed = batch.failed, []
         for answer, reason in failed:
-            logger.error("an answer by path %d failed", batch.path, exc_info=reason)
+            logger.error("an answer by path %s failed", _named(batch), exc_info=reason)
             self._fail(answer.work, _path_failed(batch, reason))
         moved, batch.moved = batch.moved, []
         self._finished(before - len(batch.answers()) - len(moved))
@@ -379,15 +392,15 @@ class Engine:
         while batch.again and read < _READ_AT_ONCE:
             # It gave its slot back, so there is one.
             read += self._start(batch, batch.again.popleft())
-        waiting = self._waiting.get(batch.path)
-        is_current = self._resident.get(batch.path) is batch
+        waiting = self._waiting.get(batch.paths)
+        is_current = self._resident.get(batch.paths) is batch
         while waiting and is_current and not batch.is_draining and batch.has_room:
             if read >= _READ_AT_ONCE:
                 break
             answer = waiting.popleft()
             begun += 1
             if answer.decisions is not None:
-                answer.decisions.move(batch.path)
+                answer.decisions.move(batch.paths[0])
             read += self._start(batch, answer)
         return begun
 
@@ -396,7 +409,7 @@ class Engine:
         try:
             return batch.begin(answer)
         except Exception as error:
-            logger.exception("path %d failed", batch.path)
+            logger.exception("path %s failed", _named(batch))
             self._fail(answer.work, _path_failed(batch, error))
             return 0
 
@@ -432,4 +445,9 @@ def seed_of_answer(seed: int, index: int) -> int:
 
 
 def _path_failed(batch: PathBatch, error: Exception) -> ApiError:
-    return ApiError(503, f"path {batch.path} failed: {type(error).__name__}; see the service's log")
+    failed = f"path {_named(batch)} failed: {type(error).__name__}"
+    return ApiError(503, f"{failed}; see the service's log")
+
+
+def _named(batch: PathBatch) -> str:
+    return "+".join(map(str, batch.paths))

@@ -7,15 +7,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dipaco.inference.decoder import Decoder
+from dipaco.inference.mixing import MixedDecoder, decoder_of
 from dipaco.inference.sources import StateSource, assemble_path, path_states
-from dipaco.modules.transformer import PathModel
-
-from .packed import pack
+from dipaco.modules.state import ModuleState
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class PathStates:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A path was put together."""
+    """A path was put together, or several to be mixed."""
 
-    path: int
-    model: PathModel
+    paths: tuple[int, ...]
+    decoder: Decoder | MixedDecoder
     states: PathStates
 
 
@@ -50,15 +50,18 @@ class Loaded:
 class NotLoaded:
     """A path cannot be had."""
 
+    paths: tuple[int, ...]
+    """What was asked for."""
     path: int
+    """Which of them it is."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Looked:
-    """The source was looked at again; these paths have other states now."""
+    """The source was looked at again; these have other states now."""
 
-    changed: frozenset[int]
+    changed: frozenset[tuple[int, ...]]
     troubles: tuple[str, ...] = ()
     """Why what is served may be old."""
 
@@ -69,7 +72,8 @@ News = Loaded | NotLoaded | Looked
 class Loader:
     """Loads paths one after the other, and looks at the source again every `refresh_s` seconds.
 
-    :param resident: which paths are in memory, with their digests; asked for in this thread
+    :param slots: how many texts a path gives a token together
+    :param resident: what is in memory, with its digests; asked for in this thread
     :param deliver: gets the news; called in this thread
     :param refresh_s: 0 is never
     """
@@ -79,16 +83,18 @@ class Loader:
         source: StateSource,
         device: torch.device,
         *,
+        slots: int,
         refresh_s: float,
-        resident: Callable[[], Mapping[int, tuple[str, ...]]],
+        resident: Callable[[], Mapping[tuple[int, ...], tuple[str, ...]]],
         deliver: Callable[[News], None],
     ) -> None:
         self._source = source
         self._device = device
+        self._slots = slots
         self._refresh_s = refresh_s
         self._resident = resident
         self._deliver = deliver
-        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._told: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="path loader", daemon=True)
@@ -97,9 +103,9 @@ class Loader:
         """Begin."""
         self._thread.start()
 
-    def ask(self, path: int) -> None:
-        """Have a path loaded; the news says what came of it."""
-        self._asked.put(path)
+    def ask(self, paths: tuple[int, ...]) -> None:
+        """Have a path loaded, or several to be mixed; the news says what came of it."""
+        self._asked.put(paths)
 
     def look_again(self) -> None:
         """Look at the source at once."""
@@ -128,24 +134,32 @@ class Loader:
             self._look()
             next_look_s = time.monotonic() + self._refresh_s
 
-    def _load(self, path: int) -> None:
+    def _load(self, paths: tuple[int, ...]) -> None:
+        models = []
+        news: News
         try:
-            news: News = Loaded(path, *self._assembled(path))
+            for path in paths:
+                models.append(assemble_path(self._source, path, device=self._device))
+            states = PathStates(self._digests(paths), tuple(self._shown(paths)))
+            news = Loaded(paths, decoder_of(models, self._slots), states)
         except Exception as error:  # whatever it is, those who wait for the path must hear of it
             logger.warning("path %d cannot be served: %s", path, error)
-            news = NotLoaded(path, " ".join(str(error).split()) or type(error).__name__)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            news = NotLoaded(paths, path, reason)
         finally:
             self._source.drop_states()
         self._deliver(news)
 
-    def _assembled(self, path: int) -> tuple[PathModel, PathStates]:
-        source = self._source
-        model = assemble_path(source, path, device=self._device)
-        modules = [
-            {"module": module, "version": state.version, "digest": state.digest}
-            for module, state in path_states(source, path).items()
-        ]
-        return pack(model), PathStates(source.digests(path), tuple(modules))
+    def _digests(self, paths: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(digest for path in paths for digest in self._source.digests(path))
+
+    def _shown(self, paths: tuple[int, ...]) -> Iterator[Mapping[str, Any]]:
+        """Yield what is shown of the states of some paths, once of each."""
+        states: dict[str, ModuleState] = {}
+        for path in paths:
+            states |= path_states(self._source, path)
+        for module, state in states.items():
+            yield {"module": module, "version": state.version, "digest": state.digest}
 
     def _look(self) -> None:
         """Read what is newest and say which paths in memory have other states now."""
@@ -153,9 +167,9 @@ class Loader:
         troubles: tuple[str, ...] = ()
         try:
             self._source.look_again()
-            for path, digests in self._resident().items():
-                if self._source.digests(path) != digests:
-                    changed.add(path)
+            for paths, digests in self._resident().items():
+                if self._digests(paths) != digests:
+                    changed.add(paths)
                 self._source.drop_states()
             troubles = self._source.troubles()
         except Exception as error:  # what is in memory is served on
@@ -166,4 +180,4 @@ class Loader:
         self._deliver(Looked(frozenset(changed), troubles))
 
 
-_LOOK = -1
+_LOOK = ()

@@ -1,5 +1,5 @@
-"""One path in memory, and the answers that it is giving: prompts are read one by one, and then all
-answers get a token together."""
+"""A path in memory, or several that are mixed, and the answers that it is giving: prompts are read
+one by one, and then all answers get a token together."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from dipaco.inference.generate import choose_token
 from dipaco.modules.config import END_TOKEN, PAD_TOKEN
 
 from .loader import Loaded
-from .slots import Prefill, SlotCache, scored, steady_widths
-from .work import Answer, Began, Ended, Piece, PromptScores, ScoredToken
+from .scores import TokenScore, scored
+from .work import Answer, Began, Ended, Piece, PromptScores, ReadPrompt, ScoredToken
 
 
 class PathBatch:
-    """A path with its slots. Used by the model thread alone.
+    """A path with its slots. Used by the model thread alone."""
 
-    :param slots: how many answers get a token together
-    """
-
-    def __init__(self, loaded: Loaded, slots: int, device: torch.device, used_s: float) -> None:
-        self.path, self.model, self.states = loaded.path, loaded.model, loaded.states
+    def __init__(self, loaded: Loaded, used_s: float) -> None:
+        self.paths, self.states, self._decoder = loaded.paths, loaded.states, loaded.decoder
+        self._longest = loaded.decoder.config.sequence_length
         self.used_s = used_s
         """When it was last given something to do."""
         self.has_begun = False
@@ -34,11 +32,7 @@ class PathBatch:
         """Answers that go on with another path, for the engine to take away."""
         self.failed: list[tuple[Answer, Exception]] = []
         """Answers that went wrong, for the engine to take away."""
-        self._device = device
-        self._cache = SlotCache(loaded.model.config, slots, device)
-        self.widths = steady_widths(loaded.model, self._cache)
-        """How many slots a step may be of."""
-        self._rows: list[Answer | None] = [None] * slots
+        self._rows: list[Answer | None] = [None] * len(loaded.decoder.lengths)
 
     @property
     def is_idle(self) -> bool:
@@ -65,46 +59,58 @@ class PathBatch:
         if first:
             answer.started = True
             if answer.index == 0:
-                work.emit(Began(self.path, self.states, work.routed))
+                work.emit(Began(self.paths, self.states, work.routed))
             if answer.decisions is not None:
                 answer.decisions.next_path(answer.context)  # decided already: it counts tokens
-        shared = work.shared
-        if first and shared is not None and shared[0] is self:
-            prefill, read = shared[1], 0
-        else:
-            score = (
-                (work.logprobs or 0) if work.score_prompt and first and not answer.index else None
-            )
-            prefill, read = Prefill(self.model, answer.context, score=score), len(answer.context)
-            if score is not None:
-                work.emit(PromptScores(prefill.scores))
-            if first and work.answers > 1:
-                work.shared = (self, prefill)
-        answer.cached = prefill.cache.length
-        if self._choose(answer, prefill.logits) and self._goes_on(answer):
-            slot = self._rows.index(None)
-            self._rows[slot] = answer
-            self._cache.fill(slot, prefill.cache)
+        slot, goes_on = self._rows.index(None), False
+        try:
+            logits, read = self._prompted(slot, answer, first)
+            goes_on = self._choose(answer, logits) and self._goes_on(answer, slot)
+        finally:
+            if goes_on:
+                self._rows[slot] = answer
+            else:
+                self._decoder.free(slot)
         return read
 
-    @torch.no_grad()
+    def _prompted(self, slot: int, answer: Answer, first: bool) -> tuple[torch.Tensor, int]:
+        """Put the context of an answer into a slot; return the logits of what comes next, fp32
+        [V], and how many tokens were read."""
+        work, shared = answer.work, answer.work.shared
+        if first and shared is not None and shared.by is self:
+            self._decoder.paste(slot, shared.stored)
+            return shared.logits, 0
+        logits, read = self._read(slot, answer, first), len(answer.context)
+        if first and work.answers > 1:
+            work.shared = ReadPrompt(self, self._decoder.copy(slot, read), logits)
+        return logits, read
+
+    def _read(self, slot: int, answer: Answer, first: bool) -> torch.Tensor:
+        """Read the context of an answer; return the logits of what comes next, fp32 [V]."""
+        work, context = answer.work, answer.context
+        if not (work.score_prompt and first and answer.index == 0):
+            *_, logits = self._decoder.read(slot, context)
+            return logits[-1]
+        scores: list[TokenScore] = []
+        for logits in self._decoder.read(slot, context, every=True):
+            targets = context[len(scores) + 1 :][: len(logits)]
+            scores += scored(logits[: len(targets)], targets, work.logprobs or 0)
+        work.emit(PromptScores(scores))
+        return logits[-1]
+
     def step(self) -> None:
         """Give every answer a token."""
         used = max((slot for slot, row in enumerate(self._rows) if row is not None), default=-1) + 1
         if not used:
             return
         # Answers take the first free slots, so few answers make a narrow step.
-        self._cache.width = next(width for width in self.widths if width >= used)
-        rows = self._rows[: self._cache.width]
-        tokens = [[row.context[-1] if row is not None else PAD_TOKEN] for row in rows]
-        logits = self.model(torch.tensor(tokens, device=self._device), self._cache)[:, 0]
-        logits = logits.float().cpu()
+        rows = self._rows[:used]
+        logits = self._decoder.step([row.context[-1] if row else PAD_TOKEN for row in rows])
         for slot, row in enumerate(rows):
             if row is None:
                 continue
-            row.cached += 1
             try:
-                goes_on = self._choose(row, logits[slot]) and self._goes_on(row)
+                goes_on = self._choose(row, logits[slot]) and self._goes_on(row, slot)
             except Exception as error:  # an answer that fails must not take its neighbours along
                 self.failed.append((row, error))
                 goes_on = False
@@ -120,7 +126,7 @@ class PathBatch:
 
     def _free(self, slot: int) -> None:
         self._rows[slot] = None
-        self._cache.free(slot)
+        self._decoder.free(slot)
 
     def _choose(self, answer: Answer, logits: torch.Tensor) -> bool:
         """Choose a token and send what can be sent; return whether the answer goes on."""
@@ -140,23 +146,21 @@ class PathBatch:
             return self._end(answer, "stop")
         if answer.tokens == most:
             return self._end(answer, "length")
-        longest = self.model.config.sequence_length
-        answer.context = [*answer.context[-longest:], token]
+        answer.context = [*answer.context[-self._longest :], token]
         return True
 
-    def _goes_on(self, answer: Answer) -> bool:
+    def _goes_on(self, answer: Answer, slot: int) -> bool:
         """Return whether the next token is computed in the slot; else it was put elsewhere."""
-        longest = self.model.config.sequence_length
-        reads_again = answer.cached + 1 > longest
+        reads_again = self._decoder.lengths[slot] == self._longest
         if reads_again:
             if not answer.work.slide:
                 self._end(answer, "length")
                 return False
-            answer.context = answer.context[-(longest // 2) :]
+            answer.context = answer.context[-(self._longest // 2) :]
         if answer.decisions is not None:
             path = answer.decisions.next_path(answer.context)
             if path is not None:
-                answer.came_from, answer.path = self.path, path
+                answer.came_from, answer.paths = self.paths[0], (path,)
                 self.moved.append(answer)
                 return False
         if reads_again:
@@ -179,4 +183,4 @@ class PathBatch:
             count = sum(everything or token.offset < answer.sent for token in answer.unsent)
             tokens, answer.unsent = answer.unsent[:count], answer.unsent[count:]
         if text or tokens:
-            answer.work.emit(Piece(answer.index, text, self.path, tokens))
+            answer.work.emit(Piece(answer.index, text, self.paths, tokens))

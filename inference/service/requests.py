@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.rerouting import GREATEST_WINDOW
 from dipaco.inference.sampling import Sampling
 from dipaco.modules.config import BEGIN_TOKEN
-from dipaco.modules.errors import nearest_name
+from dipaco.modules.errors import ConfigurationError, nearest_name
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .chat_template import ChatTemplate, TemplateError
@@ -21,10 +22,14 @@ from .engine import Engine
 from .errors import ApiError
 from .work import Event, Work
 
+logger = logging.getLogger(__name__)
+
 AUTO = "auto"
 _PATH = "path-"
 _USUAL_TOKENS = 16
 _MOST_ANSWERS, _MOST_PROMPTS, _MOST_STOPS = 64, 1024, 32
+_MOST_MIXED = 64
+_SPECIAL = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 Token = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
@@ -55,6 +60,7 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     reroute: Annotated[int, Field(ge=1, le=GREATEST_WINDOW)] | None = None
+    mix: Annotated[int, Field(ge=1, le=_MOST_MIXED)] | None = None
     context_shift: bool | None = None
     # Taken when they change nothing: clients send them with their defaults.
     presence_penalty: float | None = None
@@ -121,14 +127,9 @@ class Message(BaseModel):
         """An answer comes back as the client has it, with what it has no value for."""
         return _without_nulls(values, cls) if isinstance(values, dict) else values
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """Return what a chat template sees."""
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+        return self.model_dump(exclude_none=True)
 
 
 class ChatBody(Body):
@@ -242,7 +243,14 @@ class RequestReader:
     def __init__(self, engine: Engine, *, template: str | None, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self._template = None if template is None else ChatTemplate(template)
+        self._template: ChatTemplate | None = None
+        self._no_template = "this model has no chat template, it continues texts"
+        if template is not None:
+            try:
+                self._template = ChatTemplate(template)
+            except ConfigurationError as error:  # texts are continued all the same
+                self._no_template = str(error)
+                logger.warning("chats are refused: %s", error)
 
     def close(self) -> None:
         """End the process that fills in chat templates."""
@@ -285,20 +293,20 @@ class RequestReader:
         if self._template is None:
             raise ApiError(
                 400,
-                "this model has no chat template, it continues texts: use /v1/completions, or "
-                "start dipaco-serve with --chat-template FILE",
+                f"{self._no_template}; use /v1/completions, or start dipaco-serve with "
+                f"--chat-template FILE",
                 code="no_chat_template",
             )
-        _, begin, end, _ = self._engine.tokenizer.special_names()
+        special = dict(zip(_SPECIAL, self._engine.tokenizer.special_names(), strict=True))
         try:
-            text = self._template.render([message.plain() for message in body.messages], begin, end)
+            text = self._template.render([message.plain() for message in body.messages], special)
         except TemplateError as error:
             raise ApiError(
                 400, f"messages: the chat template refuses them: {error}", parameter="messages"
             ) from None
         marked = self._engine.tokenizer.encode_marked
         # Whether the template writes it or not: a text begins once.
-        tokens = [BEGIN_TOKEN, *marked(text.removeprefix(begin))]
+        tokens = [BEGIN_TOKEN, *marked(text.removeprefix(special["bos_token"]))]
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", parameter="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -345,6 +353,7 @@ class RequestReader:
                 parameter="reroute",
                 code="no_rerouter",
             )
+        self._check_mix(body)
         context, slide = self._engine.plan.model.sequence_length, bool(body.context_shift)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         works = []
@@ -381,10 +390,25 @@ class RequestReader:
                     stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
                     logprobs=logprobs,
                     reroute=body.reroute,
+                    mix=body.mix or 1,
                     slide=slide,
                 )
             )
         return works
+
+    def _check_mix(self, body: Body) -> None:
+        """Raise ApiError for paths that cannot be mixed."""
+        if (body.mix or 1) == 1:
+            return
+        most = min(self._engine.grid.path_count, self._engine.capacity)
+        reason = None
+        if body.reroute is not None:
+            reason = "leave out reroute, or mix"
+        elif body.mix is not None and body.mix > most:
+            reason = f"this run has {self._engine.grid.path_count} paths, and --memory-gb is for "
+            reason += f"{self._engine.capacity}; at most {most} can be mixed"
+        if reason is not None:
+            raise ApiError(400, f"mix: {reason}", parameter="mix")
 
 
 def path_name(path: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from dipaco.inference.generate import PathDecisions
@@ -11,15 +12,15 @@ from dipaco.inference.sampling import Sampling
 
 from .errors import ApiError
 from .loader import PathStates
-from .slots import Prefill, TokenScore
+from .scores import TokenScore
 from .texts import AnswerText
 
 
 @dataclass(frozen=True)
 class Began:
-    """A path reads the prompt."""
+    """A path, or several that are mixed, reads the prompt."""
 
-    path: int
+    paths: tuple[int, ...]
     states: PathStates
     routed: int | None
     """The router's choice, which may be another one: it could not be had, or was rerouted."""
@@ -46,7 +47,7 @@ class Piece:
 
     index: int
     text: str
-    path: int
+    paths: tuple[int, ...]
     tokens: list[ScoredToken]
 
 
@@ -69,6 +70,17 @@ class Failed:
 Event = Began | PromptScores | Piece | Ended | Failed
 
 
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that was read, for the other answers to it."""
+
+    by: Any
+    """The `PathBatch` that read it."""
+    stored: list[torch.Tensor]
+    logits: torch.Tensor
+    """Of what comes next, fp32 [V]."""
+
+
 @dataclass(eq=False)
 class Work:
     """A prompt, and how it is to be continued. `emit` is called by the model thread.
@@ -89,6 +101,8 @@ class Work:
     """How many likely tokens are shown beside each; None is no log-probabilities."""
     score_prompt: bool = False
     reroute: int | None = None
+    mix: int = 1
+    """So many of the likeliest paths give each token together."""
     slide: bool = False
     """Go on from the newer half of the context when it is full."""
     cancelled: bool = False
@@ -98,8 +112,7 @@ class Work:
     routed: int | None = None
     ranking: list[int] = field(default_factory=list)
     """Paths that suit the prompt less and less, for when one cannot be had."""
-    shared: tuple[object, Prefill] | None = None
-    """What the first answer read of the prompt, for the others, and by which path."""
+    shared: ReadPrompt | None = None
 
 
 @dataclass(eq=False)
@@ -111,12 +124,11 @@ class Answer:
     context: list[int]
     generator: torch.Generator
     text: AnswerText
-    path: int
+    paths: tuple[int, ...]
     waiting_since_s: float
     decisions: PathDecisions | None = None
     came_from: int | None = None
     started: bool = False
-    cached: int = 0
     tokens: int = 0
     unsent: list[ScoredToken] = field(default_factory=list)
     sent: int = 0
