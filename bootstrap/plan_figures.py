@@ -16,9 +16,9 @@ from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.memory import FP32_BYTES
 from dipaco.modules.plan import RunBlobs
 from dipaco.peer.check.needs import (
-    FP32_BYTES,
     device_bytes,
     disk_bytes,
     grid_of,

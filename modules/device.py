@@ -1,10 +1,9 @@
-"""What depends on the device: which it is, number format of the passes, memory and its end."""
+"""What depends on the device and the process: which it is, number formats, threads, main memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import logging
 import math
 import mmap
@@ -60,21 +59,6 @@ def autocast_for(device: torch.device) -> contextlib.AbstractContextManager[obje
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return contextlib.nullcontext()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that memory of the device or the machine ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # The CPU allocator has no exception class of its own.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what a failed pass held, so that a smaller one finds room."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def load_bitsandbytes() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,17 @@ import torch
 from torch import nn
 
 from .config import InnerConfig
-from .device import autocast_for, is_out_of_memory, load_bitsandbytes, release_memory
-from .errors import ConfigurationError, nearest_name
+from .device import autocast_for, load_bitsandbytes
+from .errors import ConfigurationError, DipacoError, nearest_name
+from .memory import (
+    ADAMW_BYTES,
+    FP32_BYTES,
+    USABLE_SHARE,
+    AtOnce,
+    fitting_sequences,
+    free_bytes,
+    is_out_of_memory,
+)
 from .muon import Muon, is_for_muon
 from .transformer import PathModel, target_mask, token_losses
 
@@ -89,16 +98,33 @@ class InnerLoop:
         self.device = device
         self._adamw_kind = optimizer
         self.kind = optimizer if config.optimizer == "adamw" else f"{config.optimizer}+{optimizer}"
-        self.micro_batch_size = min(
-            micro_batch_size or config.batch_sequences, config.batch_sequences
-        )
         self.steps_since_fresh = 0
         self.skipped_steps = 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizers = self._new_optimizers()
+        self._at_once = AtOnce(
+            min(micro_batch_size or self._first_micro_batch(), config.batch_sequences),
+            device,
+            "training",
+            remedy="--optimizer adamw8bit or --device cpu",
+        )
         self._compiled: LossFunction | None = None
-        if compile_model and device.type == "cuda":
-            self._compiled = torch.compile(self._summed_loss, dynamic=False)
+        if compile_model:
+            # Not `dynamic=False`, which compiles each size of a piece, and at most eight of them.
+            self._compiled = torch.compile(self._summed_loss)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """How many sequences are on the device at once."""
+        return self._at_once.count
+
+    def _first_micro_batch(self) -> int:
+        """Return how many sequences fit beside gradients and AdamW, as far as that is known."""
+        usable, batch = free_bytes(self.device), self.config.batch_sequences
+        if usable is not None:
+            each = FP32_BYTES + ADAMW_BYTES[self._adamw_kind]
+            usable = int(USABLE_SHARE * usable) - each * sum(p.numel() for p in self._parameters)
+        return fitting_sequences(self.model.config, batch, usable)
 
     def step(self, tokens: torch.Tensor, path_step: int) -> float:
         """Train on one batch and return its mean loss in nats a token, before the update.
@@ -123,26 +149,31 @@ class InnerLoop:
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         """Accumulate the gradients of a batch in as few pieces as memory allows."""
-        while True:
-            try:
-                return self._backward(tokens, targets)
-            except Exception as error:
-                if not is_out_of_memory(error) and not self._give_up_compiling(error):
-                    raise
-                out_of_memory = is_out_of_memory(error)
-            # Outside of the handler, whose traceback keeps the failed pass alive.
+
+        def backward(sequences: int) -> torch.Tensor:
             self._forget_gradients()
-            release_memory(self.device)
-            if out_of_memory:
-                self._halve_micro_batch(tokens.shape[1])
+            return self._backward(tokens.split(sequences), targets)
+
+        try:
+            return self._at_once.attempt(backward, tokens.shape[1])
+        except Exception as error:
+            if self._compiled is None or isinstance(error, DipacoError):
+                raise
+            logger.warning(
+                "compiling the model failed (%s); continuing without, somewhat slower",
+                type(error).__name__,
+            )
+            logger.debug("compilation error", exc_info=error)
+            self._compiled = None
+        return self._at_once.attempt(backward, tokens.shape[1])
 
     def _forget_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _backward(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
+    def _backward(self, pieces: Iterable[torch.Tensor], targets: int) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
-        for piece in tokens.split(self.micro_batch_size):
+        for piece in pieces:
             moved = piece.to(self.device, non_blocking=True)
             loss = (self._compiled or self._summed_loss)(moved) / targets
             loss.backward()
@@ -153,32 +184,6 @@ class InnerLoop:
         with autocast_for(self.device):
             logits = self.model(tokens)
         return token_losses(logits, tokens).sum()
-
-    def _halve_micro_batch(self, sequence_length: int) -> None:
-        if self.micro_batch_size == 1:
-            raise ConfigurationError(
-                f"one sequence of {sequence_length} tokens does not fit in the memory of "
-                f"{self.device}; close other programs that use it, or try --optimizer adamw8bit "
-                f"or --device cpu"
-            )
-        self.micro_batch_size = (self.micro_batch_size + 1) // 2
-        logger.warning(
-            "%s ran out of memory; continuing with %d sequences at once (--micro-batch-size)",
-            self.device,
-            self.micro_batch_size,
-        )
-
-    def _give_up_compiling(self, error: Exception) -> bool:
-        """Return whether the pass may be tried again without compilation."""
-        if self._compiled is None:
-            return False
-        logger.warning(
-            "compiling the model failed (%s); continuing without, somewhat slower",
-            type(error).__name__,
-        )
-        logger.debug("compilation error", exc_info=error)
-        self._compiled = None
-        return True
 
     def _update(self, rate: float) -> None:
         for optimizer in self._optimizers.values():

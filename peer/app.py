@@ -22,10 +22,10 @@ from dipaco.modules.device import (
     choose_device,
     limit_memory,
     prepare_process,
-    release_memory,
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
+from dipaco.modules.memory import release_memory
 
 from .background import Background
 from .check.doctor import contributions_limit, fitting_batch

@@ -9,53 +9,15 @@ from typing import Any
 import pytest
 import torch
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.config import PAD_TOKEN, GridConfig, InnerConfig, ModelConfig
+from dipaco.modules.config import PAD_TOKEN, GridConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, learning_rate_at
 from dipaco.modules.store import StateStore
-from dipaco.modules.transformer import PathModel, initialise, sequence_loss
+from dipaco.modules.transformer import sequence_loss
 from hypothesis import given
 from hypothesis import strategies as st
-
-CPU = torch.device("cpu")
-MODEL = ModelConfig(
-    vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16
-)
-
-
-def config_of(**overrides: Any) -> InnerConfig:
-    values: dict[str, Any] = {
-        "learning_rate": 1e-2,
-        "batch_sequences": 4,
-        "fresh_state_warmup_steps": 0,
-    }
-    return InnerConfig(**{**values, **overrides})
-
-
-def model_of(model: ModelConfig = MODEL) -> PathModel:
-    path_model = PathModel(model)
-    initialise(path_model, 0)
-    return path_model
-
-
-def loop_of(model: PathModel | None = None, **overrides: Any) -> InnerLoop:
-    arguments = {
-        key: overrides.pop(key)
-        for key in ("optimizer", "micro_batch_size", "compile_model")
-        if key in overrides
-    }
-    return InnerLoop(model or model_of(), config_of(**overrides), CPU, **arguments)
-
-
-def batch_of(seed: int = 0, rows: int = 4) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 64, (rows, 16), generator=generator)
-
-
-def flat(model: PathModel) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-
+from support.inner_loops import MODEL, batch_of, config_of, flat, loop_of, model_of
 
 # Schedule
 
@@ -162,83 +124,6 @@ def test_an_unknown_optimizer() -> None:
 def test_a_batch_of_padding_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         loop_of().step(torch.full((4, 16), PAD_TOKEN), 0)
-
-
-# Memory
-
-
-class SmallMemory(PathModel):
-    """A model whose device holds only so many sequences."""
-
-    greatest_rows = 1
-    calls: list[int]
-
-    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        self.calls.append(len(tokens))
-        if len(tokens) > self.greatest_rows:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().forward(tokens, cache)
-
-
-def small_memory(rows: int) -> SmallMemory:
-    model = SmallMemory(MODEL)
-    model.greatest_rows, model.calls = rows, []
-    initialise(model, 0)
-    return model
-
-
-def test_running_out_of_memory_halves_the_batch_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = small_memory(2)
-    loop, reference = loop_of(model), loop_of()
-    with caplog.at_level(logging.WARNING, logger="dipaco"):
-        losses = [loop.step(batch_of(step), step) for step in range(2)]
-    assert model.calls == [4, 2, 2, 2, 2]
-    assert len(caplog.records) == 1
-    assert "2 sequences at once" in caplog.text
-    assert losses == pytest.approx([reference.step(batch_of(s), s) for s in range(2)], rel=1e-5)
-    torch.testing.assert_close(flat(model), flat(reference.model), rtol=1e-4, atol=1e-5)
-
-
-def test_memory_may_run_out_in_the_middle_of_a_batch() -> None:
-    model = small_memory(2)
-    loop, reference = loop_of(model, micro_batch_size=2), loop_of(micro_batch_size=1)
-    original, failed = model.forward, []
-
-    def forward(tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        if len(model.calls) == 1 and not failed:
-            failed.append(True)
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 17 bytes")
-        return original(tokens, cache)
-
-    model.forward = forward  # type: ignore[method-assign]
-    loop.step(batch_of(), 0)
-    reference.step(batch_of(), 0)
-    assert failed
-    assert torch.equal(flat(model), flat(reference.model))  # no gradient was counted twice
-
-
-def test_not_even_one_sequence_fits() -> None:
-    with pytest.raises(ConfigurationError, match=r"one sequence of 16 tokens does not fit.*--"):
-        loop_of(small_memory(0)).step(batch_of(), 0)
-
-
-def test_other_errors_are_not_swallowed() -> None:
-    with pytest.raises(IndexError):
-        loop_of().step(torch.full((4, 16), 1000), 0)
-
-
-def test_a_failed_compilation_is_no_catastrophe(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(tokens: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no compiler was found")
-
-    loop, reference = loop_of(), loop_of()
-    loop._compiled = broken
-    with caplog.at_level(logging.WARNING, logger="dipaco"):
-        for step in range(2):
-            assert loop.step(batch_of(step), step) == reference.step(batch_of(step), step)
-    assert len(caplog.records) == 1
-    assert "continuing without" in caplog.text
-    assert loop.micro_batch_size == 4
 
 
 # Numbers that are not finite

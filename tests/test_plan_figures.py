@@ -14,11 +14,11 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
+from dipaco.modules.memory import pass_bytes
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.store import KEPT_OPTIMIZERS
 from dipaco.modules.transformer import PathModel, initialise, token_losses
-from dipaco.peer.check.needs import pass_bytes
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"

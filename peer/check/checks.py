@@ -17,6 +17,7 @@ from dipaco.modules.errors import (
     StorageError,
     UnreachableError,
 )
+from dipaco.modules.memory import USABLE_SHARE
 
 from .machine import Disk, Gpu, Memory, System, Versions
 
@@ -26,8 +27,6 @@ OPEN_FILES = 4096
 CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 5.0
 # Main memory of a peer's programs beside all tensors: about, with two levels.
 PROGRAMS_BYTES = 10**9
-# Of memory that is free, what training may take: allocators and kernels want some as well.
-USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True)

@@ -194,8 +194,8 @@ def memory_need(
     """Return what training a path takes with these settings, on the GPU or on the CPU."""
     grid = needs.grid_of(plan)
     count = grid.parameter_counts()["path"]
-    in_bf16 = gpu is not None and gpu.has_bf16
-    on_device = needs.device_bytes(plan, count, settings.optimizer, in_bf16=in_bf16)
+    in_16_bits = gpu is not None and gpu.has_bf16
+    on_device = needs.device_bytes(plan, count, settings.optimizer, in_16_bits=in_16_bits)
     one_pass = on_device.pop(needs.ONE_PASS)
     if gpu is None:
         del on_device[needs.SCORING]
