@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .config import InnerConfig
-from .device import autocast_for, load_bitsandbytes
+from .device import autocast_for, load_bitsandbytes, number_format
 from .errors import ConfigurationError, DipacoError, nearest_name
 from .memory import (
     ADAMW_BYTES,
@@ -42,6 +42,7 @@ class KeptOptimizer:
     """An optimizer put aside with its state in place; to be given back to the loop it came from."""
 
     parts: Mapping[str, torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
     steps_since_fresh: int
 
 
@@ -72,8 +73,9 @@ class InnerLoop:
     """Trains `model`, which must be on `device`, batch by batch. Not for several threads at once.
 
     A batch that does not fit in memory is split into halves until it does; the loss is normalised
-    over the whole batch, so the split changes rounding only. On CUDA passes are in bf16, weights
-    and AdamW state in fp32. The model's parameters may be overwritten in place between steps.
+    over the whole batch, so the split changes rounding only. Passes are in the number format of the
+    device, weights and AdamW state in fp32; with fp16 the loss is scaled, by a factor that follows
+    from which gradients overflow. The model's parameters may be overwritten in place between steps.
     `optimizer` is how AdamW keeps its state; whether Muon has the matrices of blocks is for
     `config` to say.
 
@@ -101,7 +103,8 @@ class InnerLoop:
         self.steps_since_fresh = 0
         self.skipped_steps = 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizers = self._new_optimizers()
+        self._dtype = number_format(device)
+        self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
         self._at_once = AtOnce(
             min(micro_batch_size or self._first_micro_batch(), config.batch_sequences),
             device,
@@ -138,12 +141,15 @@ class InnerLoop:
             raise ValueError("a batch needs at least one token to predict")
         loss = self._backward_in_memory(tokens, targets)
         rate = learning_rate_at(self.config, path_step, self.steps_since_fresh)
+        for optimizer in self._optimizers.values():
+            self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.gradient_clip or float("inf"))
         mean_loss, finite = loss.item(), bool(torch.isfinite(loss + norm))
         if finite:
             self._update(rate)
         else:
             self._report_skipped(path_step, mean_loss)
+        self._scaler.update()
         self._forget_gradients()
         return mean_loss
 
@@ -176,12 +182,12 @@ class InnerLoop:
         for piece in pieces:
             moved = piece.to(self.device, non_blocking=True)
             loss = (self._compiled or self._summed_loss)(moved) / targets
-            loss.backward()
+            self._scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
     def _summed_loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        with autocast_for(self.device):
+        with autocast_for(self.device, self._dtype):
             logits = self.model(tokens)
         return token_losses(logits, tokens).sum()
 
@@ -191,7 +197,7 @@ class InnerLoop:
                 group["lr"] = rate
         try:
             for optimizer in self._optimizers.values():
-                optimizer.step()
+                self._scaler.step(optimizer)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -202,6 +208,8 @@ class InnerLoop:
         self.steps_since_fresh += 1
 
     def _report_skipped(self, path_step: int, loss: float) -> None:
+        if self._scaler.is_enabled() and math.isfinite(loss):
+            return  # Its gradients were scaled by too much; the next will be by less.
         self.skipped_steps += 1
         # Once a power of two: a diverged model would fill the log otherwise.
         if self.skipped_steps & (self.skipped_steps - 1) == 0:
@@ -228,6 +236,9 @@ class InnerLoop:
             built["muon"] = Muon(by_muon, lr=rate, weight_decay=decay)
         return built
 
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
+
     def _is_for_muon(self, name: str, parameter: torch.Tensor) -> bool:
         return self.config.optimizer == "muon" and is_for_muon(name, parameter.shape)
 
@@ -239,12 +250,12 @@ class InnerLoop:
 
             return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
         return torch.optim.AdamW(
-            groups, lr=rate, betas=betas, eps=epsilon, fused=self.device.type == "cuda"
+            groups, lr=rate, betas=betas, eps=epsilon, fused=self.device.type != "cpu"
         )
 
     def reset(self) -> None:
         """Forget the optimizer's state and warm up again; for a path whose state is not here."""
-        self._optimizers = self._new_optimizers()
+        self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
         self.steps_since_fresh = 0
 
     def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
@@ -252,11 +263,11 @@ class InnerLoop:
 
         Nothing is copied; the simulator uses this to train many paths in turn on one model.
         """
-        kept = KeptOptimizer(self._optimizers, self.steps_since_fresh)
+        kept = KeptOptimizer(self._optimizers, self._scaler, self.steps_since_fresh)
         if other is None:
             self.reset()
         else:
-            self._optimizers = dict(other.parts)
+            self._optimizers, self._scaler = dict(other.parts), other.scaler
             self.steps_since_fresh = other.steps_since_fresh
         return kept
 
@@ -269,6 +280,7 @@ class InnerLoop:
         return {
             "kind": self.kind,
             "steps_since_fresh": self.steps_since_fresh,
+            "scaler": self._scaler.state_dict(),
             **{name: o.state_dict() for name, o in self._optimizers.items()},
         }
 
@@ -286,6 +298,8 @@ class InnerLoop:
         # Copied first, because PyTorch would go on training the given tensors in place.
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(_copied_to_cpu(state[name]))
+        if self._scaler.is_enabled() and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
         self.steps_since_fresh = int(state["steps_since_fresh"])
         return True
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.modules import inner
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.config import PAD_TOKEN, GridConfig
 from dipaco.modules.errors import ConfigurationError
@@ -145,6 +146,56 @@ def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixt
     assert torch.equal(flat(loop.model), before)
     assert loop.steps_since_fresh == 1
     assert loop.step(batch_of(), 6) < 5
+
+
+# Number formats
+
+
+@pytest.fixture
+def fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as a card without bf16."""
+    monkeypatch.setattr(inner, "number_format", lambda device: torch.float16)
+
+
+def test_a_card_without_bf16_trains_with_scaled_losses(fp16: None) -> None:
+    loop = loop_of()
+    losses = [loop.step(batch_of(), step) for step in range(30)]
+    assert losses[0] == pytest.approx(4.16, abs=0.1)
+    assert losses[-1] < 2.5
+    assert loop.state_dict()["scaler"]["scale"] == 2.0**16
+
+
+def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(
+    fp16: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_of()
+    kept = loop.state_dict()
+    loop.load_state_dict({**kept, "scaler": {**kept["scaler"], "scale": 2.0**40}})
+    before = flat(loop.model)
+    assert loop.step(batch_of(), 0) == pytest.approx(4.16, abs=0.1)
+    assert torch.equal(flat(loop.model), before)
+    assert loop.state_dict()["scaler"]["scale"] == 2.0**39
+    assert (loop.steps_since_fresh, loop.skipped_steps, caplog.text) == (0, 0, "")
+    for step in range(1, 40):
+        loop.step(batch_of(), step)
+    assert loop.steps_since_fresh > 10
+
+
+def test_the_scale_is_kept_bit_for_bit(fp16: None) -> None:
+    loop, other = loop_of(), loop_of()
+    scale = {**loop.state_dict()["scaler"], "scale": 2.0**12, "growth_interval": 2}
+    loop.load_state_dict({**loop.state_dict(), "scaler": scale})
+    for step in range(3):
+        loop.step(batch_of(step), step)
+    other.model.load_state_dict(loop.model.state_dict())
+    assert other.load_state_dict(loop.state_dict())
+    aside = other.exchange_optimizer()
+    other.exchange_optimizer(aside)
+    for step in range(3, 7):
+        assert loop.step(batch_of(step), step) == other.step(batch_of(step), step)
+    assert loop.state_dict()["scaler"] == other.state_dict()["scaler"]
+    assert loop.state_dict()["scaler"]["scale"] > 2.0**12
+    assert torch.equal(flat(loop.model), flat(other.model))
 
 
 # Keeping and resuming

@@ -31,7 +31,7 @@ def in_context(error: Exception, context: Exception) -> Exception:
 
 FORMS = {
     "PyTorch's allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
-    "a kernel": torch.AcceleratorError("CUDA error: out of memory"),
+    "a kernel": getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: out of memory"),
     "an older PyTorch": RuntimeError("CUDA error: out of memory"),
     "cuBLAS": RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

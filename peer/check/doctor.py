@@ -130,7 +130,7 @@ def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> 
         if check.verdict == "problem":
             kind = StorageError if check.exit_code == StorageError.exit_code else ConfigurationError
             raise kind(f"{check.name}: {check.value}; {check.remedy}")
-    if settings.micro_batch_size is not None or m.look_at_gpu(settings.device) is not None:
+    if settings.micro_batch_size is not None or m.look_at_device(settings.device)[0] is not None:
         return settings.micro_batch_size
     need = memory_need(plan, settings, None, 0)
     # Never fewer than one: others may have taken memory since it was looked at.
@@ -168,7 +168,7 @@ def _machine_checks(
     import torch
 
     try:
-        gpu = m.look_at_gpu(settings.device)
+        gpu, reason = m.look_at_device(settings.device)
     except ConfigurationError as error:
         yield c.problem("device", str(error), "give another --device")
         return
@@ -176,7 +176,9 @@ def _machine_checks(
         most = int(settings.vram_gb * 2**30)
         gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
     has_hardware = m.look_for_gpu_hardware()
-    yield c.check_gpu(gpu, settings.device, torch.__version__, has_hardware)
+    yield c.check_gpu(gpu, settings.device, reason, torch.__version__, has_hardware)
+    if gpu is not None:
+        yield c.check_compiler(gpu, settings.compile_model)
     if plan is None:
         return
     need = memory_need(plan, settings, gpu, programs_bytes)
@@ -194,7 +196,7 @@ def memory_need(
     """Return what training a path takes with these settings, on the GPU or on the CPU."""
     grid = needs.grid_of(plan)
     count = grid.parameter_counts()["path"]
-    in_16_bits = gpu is not None and gpu.has_bf16
+    in_16_bits = gpu is not None and gpu.number_format != "fp32"
     on_device = needs.device_bytes(plan, count, settings.optimizer, in_16_bits=in_16_bits)
     one_pass = on_device.pop(needs.ONE_PASS)
     if gpu is None:
