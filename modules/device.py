@@ -121,6 +121,13 @@ def autocast_for(
     return torch.autocast(device.type, dtype=dtype)
 
 
+def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tokens`, which are on the CPU, on the device; nobody waits until they are there."""
+    if device.type in ("cuda", "xpu"):
+        tokens = tokens.pin_memory()
+    return tokens.to(device, non_blocking=True)
+
+
 def load_bitsandbytes() -> None:
     """Import bitsandbytes without its advice to install more, which would clutter our output.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .config import PAD_TOKEN
-from .device import autocast_for
+from .device import autocast_for, sent
 from .memory import AtOnce
 from .transformer import PathModel, target_mask, token_losses
 
@@ -120,7 +120,7 @@ def _score_batch(
     counts = mask.sum(dim=1).numpy()
     if batch.shape[1] < 2 or not mask.any():
         return np.zeros(len(batch)), counts
-    moved = batch.to(device)
+    moved = sent(batch, device)
     with torch.no_grad(), autocast_for(device):
         logits = model(moved)
         losses = token_losses(logits, moved).double() * mask.to(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from .config import InnerConfig
-from .device import autocast_for, load_bitsandbytes, number_format
+from .device import autocast_for, load_bitsandbytes, number_format, sent
 from .errors import ConfigurationError, DipacoError, nearest_name
 from .memory import (
     ADAMW_BYTES,
@@ -102,6 +103,8 @@ class InnerLoop:
         self.kind = optimizer if config.optimizer == "adamw" else f"{config.optimizer}+{optimizer}"
         self.steps_since_fresh = 0
         self.skipped_steps = 0
+        self._unread: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._newest_loss = math.nan
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._dtype = number_format(device)
         self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
@@ -133,8 +136,10 @@ class InnerLoop:
         """Train on one batch and return its mean loss in nats a token, before the update.
 
         `tokens` is int64 [B, T] on the CPU; `path_step` is the path's own step, for the schedule.
-        A batch whose loss or gradient is not finite changes nothing and is logged. Raises
-        `ConfigurationError` when not even one sequence fits in memory.
+        A batch whose loss or gradient is not finite changes nothing and is logged. On a GPU it is
+        the loss of the step before, from the second step on: the GPU itself leaves an update out,
+        and nobody waits for it. Raises `ConfigurationError` when not even one sequence fits in
+        memory.
         """
         targets = int(target_mask(tokens).sum())
         if targets == 0:
@@ -144,14 +149,28 @@ class InnerLoop:
         for optimizer in self._optimizers.values():
             self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.gradient_clip or float("inf"))
-        mean_loss, finite = loss.item(), bool(torch.isfinite(loss + norm))
-        if finite:
-            self._update(rate)
-        else:
-            self._report_skipped(path_step, mean_loss)
+        finite = torch.isfinite(loss + norm)
+        on_device = all(
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            for optimizer in self._optimizers.values()
+        )
+        if on_device or finite:
+            self._update(rate, finite if on_device else None)
         self._scaler.update()
         self._forget_gradients()
-        return mean_loss
+        self.steps_since_fresh += 1
+        self._unread.append((path_step, loss, finite))
+        return self._read(later=1 if on_device else 0)
+
+    def _read(self, later: int = 0) -> float:
+        """Wait for all steps but the last `later` ones; return the newest loss that is known."""
+        while len(self._unread) > later or (self._unread and math.isnan(self._newest_loss)):
+            path_step, loss, finite = self._unread.popleft()
+            self._newest_loss = loss.item()
+            if not finite:
+                self.steps_since_fresh -= 1
+                self._report_skipped(path_step, self._newest_loss)
+        return self._newest_loss
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         """Accumulate the gradients of a batch in as few pieces as memory allows."""
@@ -180,8 +199,7 @@ class InnerLoop:
     def _backward(self, pieces: Iterable[torch.Tensor], targets: int) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
-            moved = piece.to(self.device, non_blocking=True)
-            loss = (self._compiled or self._summed_loss)(moved) / targets
+            loss = (self._compiled or self._summed_loss)(sent(piece, self.device)) / targets
             self._scaler.scale(loss).backward()
             total += loss.detach()
         return total
@@ -191,10 +209,14 @@ class InnerLoop:
             logits = self.model(tokens)
         return token_losses(logits, tokens).sum()
 
-    def _update(self, rate: float) -> None:
+    def _update(self, rate: float, finite: torch.Tensor | None) -> None:
+        """Take a step, if `finite`, which the optimizers look at themselves."""
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            if finite is not None and not self._scaler.is_enabled():
+                # As `GradScaler` does, which looks at the gradients alone.
+                optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         try:
             for optimizer in self._optimizers.values():
                 self._scaler.step(optimizer)
@@ -205,7 +227,6 @@ class InnerLoop:
                 f"the optimizer's state does not fit in the memory of {self.device}; try "
                 f"--optimizer adamw8bit, a smaller --micro-batch-size or --device cpu"
             ) from error
-        self.steps_since_fresh += 1
 
     def _report_skipped(self, path_step: int, loss: float) -> None:
         if self._scaler.is_enabled() and math.isfinite(loss):
@@ -256,6 +277,7 @@ class InnerLoop:
     def reset(self) -> None:
         """Forget the optimizer's state and warm up again; for a path whose state is not here."""
         self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
+        self._unread.clear()
         self.steps_since_fresh = 0
 
     def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
@@ -263,6 +285,7 @@ class InnerLoop:
 
         Nothing is copied; the simulator uses this to train many paths in turn on one model.
         """
+        self._read()
         kept = KeptOptimizer(self._optimizers, self._scaler, self.steps_since_fresh)
         if other is None:
             self.reset()
@@ -277,6 +300,7 @@ class InnerLoop:
 
     def lent_state_dict(self) -> dict[str, Any]:
         """Return the same without a copy, to be written before the next step changes it."""
+        self._read()
         return {
             "kind": self.kind,
             "steps_since_fresh": self.steps_since_fresh,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,51 @@ def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixt
     assert torch.equal(flat(loop.model), before)
     assert loop.steps_since_fresh == 1
     assert loop.step(batch_of(), 6) < 5
+
+
+# Without waiting
+
+
+def be_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW in one kernel, which itself leaves an update out."""
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **{**k, "fused": True}))
+
+
+def test_losses_are_read_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = loop_of()
+    be_as_on_a_gpu(monkeypatch)
+    loop = loop_of()
+    expected = [reference.step(batch_of(step), step) for step in range(5)]
+    losses = [loop.step(batch_of(step), step) for step in range(5)]
+    assert losses == pytest.approx([expected[0], *expected[:4]], rel=1e-5)
+    torch.testing.assert_close(flat(loop.model), flat(reference.model), rtol=1e-4, atol=1e-5)
+
+
+def test_the_device_leaves_an_update_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    be_as_on_a_gpu(monkeypatch)
+    loop = loop_of()
+    loop.step(batch_of(), 0)
+    loop.step(batch_of(), 1)
+    before, kept = flat(loop.model), loop.state_dict()
+    damaged = loop.model.model.norm.weight
+    good = damaged.detach().clone()
+    with torch.no_grad():
+        damaged.fill_(float("nan"))
+    loop.step(batch_of(), 2)
+    with torch.no_grad():
+        damaged.copy_(good)
+    assert torch.equal(flat(loop.model), before)
+    assert caplog.text == ""
+    after = loop.state_dict()
+    assert "step 2 left out" in caplog.text
+    assert (loop.skipped_steps, after["steps_since_fresh"]) == (1, kept["steps_since_fresh"])
+    for index, entry in kept["optimizer"]["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, after["optimizer"]["state"][index][name]), name
+    assert math.isfinite(loop.step(batch_of(), 3) + loop.step(batch_of(), 4))
 
 
 # Number formats
