@@ -188,7 +188,7 @@ def batch_losses(model: PathModel, tokens: torch.Tensor, at_once: AtOnce) -> tor
         for piece in tokens.split(token_count // length):
             moved = piece.to(device)
             with autocast_for(device):
-                losses.append(token_losses(model(moved), moved).float().cpu())
+                losses.append(token_losses(model, moved).cpu())
         return torch.cat(losses)
 
     return at_once.attempt(score, length)

@@ -122,6 +122,5 @@ def _score_batch(
         return np.zeros(len(batch)), counts
     moved = sent(batch, device)
     with torch.no_grad(), autocast_for(device):
-        logits = model(moved)
-        losses = token_losses(logits, moved).double() * mask.to(device)
+        losses = token_losses(model, moved).double() * mask.to(device)
     return losses.sum(dim=1).cpu().numpy(), counts

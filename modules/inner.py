@@ -26,16 +26,17 @@ from .memory import (
     AtOnce,
     fitting_sequences,
     free_bytes,
+    head_bytes,
     is_out_of_memory,
 )
 from .muon import Muon, is_for_muon
-from .transformer import PathModel, target_mask, token_losses
+from .transformer import PathModel, head_losses, head_pieces, target_mask
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZERS = ("adamw", "adamw8bit")
 
-LossFunction = Callable[[torch.Tensor], torch.Tensor]
+Passes = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ class InnerLoop:
             "training",
             remedy="--optimizer adamw8bit or --device cpu",
         )
-        self._compiled: LossFunction | None = None
+        self._compiled: Passes | None = None
         if compile_model:
             # Not `dynamic=False`, which compiles each size of a piece, and at most eight of them.
-            self._compiled = torch.compile(self._summed_loss)
+            self._compiled = torch.compile(self._blocks), torch.compile(self._head)
 
     @property
     def micro_batch_size(self) -> int:
@@ -125,11 +126,14 @@ class InnerLoop:
         return self._at_once.count
 
     def _first_micro_batch(self) -> int:
-        """Return how many sequences fit beside gradients and AdamW, as far as that is known."""
-        usable, batch = free_bytes(self.device), self.config.batch_sequences
-        if usable is not None:
-            each = FP32_BYTES + ADAMW_BYTES[self._adamw_kind]
-            usable = int(USABLE_SHARE * usable) - each * sum(p.numel() for p in self._parameters)
+        """Return how many sequences fit beside gradients, AdamW and logits, as far as that is
+        known."""
+        free, batch = free_bytes(self.device), self.config.batch_sequences
+        if free is None:
+            return batch
+        each = FP32_BYTES + ADAMW_BYTES[self._adamw_kind]
+        kept = each * sum(p.numel() for p in self._parameters)
+        usable = USABLE_SHARE * free - kept - head_bytes(self.model.config, batch)
         return fitting_sequences(self.model.config, batch, usable)
 
     def step(self, tokens: torch.Tensor, path_step: int) -> float:
@@ -174,40 +178,67 @@ class InnerLoop:
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         """Accumulate the gradients of a batch in as few pieces as memory allows."""
+        while True:
+            try:
+                return self._at_once.attempt(
+                    lambda sequences: self._backward(tokens.split(sequences), targets),
+                    tokens.shape[1],
+                )
+            except Exception as error:
+                if not self._can_do_with_less(error):
+                    raise
 
-        def backward(sequences: int) -> torch.Tensor:
-            self._forget_gradients()
-            return self._backward(tokens.split(sequences), targets)
-
-        try:
-            return self._at_once.attempt(backward, tokens.shape[1])
-        except Exception as error:
-            if self._compiled is None or isinstance(error, DipacoError):
-                raise
+    def _can_do_with_less(self, error: Exception) -> bool:
+        """Return whether a pass may be tried again, without compilation or with less memory."""
+        if isinstance(error, ConfigurationError) and not self.model.recomputes:
             logger.warning(
-                "compiling the model failed (%s); continuing without, somewhat slower",
-                type(error).__name__,
+                "one sequence does not fit in the memory of %s; its blocks are computed twice, "
+                "which is a third slower",
+                self.device,
             )
-            logger.debug("compilation error", exc_info=error)
-            self._compiled = None
-        return self._at_once.attempt(backward, tokens.shape[1])
+            self.model.recomputes = True
+            return True
+        if self._compiled is None or isinstance(error, DipacoError):
+            return False
+        logger.warning(
+            "compiling the model failed (%s); continuing without, somewhat slower",
+            type(error).__name__,
+        )
+        logger.debug("compilation error", exc_info=error)
+        self._compiled = None
+        return True
 
     def _forget_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
     def _backward(self, pieces: Iterable[torch.Tensor], targets: int) -> torch.Tensor:
+        """Compute the gradients of the mean over `targets`, and return it.
+
+        The head has its backward pass piece by piece, before the blocks have theirs: the logits of
+        one piece are in memory at a time.
+        """
+        self._forget_gradients()
+        blocks, head = self._compiled or (self._blocks, self._head)
         total = torch.zeros((), device=self.device)
         for piece in pieces:
-            loss = (self._compiled or self._summed_loss)(sent(piece, self.device)) / targets
-            self._scaler.scale(loss).backward()
-            total += loss.detach()
+            tokens = sent(piece, self.device)
+            hidden, gradients = blocks(tokens), []
+            for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
+                loss = head(part.requires_grad_(), wanted) / targets
+                self._scaler.scale(loss).backward()
+                total += loss.detach()
+                gradients.append(part.grad)
+            hidden.backward(torch.cat(gradients).view_as(hidden))
         return total
 
-    def _summed_loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         with autocast_for(self.device, self._dtype):
-            logits = self.model(tokens)
-        return token_losses(logits, tokens).sum()
+            return self.model.hidden_states(tokens)
+
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with autocast_for(self.device, self._dtype):
+            return head_losses(self.model, hidden, targets).sum()
 
     def _update(self, rate: float, finite: torch.Tensor | None) -> None:
         """Take a step, if `finite`, which the optimizers look at themselves."""
@@ -304,7 +335,7 @@ class InnerLoop:
         return {
             "kind": self.kind,
             "steps_since_fresh": self.steps_since_fresh,
-            "scaler": self._scaler.state_dict(),
+            **({"scaler": self._scaler.state_dict()} if self._scaler.is_enabled() else {}),
             **{name: o.state_dict() for name, o in self._optimizers.items()},
         }
 

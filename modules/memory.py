@@ -13,7 +13,7 @@ import torch
 
 from .config import ModelConfig
 from .errors import ConfigurationError, DipacoError
-from .transformer import PathModel, token_losses
+from .transformer import LOGITS_AT_ONCE, PathModel
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +124,9 @@ def free_bytes(device: torch.device) -> int | None:
     return min(int(free), int(share * total) - int(module.memory_reserved(device)))
 
 
-def fitting_sequences(config: ModelConfig, batch: int, usable_bytes: float | None) -> int:
+def fitting_sequences(config: ModelConfig, batch: int, usable_bytes: float) -> int:
     """Return how many sequences of a batch are computed at once in so much memory: at least one,
-    all of them where nobody knows, and all pieces of a batch about alike."""
-    if usable_bytes is None:
-        return batch
+    and all pieces of a batch about alike."""
     fitting = max(1, min(batch, int(usable_bytes // pass_bytes(config))))
     return math.ceil(batch / math.ceil(batch / fitting))
 
@@ -136,9 +134,8 @@ def fitting_sequences(config: ModelConfig, batch: int, usable_bytes: float | Non
 def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     """Return what a forward pass of one sequence keeps for the backward one, beside parameters.
 
-    It is made with tensors that have shapes but no memory: activations, with `in_16_bits` the
-    parameters in 16 bits, as a recent GPU has them, and two gradients of the logits, which come
-    first and are the largest. Kernels differ, so it is not exact.
+    It is made with tensors that have shapes but no memory: activations, and with `in_16_bits` the
+    parameters in 16 bits, as a recent GPU has them. Kernels differ, so it is not exact.
     """
     # Not before it is used: importing it takes long.
     from torch._subclasses import FakeTensorMode
@@ -155,8 +152,17 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
             return tensor
 
         tokens = torch.ones(1, config.sequence_length, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_16_bits):
-                logits = model(tokens)
-            token_losses(logits, tokens)
-    return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * logits.numel()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_16_bits),
+        ):
+            hidden = model.hidden_states(tokens)
+    # The outputs of the last block, and their gradients.
+    return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * hidden.numel()
+
+
+def head_bytes(config: ModelConfig, batch: int) -> int:
+    """Return what the head takes for a batch of sequences: logits of one piece, their
+    log-likelihoods and the gradients of these, in fp32."""
+    logits = batch * config.sequence_length * config.vocabulary_size
+    return 3 * FP32_BYTES * min(LOGITS_AT_ONCE, logits)

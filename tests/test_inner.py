@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.modules import inner
+from dipaco.modules import inner, transformer
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.config import PAD_TOKEN, GridConfig
 from dipaco.modules.errors import ConfigurationError
@@ -116,6 +116,17 @@ def test_micro_batches_change_rounding_only() -> None:
     for losses, parameters in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-5)
         torch.testing.assert_close(parameters, results[0][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_in_pieces_change_rounding_only(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODEL.model_copy(update={"tied_embedding": tied})
+    whole = loop_of(model_of(model))
+    losses = [whole.step(batch_of(step), step) for step in range(3)]
+    monkeypatch.setattr(transformer, "LOGITS_AT_ONCE", 64 * 9)
+    pieces = loop_of(model_of(model))
+    assert [pieces.step(batch_of(s), s) for s in range(3)] == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(flat(pieces.model), flat(whole.model), rtol=1e-4, atol=1e-5)
 
 
 def test_an_unknown_optimizer() -> None:

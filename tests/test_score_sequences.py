@@ -71,10 +71,10 @@ def test_no_rows() -> None:
 class SmallMemory(PathModel):
     greatest_rows = 2
 
-    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def hidden_states(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
         if len(tokens) > self.greatest_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().forward(tokens, cache)
+        return super().hidden_states(tokens, cache)
 
 
 def test_memory_decides_how_many_rows_at_once_and_it_is_remembered(

@@ -21,7 +21,7 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
-from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES, pass_bytes
+from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES, head_bytes, pass_bytes
 from dipaco.modules.muon import is_for_muon
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
@@ -82,6 +82,7 @@ def device_bytes(
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
         SCORING: FP32_BYTES * path_parameters,
+        "logits, at most": head_bytes(run.model, run.inner.batch_sequences),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
