@@ -111,6 +111,22 @@ def number_format(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def training_format(device: torch.device, *, fixed_steps: bool) -> torch.dtype:
+    """Return what training computes passes in: as `number_format`, and bf16 on a CPU made for it.
+
+    In a run with fixed steps every CPU computes in fp32, so that all get the same bits.
+    """
+    if device.type == "cpu" and not fixed_steps and cpu_has_bf16():
+        return torch.bfloat16
+    return number_format(device)
+
+
+def cpu_has_bf16() -> bool:
+    """Tell whether this CPU has products in bf16, of AVX-512 or AMX, and PyTorch uses them."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
 def autocast_for(
     device: torch.device, dtype: torch.dtype | None = None
 ) -> contextlib.AbstractContextManager[object]:

@@ -75,11 +75,11 @@ class InnerLoop:
     """Trains `model`, which must be on `device`, batch by batch. Not for several threads at once.
 
     A batch that does not fit in memory is split into halves until it does; the loss is normalised
-    over the whole batch, so the split changes rounding only. Passes are in the number format of the
-    device, weights and AdamW state in fp32; with fp16 the loss is scaled, by a factor that follows
-    from which gradients overflow. The model's parameters may be overwritten in place between steps.
-    `optimizer` is how AdamW keeps its state; whether Muon has the matrices of blocks is for
-    `config` to say.
+    over the whole batch, so the split changes rounding only. Passes are in `dtype`, by default the
+    number format of the device, weights and AdamW state in fp32; with fp16 the loss is scaled, by
+    a factor that follows from which gradients overflow. The model's parameters may be overwritten
+    in place between steps. `optimizer` is how AdamW keeps its state; whether Muon has the matrices
+    of blocks is for `config` to say.
 
     Raises `ConfigurationError` for an unknown optimizer.
     """
@@ -93,6 +93,7 @@ class InnerLoop:
         optimizer: str = "adamw",
         micro_batch_size: int | None = None,
         compile_model: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if optimizer not in OPTIMIZERS:
             guess = nearest_name(optimizer, OPTIMIZERS) or " or ".join(OPTIMIZERS)
@@ -107,7 +108,7 @@ class InnerLoop:
         self._unread: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._newest_loss = math.nan
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._dtype = number_format(device)
+        self.dtype = dtype or number_format(device)
         self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
         self._at_once = AtOnce(
             min(micro_batch_size or self._first_micro_batch(), config.batch_sequences),
@@ -233,11 +234,11 @@ class InnerLoop:
         return total
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
-        with autocast_for(self.device, self._dtype):
+        with autocast_for(self.device, self.dtype):
             return self.model.hidden_states(tokens)
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with autocast_for(self.device, self._dtype):
+        with autocast_for(self.device, self.dtype):
             return head_losses(self.model, hidden, targets).sum()
 
     def _update(self, rate: float, finite: torch.Tensor | None) -> None:
@@ -289,7 +290,7 @@ class InnerLoop:
         return built
 
     def _new_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def _is_for_muon(self, name: str, parameter: torch.Tensor) -> bool:
         return self.config.optimizer == "muon" and is_for_muon(name, parameter.shape)

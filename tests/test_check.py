@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dipaco.modules.errors import AddressError, ConfigurationError, StorageError, UnreachableError
+from dipaco.modules.memory import head_bytes
 from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
@@ -263,7 +264,8 @@ def test_main_memory() -> None:
 def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     plan = make_tiny_run(tmp_path / "run").plan()
     need = doctor.memory_need(plan, settings, None)
-    assert need.fixed_bytes == 16 * need.path_parameters
+    logits = head_bytes(plan.model, plan.inner.batch_sequences)
+    assert need.fixed_bytes == 16 * need.path_parameters + logits
     assert need.batch == plan.inner.batch_sequences
     assert (
         need.pass_bytes
@@ -271,7 +273,7 @@ def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
         - 4 * need.path_parameters
     )
     eight = replace(settings, optimizer="adamw8bit")
-    assert doctor.memory_need(plan, eight, None).fixed_bytes == 10 * need.path_parameters
+    assert doctor.memory_need(plan, eight, None).fixed_bytes == 10 * need.path_parameters + logits
     grid = needs.grid_of(plan)
     main = needs.main_memory_bytes(plan, grid, need.path_parameters)
     assert need.main_bytes == sum(main.values()) + checks.PROGRAMS_BYTES

@@ -6,7 +6,13 @@ import pytest
 import torch
 from dipaco.modules import device as devices
 from dipaco.modules.command_line import check_device
-from dipaco.modules.device import autocast_for, choose_device, limit_memory, number_format
+from dipaco.modules.device import (
+    autocast_for,
+    choose_device,
+    limit_memory,
+    number_format,
+    training_format,
+)
 from dipaco.modules.errors import ConfigurationError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -92,6 +98,17 @@ def test_number_formats_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number_format(torch.device("xpu")) == torch.bfloat16
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert number_format(CUDA) == torch.bfloat16
+
+
+def test_training_on_a_cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_bf16, fixed_steps, expected in (
+        (True, False, torch.bfloat16),
+        (True, True, torch.float32),
+        (False, False, torch.float32),
+    ):
+        monkeypatch.setattr(devices, "cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
+        assert training_format(CPU, fixed_steps=fixed_steps) == expected
+    assert number_format(CPU) == torch.float32
 
 
 def test_passes_are_in_the_format() -> None:

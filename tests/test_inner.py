@@ -222,6 +222,14 @@ def test_a_card_without_bf16_trains_with_scaled_losses(fp16: None) -> None:
     assert loop.state_dict()["scaler"]["scale"] == 2.0**16
 
 
+def test_bf16_trains_alike() -> None:
+    loop, reference = loop_of(dtype=torch.bfloat16), loop_of()
+    losses = [loop.step(batch_of(), step) for step in range(30)]
+    assert losses[:3] == pytest.approx([reference.step(batch_of(), s) for s in range(3)], rel=1e-2)
+    assert losses[-1] < 2.5
+    assert all(p.dtype == torch.float32 for p in loop.model.parameters())
+
+
 def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(
     fp16: None, caplog: pytest.LogCaptureFixture
 ) -> None:

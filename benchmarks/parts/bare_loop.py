@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.device import keep_freed_memory
+from dipaco.modules.device import keep_freed_memory, training_format
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
@@ -47,7 +48,8 @@ def main() -> int:
     model = run.base_model(plan).to(device)
     # As the peers have it, which score and train in turns.
     model.train()
-    inner = InnerLoop(model, plan.inner, device, compile_model=device.type == "cuda")
+    dtype = training_format(device, fixed_steps=bool(plan.rounds.inner_steps))
+    inner = InnerLoop(model, plan.inner, device, compile_model=device.type == "cuda", dtype=dtype)
     stream = BatchStream(
         run.train_tokens(plan, chosen.path),
         seed=plan.seed,
@@ -66,8 +68,9 @@ def measure(
     inner: InnerLoop, stream: BatchStream, seconds: float, warmup_steps: int
 ) -> dict[str, Any]:
     """Train for a while and return how fast it went."""
+    started = time.perf_counter()
     inner.step(stream.batch(0), 0)
-    first_step_s = time.time()
+    first_step_s, first_step_at_s = time.perf_counter() - started, time.time()
     for step in range(1, warmup_steps):
         inner.step(stream.batch(step), step)
     began_at_s, started, cpu_started = time.time(), time.perf_counter(), time.thread_time()
@@ -83,9 +86,20 @@ def measure(
         "step_s": elapsed_s / steps,
         "tokens_per_s": tokens / elapsed_s,
         "tokens_per_cpu_s": tokens / max(time.thread_time() - cpu_started, 1e-9),
-        "first_step_at_s": first_step_s,
+        "first_step_at_s": first_step_at_s,
+        "first_step_s": first_step_s,
         "began_at_s": began_at_s,
+        "micro_batch": inner.micro_batch_size,
+        "number_format": str(inner.dtype).removeprefix("torch."),
+        "peak_memory_bytes": peak_memory_bytes(inner.device),
     }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most that tensors took on a GPU, or the whole process on the CPU."""
+    if device.type == "cpu":
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 if __name__ == "__main__":

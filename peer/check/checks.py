@@ -259,7 +259,7 @@ def check_gpu(
             "install a build of PyTorch for it (CUDA or ROCm) and a recent driver (nvidia-smi or "
             "rocm-smi shows the card)",
         )
-    value = "the CPU, as asked for" if device == "cpu" else f"the CPU: {reason}"
+    value = f"the CPU: {reason}"
     return ok("device", value, "" if device == "cpu" else "it trains, slowly")
 
 

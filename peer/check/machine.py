@@ -194,10 +194,12 @@ def look_at_device(name: str) -> tuple[Gpu | None, str]:
     Uses CUDA, so nothing may be forked afterwards. Raises ConfigurationError, as `choose_device`.
     """
     import torch
-    from dipaco.modules.device import choose_device, device_name, number_format
+    from dipaco.modules.device import choose_device, cpu_has_bf16, device_name, number_format
 
     device, reason = choose_device(name)
     module = torch.get_device_module(device)
+    if device.type == "cpu" and cpu_has_bf16():
+        reason += "; it has bf16"
     if not hasattr(module, "mem_get_info"):
         return None, reason
     free, total = module.mem_get_info(device)
