@@ -55,7 +55,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 
 def _first_that_computes() -> tuple[torch.device, str]:
-    passed_over = []
+    passed_over: list[str] = []
     if torch.accelerator.is_available():
         for index in range(torch.accelerator.device_count()):
             device = torch.device(_accelerator(), index)

@@ -224,11 +224,13 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
             tokens = sent(piece, self.device)
-            hidden, gradients = blocks(tokens), []
+            hidden = blocks(tokens)
+            gradients: list[torch.Tensor] = []
             for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
                 loss = head(part.requires_grad_(), wanted) / targets
                 self._scaler.scale(loss).backward()
                 total += loss.detach()
+                assert part.grad is not None
                 gradients.append(part.grad)
             hidden.backward(torch.cat(gradients).view_as(hidden))
         return total

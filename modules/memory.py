@@ -161,6 +161,13 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * hidden.numel()
 
 
+def least_pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
+    """Return the same where blocks are computed twice: what is between them, and within one."""
+    between = FP32_BYTES * config.block_count * config.sequence_length * config.hidden_size
+    one_block = config.model_copy(update={"block_count": 1})
+    return between + pass_bytes(one_block, in_16_bits=in_16_bits)
+
+
 def head_bytes(config: ModelConfig, batch: int) -> int:
     """Return what the head takes for a batch of sequences: logits of one piece, their
     log-likelihoods and the gradients of these, in fp32."""

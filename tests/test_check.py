@@ -226,6 +226,7 @@ NEED = MemoryNeed(
     path_parameters=150_000_000,
     fixed_bytes=2 * GIB,
     pass_bytes=GIB,
+    least_pass_bytes=GIB // 4,
     main_bytes=3 * GIB,
     batch=8,
 )
@@ -237,7 +238,11 @@ def test_memory_of_a_gpu() -> None:
     assert fits.verdict == "ok"
     assert fits.value.endswith("; 7 fit")
     assert "--micro-batch-size 7" in remedy(checks.check_device_memory(NEED, gpu, 8), "warning")
-    small = replace(gpu, free_bytes=3 * GIB)
+    little = replace(gpu, free_bytes=3 * GIB)
+    twice = checks.check_device_memory(NEED, little, None)
+    assert "close other programs" in remedy(twice, "warning")
+    assert "computed twice" in twice.value
+    small = replace(gpu, free_bytes=int(2.4 * GIB))
     assert "adamw8bit" in remedy(checks.check_device_memory(NEED, small, None), "problem", 3)
 
 

@@ -149,6 +149,19 @@ def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
     assert pass_bytes(config.model) == pytest.approx(expected, rel=0.05)
 
 
+def test_the_largest_path_of_a_card_fits_there() -> None:
+    """Twice the width is about four times the parameters: less than the figure says is needed."""
+    figures = _paper()
+    config = load_run_config(PAPER)
+    assert list(figures.greatest_paths) == [8, 12, 24]
+    model = config.model.model_copy(
+        update={"hidden_size": 1792, "head_count": 28, "feed_forward_size": 5120}
+    )
+    wide = plan_figures(config.model_copy(update={"model": model}))
+    assert figures.greatest_paths[24] > wide.path_parameters
+    assert wide.device_total_bytes < 0.9 * 24 * 2**30
+
+
 def test_main_memory_follows_the_run() -> None:
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
     figures = plan_figures(config)
@@ -187,6 +200,7 @@ def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> Non
     assert values["device_total_bytes"] == figures.device_total_bytes
     assert "In a peer's GPU memory, at least" in shown
     assert shown_bytes(figures.device_total_bytes) in shown
+    assert "A GPU of 8, 12, 24 GiB trains a path like this one of about" in shown
     assert "In a peer's main memory" in shown
     assert shown_bytes(figures.main_memory_total_bytes) in shown
 

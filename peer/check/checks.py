@@ -285,6 +285,8 @@ class MemoryNeed:
     """On the device: parameters, gradients, AdamW."""
     pass_bytes: int
     """On the device, for each sequence at once."""
+    least_pass_bytes: int
+    """The same for one sequence, where blocks are computed twice."""
     main_bytes: int
     """In main memory beside the device's, programs included."""
     batch: int
@@ -303,6 +305,12 @@ def check_device_memory(need: MemoryNeed, gpu: Gpu, micro_batch: int | None) -> 
         f"a path of {need.path_parameters / 1e6:,.1f} M parameters takes {shown_bytes(least)} with "
         f"{wanted} of {need.batch} sequences at once, {shown_bytes(int(usable))} can be used"
     )
+    if fits == 0 and need.fixed_bytes + need.least_pass_bytes <= usable:
+        return warning(
+            "GPU memory",
+            f"{value}; blocks are computed twice, a third slower",
+            "close other programs that use the GPU",
+        )
     if fits == 0:
         return problem(
             "GPU memory",

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 from dipaco.dht.identity import is_in_use
 from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError, printable
+from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
 from dipaco.peer.settings import PeerSettings
@@ -207,6 +208,7 @@ def memory_need(
         path_parameters=count,
         fixed_bytes=sum(on_device.values()),
         pass_bytes=one_pass,
+        least_pass_bytes=least_pass_bytes(plan.model, in_16_bits=in_16_bits),
         main_bytes=main_bytes,
         batch=plan.inner.batch_sequences,
     )

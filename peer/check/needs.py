@@ -30,6 +30,7 @@ from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 BF16_BYTES = 2
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
+LOGITS = "logits, at most"
 # Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
 SCORING = "anchors, while they are scored"
 
@@ -82,7 +83,7 @@ def device_bytes(
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
         SCORING: FP32_BYTES * path_parameters,
-        "logits, at most": head_bytes(run.model, run.inner.batch_sequences),
+        LOGITS: head_bytes(run.model, run.inner.batch_sequences),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
