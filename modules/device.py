@@ -111,12 +111,10 @@ def number_format(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def training_format(device: torch.device, *, fixed_steps: bool) -> torch.dtype:
-    """Return what training computes passes in: as `number_format`, and bf16 on a CPU made for it.
-
-    In a run with fixed steps every CPU computes in fp32, so that all get the same bits.
-    """
-    if device.type == "cpu" and not fixed_steps and cpu_has_bf16():
+def training_format(device: torch.device, *, exact: bool) -> torch.dtype:
+    """Return what training computes passes in: as `number_format`, and unless it has to be `exact`,
+    bf16 on a CPU made for it."""
+    if device.type == "cpu" and not exact and cpu_has_bf16():
         return torch.bfloat16
     return number_format(device)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .config import InnerConfig
-from .device import autocast_for, load_bitsandbytes, number_format, sent
+from .device import autocast_for, load_bitsandbytes, sent, training_format
 from .errors import ConfigurationError, DipacoError, nearest_name
 from .memory import (
     ADAMW_BYTES,
@@ -75,11 +75,11 @@ class InnerLoop:
     """Trains `model`, which must be on `device`, batch by batch. Not for several threads at once.
 
     A batch that does not fit in memory is split into halves until it does; the loss is normalised
-    over the whole batch, so the split changes rounding only. Passes are in `dtype`, by default the
-    number format of the device, weights and AdamW state in fp32; with fp16 the loss is scaled, by
-    a factor that follows from which gradients overflow. The model's parameters may be overwritten
-    in place between steps. `optimizer` is how AdamW keeps its state; whether Muon has the matrices
-    of blocks is for `config` to say.
+    over the whole batch, so the split changes rounding only. Passes are in the number format
+    of the device, weights and AdamW state in fp32; with fp16 the loss is scaled, by a factor that
+    follows from which gradients overflow. With `exact` a CPU computes in fp32, AdamW operation by
+    operation. The model's parameters may be overwritten in place between steps. `optimizer` is how
+    AdamW keeps its state; whether Muon has the matrices of blocks is for `config` to say.
 
     Raises `ConfigurationError` for an unknown optimizer.
     """
@@ -93,7 +93,7 @@ class InnerLoop:
         optimizer: str = "adamw",
         micro_batch_size: int | None = None,
         compile_model: bool = False,
-        dtype: torch.dtype | None = None,
+        exact: bool = True,
     ) -> None:
         if optimizer not in OPTIMIZERS:
             guess = nearest_name(optimizer, OPTIMIZERS) or " or ".join(OPTIMIZERS)
@@ -108,7 +108,8 @@ class InnerLoop:
         self._unread: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._newest_loss = math.nan
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.dtype = dtype or number_format(device)
+        self.dtype = training_format(device, exact=exact)
+        self._fused = device.type != "cpu" or not exact
         self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
         self._at_once = AtOnce(
             min(micro_batch_size or self._first_micro_batch(), config.batch_sequences),
@@ -141,10 +142,10 @@ class InnerLoop:
         """Train on one batch and return its mean loss in nats a token, before the update.
 
         `tokens` is int64 [B, T] on the CPU; `path_step` is the path's own step, for the schedule.
-        A batch whose loss or gradient is not finite changes nothing and is logged. On a GPU it is
-        the loss of the step before, from the second step on: the GPU itself leaves an update out,
-        and nobody waits for it. Raises `ConfigurationError` when not even one sequence fits in
-        memory.
+        A batch whose loss or gradient is not finite changes nothing and is logged. Where
+        AdamW is fused it is the loss of the step before, from the second step on: AdamW itself
+        leaves an update out, and nobody waits for a GPU. Raises `ConfigurationError` when not even
+        one sequence fits in memory.
         """
         targets = int(target_mask(tokens).sum())
         if targets == 0:
@@ -304,9 +305,7 @@ class InnerLoop:
             from bitsandbytes.optim import AdamW8bit
 
             return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
-        return torch.optim.AdamW(
-            groups, lr=rate, betas=betas, eps=epsilon, fused=self.device.type != "cpu"
-        )
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=self._fused)
 
     def reset(self) -> None:
         """Forget the optimizer's state and warm up again; for a path whose state is not here."""

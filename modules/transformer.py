@@ -256,7 +256,10 @@ class PathModel(nn.Module):
         hidden = self.model.embed_tokens(tokens)
         for index, block in enumerate(self.model.layers):
             if self.recomputes and torch.is_grad_enabled():
-                hidden = checkpoint(block, hidden, rotation, index, cache, use_reentrant=False)
+                hidden = checkpoint(
+                    block, hidden, rotation, index, cache,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
             else:
                 hidden = block(hidden, rotation, index, cache)
         if cache is not None:

@@ -27,7 +27,7 @@ from dipaco.modules.compose import (
     load_path,
     scatter_module,
 )
-from dipaco.modules.device import return_freed_memory, training_format
+from dipaco.modules.device import return_freed_memory
 from dipaco.modules.evaluate import LossSum, scoring_at_once, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
@@ -107,7 +107,8 @@ class PathTrainer:
             optimizer=self._optimizer,
             micro_batch_size=self._micro_batch_size,
             compile_model=self._compile_model,
-            dtype=training_format(self.device, fixed_steps=bool(self.plan.rounds.inner_steps)),
+            # With fixed steps all must get the same bits.
+            exact=bool(self.plan.rounds.inner_steps),
         )
         self._is_released = False
 

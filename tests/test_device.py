@@ -101,13 +101,13 @@ def test_number_formats_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_on_a_cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_bf16, fixed_steps, expected in (
+    for has_bf16, exact, expected in (
         (True, False, torch.bfloat16),
         (True, True, torch.float32),
         (False, False, torch.float32),
     ):
         monkeypatch.setattr(devices, "cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
-        assert training_format(CPU, fixed_steps=fixed_steps) == expected
+        assert training_format(CPU, exact=exact) == expected
     assert number_format(CPU) == torch.float32
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.device import keep_freed_memory, training_format
+from dipaco.modules.device import keep_freed_memory
 from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
@@ -48,8 +48,13 @@ def main() -> int:
     model = run.base_model(plan).to(device)
     # As the peers have it, which score and train in turns.
     model.train()
-    dtype = training_format(device, fixed_steps=bool(plan.rounds.inner_steps))
-    inner = InnerLoop(model, plan.inner, device, compile_model=device.type == "cuda", dtype=dtype)
+    inner = InnerLoop(
+        model,
+        plan.inner,
+        device,
+        compile_model=device.type == "cuda",
+        exact=bool(plan.rounds.inner_steps),
+    )
     stream = BatchStream(
         run.train_tokens(plan, chosen.path),
         seed=plan.seed,

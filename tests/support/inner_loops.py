@@ -33,7 +33,7 @@ def model_of(model: ModelConfig = MODEL) -> PathModel:
 def loop_of(model: PathModel | None = None, **overrides: Any) -> InnerLoop:
     arguments = {
         key: overrides.pop(key)
-        for key in ("optimizer", "micro_batch_size", "compile_model", "dtype")
+        for key in ("optimizer", "micro_batch_size", "compile_model", "exact")
         if key in overrides
     }
     return InnerLoop(model or model_of(), config_of(**overrides), CPU, **arguments)
