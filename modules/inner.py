@@ -311,6 +311,7 @@ class InnerLoop:
         """Forget the optimizer's state and warm up again; for a path whose state is not here."""
         self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
         self._unread.clear()
+        self._newest_loss = math.nan
         self.steps_since_fresh = 0
 
     def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
@@ -324,6 +325,7 @@ class InnerLoop:
             self.reset()
         else:
             self._optimizers, self._scaler = dict(other.parts), other.scaler
+            self._newest_loss = math.nan
             self.steps_since_fresh = other.steps_since_fresh
         return kept
 

@@ -177,6 +177,23 @@ def test_losses_are_read_a_step_late(without_bf16: None) -> None:
     torch.testing.assert_close(flat(loop.model), flat(reference.model), rtol=1e-4, atol=1e-5)
 
 
+def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
+    """Also where losses are read late, and paths take turns on one model."""
+    loop = loop_of(exact=False)
+    other = batch_of(7)
+    expected = loop_of().step(other, 0)
+    start = loop.model.state_dict()
+    kept = {name: value.clone() for name, value in start.items()}
+    for step in range(20):
+        loop.step(batch_of(), step)
+    aside = loop.exchange_optimizer()
+    loop.model.load_state_dict(kept)
+    assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
+    loop.exchange_optimizer(aside)
+    loop.model.load_state_dict(kept)
+    assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_optimizer_leaves_an_update_out(
     without_bf16: None, caplog: pytest.LogCaptureFixture
 ) -> None:
