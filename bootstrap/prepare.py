@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.modules.device import choose_device
 from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.files import atomic_write, canonical_json
@@ -84,7 +83,7 @@ def prepare(
         operator_key_file(predecessor, operator_key, out)
         if predecessor
         else operator_key or out / "operator.pem",
-        device or choose_device("auto")[0],
+        device or torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         display or Display(),
         predecessor,
         workers or Workers(),
