@@ -2,19 +2,23 @@
 
     python benchmarks/gpu_path.py [--json]
 
-The path has 12 blocks of 896 with 16 heads, a vocabulary of 32,000 and sequences of 1,024, in
-bf16 and compiled. The bare loop runs before and after the peer, which trains in a swarm with
-rounds by the clock. Then four peers share the GPU on a 2x2 grid and must commit equal digests.
+The path is that of examples/paper: 12 blocks of 896 with 14 heads, a vocabulary of 32,000 and
+sequences of 1,024, in the card's number format and compiled. The bare loop runs before and after
+the peer, which trains in a swarm with rounds by the clock. Then four peers share the GPU on a 2x2
+grid and must commit equal digests.
 
 Model FLOPs utilisation (MFU) counts 6 FLOPs for each parameter of a matrix product and 12 x blocks
-x width x length for attention, a token, against the card's dense bf16 peak; a large matrix product
-is measured as well, because it is what the card reaches in practice. Without a CUDA device it says
+x width x length for attention, a token, against the card's dense peak in 16 bits; a large matrix
+product is measured as well, the best of three of a second each, because it is what the card reaches
+in practice. Beside them stand peak memory, sequences at once, and how long the first step took,
+which compiles. Without a CUDA device it says
 so in one line and ends with exit code 0. `--rehearse` does the same with a tiny model on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -22,30 +26,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import GridConfig, ModelConfig
+from dipaco.modules.device import number_format
 from dipaco.modules.grid import Grid
-from parts.common import Report, alternate, build_parser, paired_ratios, run_json, scratch_folder
+from parts.common import (
+    HERE,
+    Report,
+    alternate,
+    build_parser,
+    paired_ratios,
+    run_json,
+    scratch_folder,
+)
 from parts.synthetic_run import make_synthetic_run
 from support.swarm import Member, Swarm
 
-PATH_150M = ModelConfig(
-    vocabulary_size=32_000, block_count=12, hidden_size=896, head_count=16, sequence_length=1024
-)
+PATH_150M = load_run_config(HERE.parent / "examples" / "paper" / "RUN.toml").model
 REHEARSAL = ModelConfig(
     vocabulary_size=320, block_count=4, hidden_size=64, head_count=2, sequence_length=64
 )
-# Dense bf16, in TFLOP/s, from the makers' data sheets; the first name that fits counts.
+# Dense products in bf16, on T4 and V100 in fp16, summed in fp32, in TFLOP/s, from the makers' data
+# sheets and white papers. The first name that is a word of the card's counts.
 PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
+    "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
     "A100": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
+    "A10": 125.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "RTX 5090": 209.5,
+    "RTX 4090 D": 147.0,
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
 WARMUP_STEPS = 20
+PRODUCT_S = 1.0
 
 
 def options() -> argparse.Namespace:
@@ -53,7 +76,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch (32)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time of each measure (20)")
     parser.add_argument("--stays", type=int, default=1, help="times the peer is measured (1)")
-    parser.add_argument("--peak-tflops", type=float, help="the card's dense bf16 peak")
+    parser.add_argument("--peak-tflops", type=float, help="the card's dense peak in 16 bits")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     return parser.parse_args()
 
@@ -99,9 +122,13 @@ def main() -> int:
     report.row("peer / bare", statistics.mean(ratios), "", "", "")
     size = path_parameters(model)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU (rehearsal)"
+    first = found[0][0]
     report.notes += [
         f"{name}: {size / 1e6:.1f} M parameters a path, batch {batch} x {model.sequence_length}, "
         f"{per_token / 1e9:.2f} GFLOP a token; a large matrix product: {measured:.1f} TFLOP/s",
+        f"bare loop: {first['number_format']}, {first['micro_batch']} sequences at once, "
+        f"peak memory {first['peak_memory_bytes'] / 2**30:.1f} GiB, "
+        f"first step {first['first_step_s']:.1f} s",
         f"four peers on the device: {shared['commits']} commits, digests equal: {shared['equal']}",
     ]
     report.figures = {
@@ -228,18 +255,22 @@ def flops_per_token(model: ModelConfig) -> float:
 
 
 def peak_tflops(device: str, given: float | None) -> float | None:
-    """Return the card's dense bf16 peak, or None when it is not known."""
+    """Return the card's dense peak in 16 bits, or None when it is not known."""
     if given or device != "cuda":
         return given
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return peak_of(torch.cuda.get_device_name())
+
+
+def peak_of(card: str) -> float | None:
+    """Return the peak of a card by its name, TFLOP/s."""
+    found = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", card))
+    return next(found, None)
 
 
 def matrix_product_tflops(device: torch.device) -> float:
-    """Measure what a large matrix product reaches, in bf16 on CUDA and fp32 on the CPU."""
-    on_cuda = device.type == "cuda"
-    size, times = (8192, 50) if on_cuda else (512, 10)
-    dtype = torch.bfloat16 if on_cuda else torch.float32
+    """Measure what a large matrix product reaches in the device's number format."""
+    size = 8192 if device.type == "cuda" else 512
+    dtype = number_format(device)
     left = torch.randn(size, size, device=device, dtype=dtype)
     right = torch.randn(size, size, device=device, dtype=dtype)
 
@@ -251,7 +282,8 @@ def matrix_product_tflops(device: torch.device) -> float:
         return time.perf_counter() - started
 
     multiply(3)
-    return 2 * size**3 * times / multiply(times) / 1e12
+    count = max(1, int(3 * PRODUCT_S / multiply(3)))
+    return 2 * size**3 * count / min(multiply(count) for _ in range(3)) / 1e12
 
 
 if __name__ == "__main__":

@@ -124,6 +124,11 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(
         _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
     )
+    cards, paths = zip(*figures.greatest_paths.items(), strict=True)
+    console.print(
+        f"A GPU of {', '.join(map(str, cards))} GiB trains a path like this one of about "
+        f"{', '.join(map(_millions, paths))} parameters, a sequence at a time"
+    )
     console.print(
         _sizes(
             f"In a peer's main memory, at most ({figures.main_memory_a_parameter:.1f} bytes a "

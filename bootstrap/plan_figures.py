@@ -16,9 +16,10 @@ from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.memory import FP32_BYTES, USABLE_SHARE
 from dipaco.modules.plan import RunBlobs
 from dipaco.peer.check.needs import (
-    FP32_BYTES,
+    LOGITS,
     device_bytes,
     disk_bytes,
     grid_of,
@@ -32,6 +33,8 @@ from dipaco.routing.token_files import token_dtype
 from .run_config import RunConfig
 
 _ANY_SHA256 = "0" * 64
+# GPUs that volunteers have.
+GPU_GIB = (8, 12, 24)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,14 @@ class PlanFigures:
         return sum(self.device_bytes.values())
 
     @property
+    def greatest_paths(self) -> dict[int, int]:
+        """By GiB of a GPU: parameters of the largest path like this one, in its proportions, that
+        trains there a sequence at a time."""
+        logits = self.device_bytes[LOGITS]
+        each = (self.device_total_bytes - logits) / self.path_parameters
+        return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
+
+    @property
     def main_memory_total_bytes(self) -> int:
         """What a peer has in main memory at most, besides its programs."""
         return sum(self.main_memory_bytes.values())
@@ -147,6 +158,7 @@ class PlanFigures:
             **asdict(self),
             "disk_total_bytes": self.disk_total_bytes,
             "device_total_bytes": self.device_total_bytes,
+            "greatest_paths": self.greatest_paths,
             "main_memory_total_bytes": self.main_memory_total_bytes,
             "main_memory_a_parameter": round(self.main_memory_a_parameter, 2),
         }

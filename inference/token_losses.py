@@ -7,7 +7,6 @@ numbers, so they are comparable to the last token (DiPaCo section 7.2.2: the arr
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dipaco.modules.device import autocast_for, is_out_of_memory, release_memory
-from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.modules.device import autocast_for
+from dipaco.modules.errors import IntegrityError
 from dipaco.modules.files import storage_errors
+from dipaco.modules.memory import AtOnce
 from dipaco.modules.progress import each
 from dipaco.modules.transformer import PathModel, token_losses
 
 from .document_windows import DocumentWindows
 from .sources import StateSource, assemble_path
-
-logger = logging.getLogger(__name__)
 
 # Logits that are held at once: half a gigabyte on a GPU, where large batches pay.
 _LOGITS_ON_CPU, _LOGITS_ON_GPU = 2**23, 2**27
@@ -134,10 +132,11 @@ def row_losses(
     Rows of like length go together, cut to the longest: what is padded costs time. Loss t of a row
     is that of its token t + 1. Raises IntegrityError for one that is no number.
     """
-    vocabulary = model.config.vocabulary_size
-    for batch in length_batches(documents.row_tokens, rows, vocabulary, _device(model)):
+    vocabulary, device = model.config.vocabulary_size, next(model.parameters()).device
+    at_once = AtOnce(tokens_at_once(vocabulary, device), device, "scoring", in_tokens=True)
+    for batch in length_batches(documents.row_tokens, rows, vocabulary, device):
         tokens = row_tensor(documents, batch)
-        losses = batch_losses(model, tokens).numpy()
+        losses = batch_losses(model, tokens, at_once).numpy()
         if not np.isfinite(losses).all():
             raise IntegrityError(
                 "a path gives a token no finite likelihood; its states are damaged or its "
@@ -153,7 +152,7 @@ def length_batches(
 
     `width` is how many numbers a token needs at the end of the model.
     """
-    budget = (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ON_GPU) // max(width, 1)
+    budget = tokens_at_once(width, device)
     ordered = rows[np.argsort(-row_tokens[rows], kind="stable")]
     start = 0
     while start < len(ordered):
@@ -161,6 +160,11 @@ def length_batches(
         stop = start + min(max(budget // longest, 1), _MOST_ROWS)
         yield ordered[start:stop]
         start = stop
+
+
+def tokens_at_once(width: int, device: torch.device) -> int:
+    """Return for how many tokens a device holds `width` numbers each, where memory is no matter."""
+    return (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ON_GPU) // max(width, 1)
 
 
 def row_tensor(documents: DocumentWindows, rows: np.ndarray) -> torch.Tensor:
@@ -172,28 +176,19 @@ def row_tensor(documents: DocumentWindows, rows: np.ndarray) -> torch.Tensor:
 
 
 @torch.no_grad()
-def batch_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
+def batch_losses(model: PathModel, tokens: torch.Tensor, at_once: AtOnce) -> torch.Tensor:
     """Return the loss in nats of each target of `tokens` [B, T], fp32 [B, T - 1] on the CPU.
 
-    A batch that does not fit in memory is halved until it does. Raises ConfigurationError when not
-    even one row fits.
+    As many rows at once as memory allows. Raises ConfigurationError when not even one fits.
     """
-    device = _device(model)
-    try:
-        moved = tokens.to(device)
-        with autocast_for(device):
-            return token_losses(model(moved), moved).float().cpu()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    release_memory(device)
-    if len(tokens) == 1:
-        raise ConfigurationError(
-            f"one sequence of {tokens.shape[1]} tokens does not fit in the memory of {device}; "
-            f"close other programs that use it, or try --device cpu"
-        )
-    return torch.cat([batch_losses(model, half) for half in tokens.chunk(2)])
+    device, length = next(model.parameters()).device, tokens.shape[1]
 
+    def score(token_count: int) -> torch.Tensor:
+        losses = []
+        for piece in tokens.split(token_count // length):
+            moved = piece.to(device)
+            with autocast_for(device):
+                losses.append(token_losses(model, moved).cpu())
+        return torch.cat(losses)
 
-def _device(model: PathModel) -> torch.device:
-    return next(model.parameters()).device
+    return at_once.attempt(score, length)

@@ -83,7 +83,9 @@ class ComputeSettings(Settings):
 
     group = "computing"
 
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:N", "D")] = "auto"
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:N (also of ROCm), xpu, mps", "D")] = (
+        "auto"
+    )
     threads: Annotated[
         int | None, Option("CPU threads for arithmetic (default: all)", "N", least=1)
     ] = None
@@ -95,7 +97,7 @@ class ComputeSettings(Settings):
 
 def check_device(flag: str, device: str) -> None:
     """Raise ConfigurationError if a flag gives something that cannot be a device."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", device):
         raise ConfigurationError(
             f"{flag} '{device}' is not a device; give auto, cpu, cuda or cuda:0"
         )

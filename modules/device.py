@@ -1,10 +1,9 @@
-"""What depends on the device: which it is, number format of the passes, memory and its end."""
+"""What depends on the device and the process: which it is, number formats, threads, main memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import logging
 import math
 import mmap
@@ -31,50 +30,116 @@ def prepare_process(threads: int | None) -> None:
 def choose_device(name: str) -> tuple[torch.device, str]:
     """Return the device that `--device` means, and why it is that one.
 
+    `auto` is the first GPU that computes, CUDA's, ROCm's or another that PyTorch has, else the CPU.
     Raises ConfigurationError if this machine has none such.
     """
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda"), "CUDA is available"
-        return torch.device("cpu"), "no CUDA device was found"
+        return _first_that_computes()
     device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
+    if device.type != "cpu":
+        if not torch.accelerator.is_available():
             raise ConfigurationError(
-                f"--device {name}: this PyTorch sees no CUDA device; use --device cpu, or install "
-                "a CUDA build of PyTorch"
+                f"--device {name}: this PyTorch ({torch.__version__}) sees no GPU; use --device "
+                "cpu, or install a build of PyTorch for it"
             )
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
+        count = torch.accelerator.device_count()
+        if (device.index or 0) >= count or device.type != _accelerator():
+            last = f"{_accelerator()}:{count - 1}"
             raise ConfigurationError(
-                f"--device {name}: this machine has cuda:0 to cuda:{count - 1}; give one of these"
+                f"--device {name}: this machine has {_accelerator()}:0 to {last}; give one of these"
             )
+        reason = why_it_does_not_compute(device)
+        if reason:
+            raise ConfigurationError(f"--device {name}: {reason}; give another, or --device cpu")
     return device, "asked for by --device"
 
 
-def autocast_for(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return the context of forward passes: bf16 where CUDA computes with it, otherwise fp32.
+def _first_that_computes() -> tuple[torch.device, str]:
+    passed_over: list[str] = []
+    if torch.accelerator.is_available():
+        for index in range(torch.accelerator.device_count()):
+            device = torch.device(_accelerator(), index)
+            reason = why_it_does_not_compute(device)
+            if not reason:
+                return device, "; ".join([f"{device_name(device)} is there", *passed_over])
+            passed_over.append(f"{device} was passed over: {reason}")
+    return torch.device("cpu"), "; ".join(passed_over) or "PyTorch sees no GPU"
 
-    PyTorch says that older cards support bf16 too, but they only emulate it, slower than fp32.
+
+def _accelerator() -> str:
+    """Return the kind of GPU that this PyTorch was built for: cuda, also of ROCm, xpu or mps."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None else "cpu"
+
+
+def why_it_does_not_compute(device: torch.device) -> str:
+    """Try a small product and return what is wrong, in a line; "" if nothing is.
+
+    PyTorch lists cards that it has no kernels for, that are broken, full, or held by others.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-    return contextlib.nullcontext()
+    try:
+        ones = torch.ones(16, 16, device=device)
+        (ones @ ones).sum().item()
+    except RuntimeError as error:
+        return f"{device_name(device)}: {str(error).splitlines()[0]}"
+    return ""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that memory of the device or the machine ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # The CPU allocator has no exception class of its own.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+def device_name(device: torch.device) -> str:
+    """Name a device, for people."""
+    if device.type == "cpu":
+        return f"cpu x{torch.get_num_threads()}"
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if named else device.type
 
 
-def release_memory(device: torch.device) -> None:
-    """Give back what a failed pass held, so that a smaller one finds room."""
-    gc.collect()
+def number_format(device: torch.device) -> torch.dtype:
+    """Return what the products of a pass are computed in: bf16, else fp16, where a GPU is made for
+    it, otherwise fp32.
+
+    PyTorch says that older cards support bf16 too, but they only emulate it, slower than fp32; so
+    do cards before Volta with fp16.
+    """
+    if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
+        return torch.bfloat16
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 0):
+            return torch.bfloat16
+        if capability >= (7, 0):
+            return torch.float16
+    return torch.float32
+
+
+def training_format(device: torch.device, *, exact: bool) -> torch.dtype:
+    """Return what training computes passes in: as `number_format`, and unless it has to be `exact`,
+    bf16 on a CPU made for it."""
+    if device.type == "cpu" and not exact and cpu_has_bf16():
+        return torch.bfloat16
+    return number_format(device)
+
+
+def cpu_has_bf16() -> bool:
+    """Tell whether this CPU has products in bf16, of AVX-512 or AMX, and PyTorch uses them."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def autocast_for(
+    device: torch.device, dtype: torch.dtype | None = None
+) -> contextlib.AbstractContextManager[object]:
+    """Return the context of forward passes on a device, by default in its number format."""
+    dtype = dtype or number_format(device)
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tokens`, which are on the CPU, on the device; nobody waits until they are there."""
+    if device.type in ("cuda", "xpu"):
+        tokens = tokens.pin_memory()
+    return tokens.to(device, non_blocking=True)
 
 
 def load_bitsandbytes() -> None:
@@ -135,10 +200,11 @@ def limit_memory(device: torch.device, vram_gb: float | None) -> None:
     """
     if vram_gb is None:
         return
-    if device.type != "cuda":
-        raise ConfigurationError(f"--vram-gb {vram_gb:g} is for a GPU, and this peer trains on CPU")
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, vram_gb * 2**30 / total), device)
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        raise ConfigurationError(f"--vram-gb {vram_gb:g} is for a GPU, not for {device}")
+    _, total = module.mem_get_info(device)
+    module.set_per_process_memory_fraction(min(1.0, vram_gb * 2**30 / total), device)
 
 
 def be_nice(nice: int | None, device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ import numpy as np
 import torch
 
 from .config import PAD_TOKEN
-from .device import autocast_for, is_out_of_memory, release_memory
-from .errors import ConfigurationError
+from .device import autocast_for, sent
+from .memory import AtOnce
 from .transformer import PathModel, target_mask, token_losses
 
 
@@ -44,23 +43,29 @@ class LossSum:
         return LossSum(math.fsum(score.nll for score in scores), sum(s.tokens for s in scores))
 
 
-logger = logging.getLogger(__name__)
+# By default; more at once are hardly faster.
+SEQUENCES_AT_ONCE = 16
 
 Rows = torch.Tensor | np.ndarray
+
+
+def scoring_at_once(device: torch.device, sequences: int = SEQUENCES_AT_ONCE) -> AtOnce:
+    """Return how many sequences a device scores at once; to be kept, because it learns."""
+    return AtOnce(sequences, device, "scoring")
 
 
 def sum_losses(
     model: PathModel,
     tokens: Rows,
     skip_tokens: int,
-    batch_sequences: int = 16,
+    at_once: AtOnce | None = None,
     device: torch.device | None = None,
 ) -> tuple[float, int]:
     """Return the summed negative log-likelihood in nats of all rows, and the targets counted.
 
     See `row_losses`. Perplexity is the exponential of their quotient.
     """
-    losses, counts = row_losses(model, tokens, skip_tokens, batch_sequences, device)
+    losses, counts = row_losses(model, tokens, skip_tokens, at_once, device)
     return float(losses.sum()), int(counts.sum())
 
 
@@ -68,39 +73,31 @@ def row_losses(
     model: PathModel,
     tokens: Rows,
     skip_tokens: int,
-    batch_sequences: int = 16,
+    at_once: AtOnce | None = None,
     device: torch.device | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's negative log-likelihood, float64 [N] in nats, and its targets, int64 [N].
 
     `tokens` is [N, T], of any integer type, also a memory map. A target counts as in
     `sequence_loss`: no padding, and not among the first `skip_tokens` positions. Rows are taken
-    in order; batches are halved when memory runs out, which may change rounding. The model stays
-    where it is; `device` says where, by default that of its parameters. Raises
-    `ConfigurationError` when not even one row fits in memory.
+    in order, as many `at_once` as memory allows, which may change rounding. The model stays where
+    it is; `device` says where, by default that of its parameters. Raises `ConfigurationError` when
+    not even one row fits in memory.
     """
     device = device or next(model.parameters()).device
+    at_once = at_once or scoring_at_once(device)
     losses = np.zeros(len(tokens), dtype=np.float64)
     counts = np.zeros(len(tokens), dtype=np.int64)
     start = 0
-    while start < len(tokens):
-        stop = min(start + batch_sequences, len(tokens))
+
+    def score(sequences: int) -> int:
+        stop = min(start + sequences, len(tokens))
         batch = _without_padding(_as_int64(tokens[start:stop]))
-        try:
-            losses[start:stop], counts[start:stop] = _score_batch(model, batch, skip_tokens, device)
-            start = stop
-            continue
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        release_memory(device)
-        if batch_sequences == 1:
-            raise ConfigurationError(
-                f"one sequence of {batch.shape[1]} tokens does not fit in the memory of {device}; "
-                f"close other programs that use it, or try --device cpu"
-            )
-        batch_sequences = (batch_sequences + 1) // 2
-        logger.warning("%s ran out of memory; scoring %d rows at once", device, batch_sequences)
+        losses[start:stop], counts[start:stop] = _score_batch(model, batch, skip_tokens, device)
+        return stop
+
+    while start < len(tokens):
+        start = at_once.attempt(score, tokens.shape[1])
     return losses, counts
 
 
@@ -123,8 +120,7 @@ def _score_batch(
     counts = mask.sum(dim=1).numpy()
     if batch.shape[1] < 2 or not mask.any():
         return np.zeros(len(batch)), counts
-    moved = batch.to(device)
+    moved = sent(batch, device)
     with torch.no_grad(), autocast_for(device):
-        logits = model(moved)
-        losses = token_losses(logits, moved).double() * mask.to(device)
+        losses = token_losses(model, moved).double() * mask.to(device)
     return losses.sum(dim=1).cpu().numpy(), counts

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,26 @@ import torch
 from torch import nn
 
 from .config import InnerConfig
-from .device import autocast_for, is_out_of_memory, load_bitsandbytes, release_memory
-from .errors import ConfigurationError, nearest_name
+from .device import autocast_for, load_bitsandbytes, sent, training_format
+from .errors import ConfigurationError, DipacoError, nearest_name
+from .memory import (
+    ADAMW_BYTES,
+    FP32_BYTES,
+    USABLE_SHARE,
+    AtOnce,
+    fitting_sequences,
+    free_bytes,
+    head_bytes,
+    is_out_of_memory,
+)
 from .muon import Muon, is_for_muon
-from .transformer import PathModel, target_mask, token_losses
+from .transformer import PathModel, head_losses, head_pieces, target_mask
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZERS = ("adamw", "adamw8bit")
 
-LossFunction = Callable[[torch.Tensor], torch.Tensor]
+Passes = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class KeptOptimizer:
     """An optimizer put aside with its state in place; to be given back to the loop it came from."""
 
     parts: Mapping[str, torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
     steps_since_fresh: int
 
 
@@ -63,10 +75,11 @@ class InnerLoop:
     """Trains `model`, which must be on `device`, batch by batch. Not for several threads at once.
 
     A batch that does not fit in memory is split into halves until it does; the loss is normalised
-    over the whole batch, so the split changes rounding only. On CUDA passes are in bf16, weights
-    and AdamW state in fp32. The model's parameters may be overwritten in place between steps.
-    `optimizer` is how AdamW keeps its state; whether Muon has the matrices of blocks is for
-    `config` to say.
+    over the whole batch, so the split changes rounding only. Passes are in the number format
+    of the device, weights and AdamW state in fp32; with fp16 the loss is scaled, by a factor that
+    follows from which gradients overflow. With `exact` a CPU computes in fp32, AdamW operation by
+    operation. The model's parameters may be overwritten in place between steps. `optimizer` is how
+    AdamW keeps its state; whether Muon has the matrices of blocks is for `config` to say.
 
     Raises `ConfigurationError` for an unknown optimizer.
     """
@@ -80,6 +93,7 @@ class InnerLoop:
         optimizer: str = "adamw",
         micro_batch_size: int | None = None,
         compile_model: bool = False,
+        exact: bool = True,
     ) -> None:
         if optimizer not in OPTIMIZERS:
             guess = nearest_name(optimizer, OPTIMIZERS) or " or ".join(OPTIMIZERS)
@@ -89,88 +103,104 @@ class InnerLoop:
         self.device = device
         self._adamw_kind = optimizer
         self.kind = optimizer if config.optimizer == "adamw" else f"{config.optimizer}+{optimizer}"
-        self.micro_batch_size = min(
-            micro_batch_size or config.batch_sequences, config.batch_sequences
-        )
         self.steps_since_fresh = 0
         self.skipped_steps = 0
+        self._unread: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._newest_loss = math.nan
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizers = self._new_optimizers()
-        self._compiled: LossFunction | None = None
-        if compile_model and device.type == "cuda":
-            self._compiled = torch.compile(self._summed_loss, dynamic=False)
+        self.dtype = training_format(device, exact=exact)
+        self._fused = device.type != "cpu" or not exact
+        self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
+        self._at_once = AtOnce(
+            min(micro_batch_size or self._first_micro_batch(), config.batch_sequences),
+            device,
+            "training",
+            remedy="--optimizer adamw8bit or --device cpu",
+        )
+        self._compiled: Passes | None = None
+        if compile_model:
+            # Not `dynamic=False`, which compiles each size of a piece, and at most eight of them.
+            self._compiled = torch.compile(self._blocks), torch.compile(self._head)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """How many sequences are on the device at once."""
+        return self._at_once.count
+
+    def _first_micro_batch(self) -> int:
+        """Return how many sequences fit beside gradients, AdamW and logits, as far as that is
+        known."""
+        free, batch = free_bytes(self.device), self.config.batch_sequences
+        if free is None:
+            return batch
+        each = FP32_BYTES + ADAMW_BYTES[self._adamw_kind]
+        kept = each * sum(p.numel() for p in self._parameters)
+        usable = USABLE_SHARE * free - kept - head_bytes(self.model.config, batch)
+        return fitting_sequences(self.model.config, batch, usable)
 
     def step(self, tokens: torch.Tensor, path_step: int) -> float:
         """Train on one batch and return its mean loss in nats a token, before the update.
 
         `tokens` is int64 [B, T] on the CPU; `path_step` is the path's own step, for the schedule.
-        A batch whose loss or gradient is not finite changes nothing and is logged. Raises
-        `ConfigurationError` when not even one sequence fits in memory.
+        A batch whose loss or gradient is not finite changes nothing and is logged. Where
+        AdamW is fused it is the loss of the step before, from the second step on: AdamW itself
+        leaves an update out, and nobody waits for a GPU. Raises `ConfigurationError` when not even
+        one sequence fits in memory.
         """
         targets = int(target_mask(tokens).sum())
         if targets == 0:
             raise ValueError("a batch needs at least one token to predict")
         loss = self._backward_in_memory(tokens, targets)
         rate = learning_rate_at(self.config, path_step, self.steps_since_fresh)
+        for optimizer in self._optimizers.values():
+            self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.gradient_clip or float("inf"))
-        mean_loss, finite = loss.item(), bool(torch.isfinite(loss + norm))
-        if finite:
-            self._update(rate)
-        else:
-            self._report_skipped(path_step, mean_loss)
+        finite = torch.isfinite(loss + norm)
+        on_device = all(
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            for optimizer in self._optimizers.values()
+        )
+        if on_device or finite:
+            self._update(rate, finite if on_device else None)
+        self._scaler.update()
         self._forget_gradients()
-        return mean_loss
+        self.steps_since_fresh += 1
+        self._unread.append((path_step, loss, finite))
+        return self._read(later=1 if on_device else 0)
+
+    def _read(self, later: int = 0) -> float:
+        """Wait for all steps but the last `later` ones; return the newest loss that is known."""
+        while len(self._unread) > later or (self._unread and math.isnan(self._newest_loss)):
+            path_step, loss, finite = self._unread.popleft()
+            self._newest_loss = loss.item()
+            if not finite:
+                self.steps_since_fresh -= 1
+                self._report_skipped(path_step, self._newest_loss)
+        return self._newest_loss
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         """Accumulate the gradients of a batch in as few pieces as memory allows."""
         while True:
             try:
-                return self._backward(tokens, targets)
+                return self._at_once.attempt(
+                    lambda sequences: self._backward(tokens.split(sequences), targets),
+                    tokens.shape[1],
+                )
             except Exception as error:
-                if not is_out_of_memory(error) and not self._give_up_compiling(error):
+                if not self._can_do_with_less(error):
                     raise
-                out_of_memory = is_out_of_memory(error)
-            # Outside of the handler, whose traceback keeps the failed pass alive.
-            self._forget_gradients()
-            release_memory(self.device)
-            if out_of_memory:
-                self._halve_micro_batch(tokens.shape[1])
 
-    def _forget_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _backward(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
-        total = torch.zeros((), device=self.device)
-        for piece in tokens.split(self.micro_batch_size):
-            moved = piece.to(self.device, non_blocking=True)
-            loss = (self._compiled or self._summed_loss)(moved) / targets
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def _summed_loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        with autocast_for(self.device):
-            logits = self.model(tokens)
-        return token_losses(logits, tokens).sum()
-
-    def _halve_micro_batch(self, sequence_length: int) -> None:
-        if self.micro_batch_size == 1:
-            raise ConfigurationError(
-                f"one sequence of {sequence_length} tokens does not fit in the memory of "
-                f"{self.device}; close other programs that use it, or try --optimizer adamw8bit "
-                f"or --device cpu"
+    def _can_do_with_less(self, error: Exception) -> bool:
+        """Return whether a pass may be tried again, without compilation or with less memory."""
+        if isinstance(error, ConfigurationError) and not self.model.recomputes:
+            logger.warning(
+                "one sequence does not fit in the memory of %s; its blocks are computed twice, "
+                "which is a third slower",
+                self.device,
             )
-        self.micro_batch_size = (self.micro_batch_size + 1) // 2
-        logger.warning(
-            "%s ran out of memory; continuing with %d sequences at once (--micro-batch-size)",
-            self.device,
-            self.micro_batch_size,
-        )
-
-    def _give_up_compiling(self, error: Exception) -> bool:
-        """Return whether the pass may be tried again without compilation."""
-        if self._compiled is None:
+            self.model.recomputes = True
+            return True
+        if self._compiled is None or isinstance(error, DipacoError):
             return False
         logger.warning(
             "compiling the model failed (%s); continuing without, somewhat slower",
@@ -180,13 +210,51 @@ class InnerLoop:
         self._compiled = None
         return True
 
-    def _update(self, rate: float) -> None:
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _backward(self, pieces: Iterable[torch.Tensor], targets: int) -> torch.Tensor:
+        """Compute the gradients of the mean over `targets`, and return it.
+
+        The head has its backward pass piece by piece, before the blocks have theirs: the logits of
+        one piece are in memory at a time.
+        """
+        self._forget_gradients()
+        blocks, head = self._compiled or (self._blocks, self._head)
+        total = torch.zeros((), device=self.device)
+        for piece in pieces:
+            tokens = sent(piece, self.device)
+            hidden = blocks(tokens)
+            gradients: list[torch.Tensor] = []
+            for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
+                loss = head(part.requires_grad_(), wanted) / targets
+                self._scaler.scale(loss).backward()
+                total += loss.detach()
+                assert part.grad is not None
+                gradients.append(part.grad)
+            hidden.backward(torch.cat(gradients).view_as(hidden))
+        return total
+
+    def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        with autocast_for(self.device, self.dtype):
+            return self.model.hidden_states(tokens)
+
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with autocast_for(self.device, self.dtype):
+            return head_losses(self.model, hidden, targets).sum()
+
+    def _update(self, rate: float, finite: torch.Tensor | None) -> None:
+        """Take a step, if `finite`, which the optimizers look at themselves."""
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            if finite is not None and not self._scaler.is_enabled():
+                # As `GradScaler` does, which looks at the gradients alone.
+                optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         try:
             for optimizer in self._optimizers.values():
-                optimizer.step()
+                self._scaler.step(optimizer)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -194,9 +262,10 @@ class InnerLoop:
                 f"the optimizer's state does not fit in the memory of {self.device}; try "
                 f"--optimizer adamw8bit, a smaller --micro-batch-size or --device cpu"
             ) from error
-        self.steps_since_fresh += 1
 
     def _report_skipped(self, path_step: int, loss: float) -> None:
+        if self._scaler.is_enabled() and math.isfinite(loss):
+            return  # Its gradients were scaled by too much; the next will be by less.
         self.skipped_steps += 1
         # Once a power of two: a diverged model would fill the log otherwise.
         if self.skipped_steps & (self.skipped_steps - 1) == 0:
@@ -223,6 +292,9 @@ class InnerLoop:
             built["muon"] = Muon(by_muon, lr=rate, weight_decay=decay)
         return built
 
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
     def _is_for_muon(self, name: str, parameter: torch.Tensor) -> bool:
         return self.config.optimizer == "muon" and is_for_muon(name, parameter.shape)
 
@@ -233,13 +305,13 @@ class InnerLoop:
             from bitsandbytes.optim import AdamW8bit
 
             return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
-        return torch.optim.AdamW(
-            groups, lr=rate, betas=betas, eps=epsilon, fused=self.device.type == "cuda"
-        )
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=self._fused)
 
     def reset(self) -> None:
         """Forget the optimizer's state and warm up again; for a path whose state is not here."""
-        self._optimizers = self._new_optimizers()
+        self._optimizers, self._scaler = self._new_optimizers(), self._new_scaler()
+        self._unread.clear()
+        self._newest_loss = math.nan
         self.steps_since_fresh = 0
 
     def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
@@ -247,11 +319,13 @@ class InnerLoop:
 
         Nothing is copied; the simulator uses this to train many paths in turn on one model.
         """
-        kept = KeptOptimizer(self._optimizers, self.steps_since_fresh)
+        self._read()
+        kept = KeptOptimizer(self._optimizers, self._scaler, self.steps_since_fresh)
         if other is None:
             self.reset()
         else:
-            self._optimizers = dict(other.parts)
+            self._optimizers, self._scaler = dict(other.parts), other.scaler
+            self._newest_loss = math.nan
             self.steps_since_fresh = other.steps_since_fresh
         return kept
 
@@ -261,9 +335,11 @@ class InnerLoop:
 
     def lent_state_dict(self) -> dict[str, Any]:
         """Return the same without a copy, to be written before the next step changes it."""
+        self._read()
         return {
             "kind": self.kind,
             "steps_since_fresh": self.steps_since_fresh,
+            **({"scaler": self._scaler.state_dict()} if self._scaler.is_enabled() else {}),
             **{name: o.state_dict() for name, o in self._optimizers.items()},
         }
 
@@ -281,6 +357,8 @@ class InnerLoop:
         # Copied first, because PyTorch would go on training the given tensors in place.
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(_copied_to_cpu(state[name]))
+        if self._scaler.is_enabled() and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])
         self.steps_since_fresh = int(state["steps_since_fresh"])
         return True
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from .device import number_format
+
 MOMENTUM = 0.95
 # Of a step of the iteration x <- a x + (b s + c s^2) x with s = x x^T, and how many are made.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -54,8 +56,9 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix [rows, columns] with the same singular vectors and values of about 0.7 to
-    1.2, in bf16 on CUDA and in fp32 elsewhere. Values near 0 stay smaller."""
-    x = matrix.bfloat16() if matrix.is_cuda else matrix
+    1.2, in bf16 where the device has it and in fp32 elsewhere. Values near 0 stay smaller."""
+    in_bf16 = number_format(matrix.device) == torch.bfloat16
+    x = matrix.bfloat16() if in_bf16 else matrix
     is_tall = x.shape[0] > x.shape[1]
     x = x.mT if is_tall else x
     x = x / x.norm().clamp(min=_SMALLEST_NORM)

@@ -9,16 +9,21 @@ until `initialise` or `load_path` fills them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .config import PAD_TOKEN, ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+
+# Logits that are held at once, tokens times vocabulary: 128 MiB in fp32. More tokens go in pieces.
+LOGITS_AT_ONCE = 2**25
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -219,6 +224,9 @@ class PathModel(nn.Module):
         self.model = Backbone(config)
         self.lm_head: nn.Module | None = None
         """None: the head is the embedding."""
+        self.recomputes = False
+        """Whether the backward pass computes blocks again, instead of having kept what is in them:
+        a third slower, with a fraction of the memory."""
         if not config.tied_embedding:
             self.lm_head = Projection(config.hidden_size, config.vocabulary_size)
 
@@ -247,7 +255,13 @@ class PathModel(nn.Module):
         rotation = self._rotation(positions)
         hidden = self.model.embed_tokens(tokens)
         for index, block in enumerate(self.model.layers):
-            hidden = block(hidden, rotation, index, cache)
+            if self.recomputes and torch.is_grad_enabled():
+                hidden = checkpoint(
+                    block, hidden, rotation, index, cache,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+            else:
+                hidden = block(hidden, rotation, index, cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return hidden
@@ -323,17 +337,36 @@ def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
     return mask
 
 
-def token_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def token_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihood in nats of each target `tokens[:, 1:]`, fp32 [B, T-1].
 
-    `logits` [B, T, V] are the model's for `tokens` [B, T]. Where the target is padding it is 0.
+    Where the target is padding it is 0.
     """
-    # The last position gets padding for a target: cutting it off would copy the logits instead.
-    targets = F.pad(tokens[:, 1:], (0, 1), value=PAD_TOKEN)
-    losses = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=PAD_TOKEN, reduction="none"
-    )
-    return losses.view(tokens.shape)[:, :-1]
+    hidden = model.hidden_states(tokens)
+    losses = [head_losses(model, *piece) for piece in head_pieces(model.config, hidden, tokens)]
+    return torch.cat(losses).view(tokens.shape)[:, :-1]
+
+
+def head_pieces(
+    config: ModelConfig, hidden: torch.Tensor, tokens: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut outputs [B, T, H] of the last block into pieces [n, H] of about the same size, each with
+    its targets, int64 [n], whose logits are few enough to be held at once.
+
+    Logits are the largest tensors of a pass: with a vocabulary of 32,000 those of a batch take
+    several times the memory of all blocks.
+    """
+    # The last position gets padding for a target: cutting it off would copy all others.
+    targets = F.pad(tokens[:, 1:], (0, 1), value=PAD_TOKEN).flatten()
+    count = math.ceil(len(targets) * config.vocabulary_size / LOGITS_AT_ONCE)
+    size = math.ceil(len(targets) / count)
+    return zip(hidden.flatten(0, 1).split(size), targets.split(size), strict=True)
+
+
+def head_losses(model: PathModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss in nats of each target, fp32 [n], for outputs [n, H] of the last block."""
+    logits = model.logits(hidden).float()
+    return F.cross_entropy(logits, targets, ignore_index=PAD_TOKEN, reduction="none")
 
 
 def sequence_loss(
@@ -345,5 +378,5 @@ def sequence_loss(
     padding (DiPaCo section 2.4: the routing prefix is excluded when models are compared).
     """
     mask = target_mask(tokens, skip_tokens)
-    losses = token_losses(model(tokens), tokens)
+    losses = token_losses(model, tokens)
     return torch.where(mask, losses, 0.0).sum(), int(mask.sum())

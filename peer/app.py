@@ -13,22 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
-import torch
 from dipaco.dht.node import be_client, note_port
 from dipaco.dht.records import Reachability
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
     be_nice,
     choose_device,
+    device_name,
     limit_memory,
     prepare_process,
-    release_memory,
 )
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.files import atomic_write
+from dipaco.modules.memory import release_memory
 
 from .background import Background
 from .check.doctor import contributions_limit, fitting_batch
+from .check.machine import look_for_gpu_hardware
 from .check.needs import too_slow
 from .exchange.known_peers import KnownPeers
 from .exchange.reachability import ReachabilityWatch
@@ -153,6 +154,8 @@ def _train(
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
+    if device.type == "cpu" and settings.device == "auto" and look_for_gpu_hardware():
+        logger.warning("A GPU IS HERE AND IS NOT USED: %s; dipaco-peer --check says more", reason)
     display.say(f"device: {device} ({reason})")
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
@@ -271,13 +274,6 @@ def write_address_file(settings: NodeSettings, addresses: Sequence[str]) -> None
     """Write a node's addresses, one a line, for scripts that start other peers."""
     if settings.address_file is not None:
         atomic_write(settings.address_file, "".join(f"{a}\n" for a in addresses).encode())
-
-
-def device_name(device: torch.device) -> str:
-    """Name a device for the status of the swarm."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu x{torch.get_num_threads()}"
 
 
 def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) -> threading.Event:

@@ -27,10 +27,11 @@ from dipaco.modules.compose import (
     load_path,
     scatter_module,
 )
-from dipaco.modules.device import release_memory, return_freed_memory
-from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.device import return_freed_memory
+from dipaco.modules.evaluate import LossSum, scoring_at_once, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
+from dipaco.modules.memory import release_memory
 from dipaco.modules.outer import OuterGradient
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
@@ -89,6 +90,7 @@ class PathTrainer:
         self.device = device
         self._optimizer, self._compile_model = optimizer, compile_model
         self._micro_batch_size = micro_batch_size
+        self._scoring = scoring_at_once(device)
         self._make_model()
         self.path: int | None = None
         self.path_step = 0
@@ -105,6 +107,8 @@ class PathTrainer:
             optimizer=self._optimizer,
             micro_batch_size=self._micro_batch_size,
             compile_model=self._compile_model,
+            # With fixed steps all must get the same bits.
+            exact=bool(self.plan.rounds.inner_steps),
         )
         self._is_released = False
 
@@ -223,7 +227,7 @@ class PathTrainer:
             self._make_model()
         with lent_parameters(self.model, self.grid, path, states):
             skip_tokens = self.plan.routing.prefix_tokens
-            return LossSum(*sum_losses(self.model, rows, skip_tokens, device=self.device))
+            return LossSum(*sum_losses(self.model, rows, skip_tokens, self._scoring, self.device))
 
     def optimizer_state(self) -> dict[str, object]:
         """Return the AdamW state, which the next step changes, to be kept on disk."""

@@ -119,6 +119,28 @@ def test_the_150m_path_counts_its_operations() -> None:
     assert gpu_path.flops_per_token(gpu_path.PATH_150M) == 6 * parameters + attention
 
 
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40", 181.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A10", 125.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA GeForce RTX 4090", 165.0),
+        ("NVIDIA GeForce RTX 4090 D", 147.0),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_peaks_of_cards(card: str, peak: float | None) -> None:
+    assert gpu_path.peak_of(card) == peak
+
+
 def test_no_gpu_is_one_clear_line() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "gpu_path.py")],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dipaco.modules.errors import AddressError, ConfigurationError, StorageError, UnreachableError
+from dipaco.modules.memory import head_bytes
 from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
@@ -179,35 +180,74 @@ def test_disks(tmp_path: Path) -> None:
 
 
 def test_devices() -> None:
-    gpu = Gpu("RTX 3060", 11 * GIB, 12 * GIB, True)
-    assert "bf16" in checks.check_gpu(gpu, "auto", "2.9", True).value
-    assert "fp32" in checks.check_gpu(replace(gpu, has_bf16=False), "auto", "2.9", True).remedy
-    assert "CUDA build" in remedy(checks.check_gpu(None, "auto", "2.9+cpu", True), "warning")
-    assert checks.check_gpu(None, "cpu", "2.9+cpu", True).verdict == "ok"
-    assert checks.check_gpu(None, "auto", "2.9+cpu", False).verdict == "ok"
+    gpu = Gpu("RTX 3060", 11 * GIB, 12 * GIB, "bf16")
+
+    def check(gpu: Gpu | None, device: str = "auto", *, is_here: bool = True) -> Check:
+        return checks.check_gpu(gpu, device, "cuda:0: no kernels", "2.9+cpu", is_here)
+
+    assert "bf16 (cuda:0: no kernels)" in check(gpu).value
+    assert "scaled" in check(replace(gpu, number_format="fp16")).remedy
+    assert "half the speed" in check(replace(gpu, number_format="fp32")).remedy
+    unused = check(None)
+    assert "CUDA or ROCm" in remedy(unused, "warning")
+    assert "A GPU IS HERE" in unused.value
+    assert "no kernels" in unused.value
+    assert check(None, "cpu").verdict == "ok"
+    assert check(None, is_here=False).verdict == "ok"
+
+
+def test_the_compiler() -> None:
+    gpu = Gpu("RTX 3060", 11 * GIB, 12 * GIB, "bf16")
+    assert checks.check_compiler(gpu, True).verdict == "ok"
+    bare = replace(gpu, missing=("a C compiler", "Python's headers"))
+    assert "apt install gcc" in remedy(checks.check_compiler(bare, True), "warning")
+    assert "a C compiler, Python's headers" in checks.check_compiler(bare, True).value
+    assert checks.check_compiler(bare, False).verdict == "ok"
+
+
+def test_what_of_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert machine.missing_for_compiler() == ("Triton", "a C compiler", "Python's headers")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/gcc")
+    assert machine.missing_for_compiler() == ()
+
+
+@pytest.mark.parametrize("file", ["dev/nvidia0", "dev/kfd", "usr/lib/wsl/lib/libcuda.so.1"])
+def test_gpus_that_pytorch_may_not_see(file: str, tmp_path: Path) -> None:
+    assert not machine.look_for_gpu_hardware(tmp_path)
+    assert machine.look_for_gpu_hardware(machine_root(tmp_path, {file: ""}))
 
 
 NEED = MemoryNeed(
     path_parameters=150_000_000,
     fixed_bytes=2 * GIB,
     pass_bytes=GIB,
+    least_pass_bytes=GIB // 4,
     main_bytes=3 * GIB,
     batch=8,
 )
 
 
 def test_memory_of_a_gpu() -> None:
-    gpu = Gpu("RTX 3060", 10 * GIB, 12 * GIB, True)
+    gpu = Gpu("RTX 3060", 10 * GIB, 12 * GIB, "bf16")
     fits = checks.check_device_memory(NEED, gpu, None)
     assert fits.verdict == "ok"
     assert fits.value.endswith("; 7 fit")
     assert "--micro-batch-size 7" in remedy(checks.check_device_memory(NEED, gpu, 8), "warning")
-    small = replace(gpu, free_bytes=3 * GIB)
+    little = replace(gpu, free_bytes=3 * GIB)
+    twice = checks.check_device_memory(NEED, little, None)
+    assert "close other programs" in remedy(twice, "warning")
+    assert "computed twice" in twice.value
+    small = replace(gpu, free_bytes=int(2.4 * GIB))
     assert "adamw8bit" in remedy(checks.check_device_memory(NEED, small, None), "problem", 3)
 
 
 def test_main_memory() -> None:
-    gpu = Gpu("RTX 3060", 10 * GIB, 12 * GIB, True)
+    gpu = Gpu("RTX 3060", 10 * GIB, 12 * GIB, "bf16")
 
     def check(available: float, gpu: Gpu | None, system: System = LINUX) -> Check:
         return checks.check_main_memory(NEED, Memory(32 * GIB, int(available)), gpu, None, system)
@@ -229,15 +269,16 @@ def test_main_memory() -> None:
 def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     plan = make_tiny_run(tmp_path / "run").plan()
     need = doctor.memory_need(plan, settings, None)
-    assert need.fixed_bytes == 16 * need.path_parameters
+    logits = head_bytes(plan.model, plan.inner.batch_sequences)
+    assert need.fixed_bytes == 16 * need.path_parameters + logits
     assert need.batch == plan.inner.batch_sequences
     assert (
         need.pass_bytes
-        > doctor.memory_need(plan, settings, Gpu("x", 1, 1, True)).pass_bytes
+        > doctor.memory_need(plan, settings, Gpu("x", 1, 1, "bf16")).pass_bytes
         - 4 * need.path_parameters
     )
     eight = replace(settings, optimizer="adamw8bit")
-    assert doctor.memory_need(plan, eight, None).fixed_bytes == 10 * need.path_parameters
+    assert doctor.memory_need(plan, eight, None).fixed_bytes == 10 * need.path_parameters + logits
     grid = needs.grid_of(plan)
     main = needs.main_memory_bytes(plan, grid, need.path_parameters)
     assert need.main_bytes == sum(main.values()) + checks.PROGRAMS_BYTES

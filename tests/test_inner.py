@@ -3,59 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dipaco.modules import device, transformer
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.config import PAD_TOKEN, GridConfig, InnerConfig, ModelConfig
+from dipaco.modules.config import PAD_TOKEN, GridConfig
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, learning_rate_at
 from dipaco.modules.store import StateStore
-from dipaco.modules.transformer import PathModel, initialise, sequence_loss
+from dipaco.modules.transformer import sequence_loss
 from hypothesis import given
 from hypothesis import strategies as st
-
-CPU = torch.device("cpu")
-MODEL = ModelConfig(
-    vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16
-)
-
-
-def config_of(**overrides: Any) -> InnerConfig:
-    values: dict[str, Any] = {
-        "learning_rate": 1e-2,
-        "batch_sequences": 4,
-        "fresh_state_warmup_steps": 0,
-    }
-    return InnerConfig(**{**values, **overrides})
-
-
-def model_of(model: ModelConfig = MODEL) -> PathModel:
-    path_model = PathModel(model)
-    initialise(path_model, 0)
-    return path_model
-
-
-def loop_of(model: PathModel | None = None, **overrides: Any) -> InnerLoop:
-    arguments = {
-        key: overrides.pop(key)
-        for key in ("optimizer", "micro_batch_size", "compile_model")
-        if key in overrides
-    }
-    return InnerLoop(model or model_of(), config_of(**overrides), CPU, **arguments)
-
-
-def batch_of(seed: int = 0, rows: int = 4) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 64, (rows, 16), generator=generator)
-
-
-def flat(model: PathModel) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-
+from support.inner_loops import MODEL, batch_of, config_of, flat, loop_of, model_of
 
 # Schedule
 
@@ -154,6 +118,17 @@ def test_micro_batches_change_rounding_only() -> None:
         torch.testing.assert_close(parameters, results[0][1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_in_pieces_change_rounding_only(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODEL.model_copy(update={"tied_embedding": tied})
+    whole = loop_of(model_of(model))
+    losses = [whole.step(batch_of(step), step) for step in range(3)]
+    monkeypatch.setattr(transformer, "LOGITS_AT_ONCE", 64 * 9)
+    pieces = loop_of(model_of(model))
+    assert [pieces.step(batch_of(s), s) for s in range(3)] == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(flat(pieces.model), flat(whole.model), rtol=1e-4, atol=1e-5)
+
+
 def test_an_unknown_optimizer() -> None:
     with pytest.raises(ConfigurationError, match="'adamw4bit' is unknown; did you mean adamw8bit"):
         loop_of(optimizer="adamw4bit")
@@ -162,83 +137,6 @@ def test_an_unknown_optimizer() -> None:
 def test_a_batch_of_padding_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         loop_of().step(torch.full((4, 16), PAD_TOKEN), 0)
-
-
-# Memory
-
-
-class SmallMemory(PathModel):
-    """A model whose device holds only so many sequences."""
-
-    greatest_rows = 1
-    calls: list[int]
-
-    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        self.calls.append(len(tokens))
-        if len(tokens) > self.greatest_rows:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().forward(tokens, cache)
-
-
-def small_memory(rows: int) -> SmallMemory:
-    model = SmallMemory(MODEL)
-    model.greatest_rows, model.calls = rows, []
-    initialise(model, 0)
-    return model
-
-
-def test_running_out_of_memory_halves_the_batch_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = small_memory(2)
-    loop, reference = loop_of(model), loop_of()
-    with caplog.at_level(logging.WARNING, logger="dipaco"):
-        losses = [loop.step(batch_of(step), step) for step in range(2)]
-    assert model.calls == [4, 2, 2, 2, 2]
-    assert len(caplog.records) == 1
-    assert "2 sequences at once" in caplog.text
-    assert losses == pytest.approx([reference.step(batch_of(s), s) for s in range(2)], rel=1e-5)
-    torch.testing.assert_close(flat(model), flat(reference.model), rtol=1e-4, atol=1e-5)
-
-
-def test_memory_may_run_out_in_the_middle_of_a_batch() -> None:
-    model = small_memory(2)
-    loop, reference = loop_of(model, micro_batch_size=2), loop_of(micro_batch_size=1)
-    original, failed = model.forward, []
-
-    def forward(tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        if len(model.calls) == 1 and not failed:
-            failed.append(True)
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 17 bytes")
-        return original(tokens, cache)
-
-    model.forward = forward  # type: ignore[method-assign]
-    loop.step(batch_of(), 0)
-    reference.step(batch_of(), 0)
-    assert failed
-    assert torch.equal(flat(model), flat(reference.model))  # no gradient was counted twice
-
-
-def test_not_even_one_sequence_fits() -> None:
-    with pytest.raises(ConfigurationError, match=r"one sequence of 16 tokens does not fit.*--"):
-        loop_of(small_memory(0)).step(batch_of(), 0)
-
-
-def test_other_errors_are_not_swallowed() -> None:
-    with pytest.raises(IndexError):
-        loop_of().step(torch.full((4, 16), 1000), 0)
-
-
-def test_a_failed_compilation_is_no_catastrophe(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(tokens: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no compiler was found")
-
-    loop, reference = loop_of(), loop_of()
-    loop._compiled = broken
-    with caplog.at_level(logging.WARNING, logger="dipaco"):
-        for step in range(2):
-            assert loop.step(batch_of(step), step) == reference.step(batch_of(step), step)
-    assert len(caplog.records) == 1
-    assert "continuing without" in caplog.text
-    assert loop.micro_batch_size == 4
 
 
 # Numbers that are not finite
@@ -260,6 +158,125 @@ def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixt
     assert torch.equal(flat(loop.model), before)
     assert loop.steps_since_fresh == 1
     assert loop.step(batch_of(), 6) < 5
+
+
+# Without waiting
+
+
+@pytest.fixture
+def without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused AdamW is all that is different where it need not be exact."""
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: False)
+
+
+def test_losses_are_read_a_step_late(without_bf16: None) -> None:
+    loop, reference = loop_of(exact=False), loop_of()
+    expected = [reference.step(batch_of(step), step) for step in range(5)]
+    losses = [loop.step(batch_of(step), step) for step in range(5)]
+    assert losses == pytest.approx([expected[0], *expected[:4]], rel=1e-5)
+    torch.testing.assert_close(flat(loop.model), flat(reference.model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
+    """Also where losses are read late, and paths take turns on one model."""
+    loop = loop_of(exact=False)
+    other = batch_of(7)
+    expected = loop_of().step(other, 0)
+    start = loop.model.state_dict()
+    kept = {name: value.clone() for name, value in start.items()}
+    for step in range(20):
+        loop.step(batch_of(), step)
+    aside = loop.exchange_optimizer()
+    loop.model.load_state_dict(kept)
+    assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
+    loop.exchange_optimizer(aside)
+    loop.model.load_state_dict(kept)
+    assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_optimizer_leaves_an_update_out(
+    without_bf16: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_of(exact=False)
+    loop.step(batch_of(), 0)
+    loop.step(batch_of(), 1)
+    before, kept = flat(loop.model), loop.state_dict()
+    damaged = loop.model.model.norm.weight
+    good = damaged.detach().clone()
+    with torch.no_grad():
+        damaged.fill_(float("nan"))
+    loop.step(batch_of(), 2)
+    with torch.no_grad():
+        damaged.copy_(good)
+    assert torch.equal(flat(loop.model), before)
+    assert caplog.text == ""
+    after = loop.state_dict()
+    assert "step 2 left out" in caplog.text
+    assert (loop.skipped_steps, after["steps_since_fresh"]) == (1, kept["steps_since_fresh"])
+    for index, entry in kept["optimizer"]["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, after["optimizer"]["state"][index][name]), name
+    assert math.isfinite(loop.step(batch_of(), 3) + loop.step(batch_of(), 4))
+
+
+# Number formats
+
+
+@pytest.fixture
+def fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as a card without bf16."""
+    monkeypatch.setattr(device, "number_format", lambda device: torch.float16)
+
+
+def test_a_card_without_bf16_trains_with_scaled_losses(fp16: None) -> None:
+    loop = loop_of()
+    losses = [loop.step(batch_of(), step) for step in range(30)]
+    assert losses[0] == pytest.approx(4.16, abs=0.1)
+    assert losses[-1] < 2.5
+    assert loop.state_dict()["scaler"]["scale"] == 2.0**16
+
+
+def test_bf16_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
+    loop, reference = loop_of(exact=False), loop_of()
+    losses = [loop.step(batch_of(), step) for step in range(30)]
+    expected = [reference.step(batch_of(), step) for step in range(3)]
+    assert losses[1:4] == pytest.approx(expected, rel=1e-2)
+    assert losses[-1] < 2.5
+    assert all(p.dtype == torch.float32 for p in loop.model.parameters())
+
+
+def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(
+    fp16: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_of()
+    kept = loop.state_dict()
+    loop.load_state_dict({**kept, "scaler": {**kept["scaler"], "scale": 2.0**40}})
+    before = flat(loop.model)
+    assert loop.step(batch_of(), 0) == pytest.approx(4.16, abs=0.1)
+    assert torch.equal(flat(loop.model), before)
+    assert loop.state_dict()["scaler"]["scale"] == 2.0**39
+    assert (loop.steps_since_fresh, loop.skipped_steps, caplog.text) == (0, 0, "")
+    for step in range(1, 40):
+        loop.step(batch_of(), step)
+    assert loop.steps_since_fresh > 10
+
+
+def test_the_scale_is_kept_bit_for_bit(fp16: None) -> None:
+    loop, other = loop_of(), loop_of()
+    scale = {**loop.state_dict()["scaler"], "scale": 2.0**12, "growth_interval": 2}
+    loop.load_state_dict({**loop.state_dict(), "scaler": scale})
+    for step in range(3):
+        loop.step(batch_of(step), step)
+    other.model.load_state_dict(loop.model.state_dict())
+    assert other.load_state_dict(loop.state_dict())
+    aside = other.exchange_optimizer()
+    other.exchange_optimizer(aside)
+    for step in range(3, 7):
+        assert loop.step(batch_of(step), step) == other.step(batch_of(step), step)
+    assert loop.state_dict()["scaler"] == other.state_dict()["scaler"]
+    assert loop.state_dict()["scaler"]["scale"] > 2.0**12
+    assert torch.equal(flat(loop.model), flat(other.model))
 
 
 # Keeping and resuming
@@ -365,9 +382,9 @@ def test_a_state_that_does_not_fit_starts_afresh(caplog: pytest.LogCaptureFixtur
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_cuda_trains_compiled_in_mixed_precision(optimizer: str) -> None:
-    device = torch.device("cuda")
-    model = model_of().to(device)
-    loop = InnerLoop(model, config_of(), device, optimizer=optimizer, compile_model=True)
+    cuda = torch.device("cuda")
+    model = model_of().to(cuda)
+    loop = InnerLoop(model, config_of(), cuda, optimizer=optimizer, compile_model=True)
     losses = [loop.step(batch_of(), step) for step in range(30)]
     assert losses[-1] < 2.5
     kept = loop.state_dict()

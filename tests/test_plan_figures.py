@@ -14,11 +14,11 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
+from dipaco.modules.memory import pass_bytes
 from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.store import KEPT_OPTIMIZERS
-from dipaco.modules.transformer import PathModel, initialise, token_losses
-from dipaco.peer.check.needs import pass_bytes
+from dipaco.modules.transformer import PathModel, initialise
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"
@@ -139,13 +139,27 @@ def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(tokens[:1])
-        loss = token_losses(logits, tokens[:1]).sum()
-    expected = sum(kept.values()) + 2 * 4 * logits.numel()
-    assert loss.requires_grad  # what was kept is alive until here
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        hidden = model.hidden_states(tokens[:1])
+    expected = sum(kept.values()) + 2 * 4 * hidden.numel()
+    assert hidden.requires_grad  # what was kept is alive until here
     assert pass_bytes(config.model) == pytest.approx(expected, rel=0.05)
+
+
+def test_the_largest_path_of_a_card_fits_there() -> None:
+    """Twice the width is about four times the parameters: less than the figure says is needed."""
+    figures = _paper()
+    config = load_run_config(PAPER)
+    assert list(figures.greatest_paths) == [8, 12, 24]
+    model = config.model.model_copy(
+        update={"hidden_size": 1792, "head_count": 28, "feed_forward_size": 5120}
+    )
+    wide = plan_figures(config.model_copy(update={"model": model}))
+    assert figures.greatest_paths[24] > wide.path_parameters
+    assert wide.device_total_bytes < 0.9 * 24 * 2**30
 
 
 def test_main_memory_follows_the_run() -> None:
@@ -186,6 +200,7 @@ def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> Non
     assert values["device_total_bytes"] == figures.device_total_bytes
     assert "In a peer's GPU memory, at least" in shown
     assert shown_bytes(figures.device_total_bytes) in shown
+    assert "A GPU of 8, 12, 24 GiB trains a path like this one of about" in shown
     assert "In a peer's main memory" in shown
     assert shown_bytes(figures.main_memory_total_bytes) in shown
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from dipaco.modules.config import PAD_TOKEN, ModelConfig
 from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.evaluate import row_losses, sum_losses
+from dipaco.modules.evaluate import row_losses, scoring_at_once, sum_losses
 from dipaco.modules.transformer import PathModel, initialise, sequence_loss
 
 MODEL = ModelConfig(
@@ -39,10 +39,11 @@ def test_rows_are_scored_as_one_by_one(skip: int, batch: int) -> None:
     model, rows = model_of(), rows_of()
     with torch.no_grad():
         single = [sequence_loss(model, row[None], skip) for row in rows]
-    losses, counts = row_losses(model, rows, skip, batch)
+    at_once = scoring_at_once(torch.device("cpu"), batch)
+    losses, counts = row_losses(model, rows, skip, at_once)
     np.testing.assert_allclose(losses, [total.item() for total, _ in single], rtol=1e-5)
     assert counts.tolist() == [count for _, count in single]
-    nll, count = sum_losses(model, rows, skip, batch)
+    nll, count = sum_losses(model, rows, skip, at_once)
     assert nll == pytest.approx(losses.sum())
     assert count == counts.sum()
     assert isinstance(nll, float)
@@ -70,19 +71,24 @@ def test_no_rows() -> None:
 class SmallMemory(PathModel):
     greatest_rows = 2
 
-    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def hidden_states(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
         if len(tokens) > self.greatest_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().forward(tokens, cache)
+        return super().hidden_states(tokens, cache)
 
 
-def test_memory_decides_how_many_rows_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_decides_how_many_rows_at_once_and_it_is_remembered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    at_once = scoring_at_once(torch.device("cpu"), 8)
+    expected = sum_losses(model_of(), rows_of(), 4)
     with caplog.at_level(logging.WARNING, logger="dipaco"):
-        nll, count = sum_losses(model_of(SmallMemory), rows_of(), 4, 8)
-    expected, expected_count = sum_losses(model_of(), rows_of(), 4)
-    assert nll == pytest.approx(expected, rel=1e-6)
-    assert count == expected_count
-    assert "scoring 2 rows at once" in caplog.text
+        for _ in range(2):
+            nll, count = sum_losses(model_of(SmallMemory), rows_of(), 4, at_once)
+            assert nll == pytest.approx(expected[0], rel=1e-6)
+            assert count == expected[1]
+    assert at_once.count == 2
+    assert len(caplog.records) == 2  # 8 to 4 to 2, in the first of both alone
     nothing = model_of(SmallMemory)
     nothing.greatest_rows = 0  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="does not fit"):

@@ -149,7 +149,7 @@ def test_prompts_are_scored_as_evaluation_does(client: TestClient, out: Path) ->
         found = choice["logprobs"]
         with torch.no_grad():
             model = assemble_path(source, 2)
-            losses = token_losses(model(torch.tensor([tokens])), torch.tensor([tokens]))[0]
+            losses = token_losses(model, torch.tensor([tokens]))[0]
         assert found["token_logprobs"][0] is None
         scores = np.array(found["token_logprobs"][1 : len(tokens)])
         assert scores == pytest.approx(-losses.numpy(), abs=1e-4)

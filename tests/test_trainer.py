@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.modules import device
 from dipaco.modules.compose import gather_module
 from dipaco.modules.contributions import CODECS, publish
 from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.peer.check import needs
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
 from support.tiny_run import make_tiny_run
@@ -32,6 +34,15 @@ def trainer(tmp_path: Path) -> PathTrainer:
     )
     made.start_path(PATH, states, stream)
     return made
+
+
+@pytest.mark.parametrize(("inner_steps", "expected"), [(0, torch.bfloat16), (4, torch.float32)])
+def test_a_cpu_with_bf16_trains_in_it_unless_all_must_have_the_same_bits(
+    inner_steps: int, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
+    plan = make_tiny_run(tmp_path / "run", inner_steps=inner_steps).plan()
+    assert PathTrainer(plan, needs.grid_of(plan), torch.device("cpu")).inner.dtype == expected
 
 
 def local(trainer: PathTrainer, module: str = MODULE) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from dipaco.modules import transformer
 from dipaco.modules.config import PAD_TOKEN, ModelConfig
 from dipaco.modules.transformer import (
     EMBEDDING,
@@ -12,6 +13,7 @@ from dipaco.modules.transformer import (
     HEAD,
     KeyValueCache,
     PathModel,
+    head_pieces,
     initialise,
     sequence_loss,
     target_mask,
@@ -218,6 +220,19 @@ def test_loss_counts_targets_after_the_prefix_and_no_padding() -> None:
             assert total.dtype == torch.float32
 
 
+@pytest.mark.parametrize("logits", [1, 7 * 40, 40 * 11, 40 * 12])
+def test_logits_in_pieces_give_the_same_losses(
+    logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = model_of(), tokens_of(2, 6)
+    expected = token_losses(model, tokens)
+    monkeypatch.setattr(transformer, "LOGITS_AT_ONCE", logits)
+    torch.testing.assert_close(token_losses(model, tokens), expected)
+    pieces = list(head_pieces(model.config, model.hidden_states(tokens), tokens))
+    assert sum(len(targets) for _, targets in pieces) == tokens.numel()
+    assert max(len(targets) for _, targets in pieces) <= max(1, logits // 40)
+
+
 def test_loss_of_a_batch_that_is_all_padding_has_no_gradient() -> None:
     model = model_of()
     tokens = torch.full((2, 5), PAD_TOKEN)
@@ -230,6 +245,6 @@ def test_loss_of_a_batch_that_is_all_padding_has_no_gradient() -> None:
 
 def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
     tokens = tokens_of(2, 6)
-    losses = token_losses(torch.zeros(2, 6, 40), tokens)
+    losses = token_losses(PathModel(config_of()), tokens)
     torch.testing.assert_close(losses, torch.full((2, 5), float(np.log(40))))
     assert target_mask(tokens, 3).sum() == 2 * 3

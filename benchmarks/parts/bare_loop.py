@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -47,7 +48,13 @@ def main() -> int:
     model = run.base_model(plan).to(device)
     # As the peers have it, which score and train in turns.
     model.train()
-    inner = InnerLoop(model, plan.inner, device, compile_model=device.type == "cuda")
+    inner = InnerLoop(
+        model,
+        plan.inner,
+        device,
+        compile_model=device.type == "cuda",
+        exact=bool(plan.rounds.inner_steps),
+    )
     stream = BatchStream(
         run.train_tokens(plan, chosen.path),
         seed=plan.seed,
@@ -66,8 +73,9 @@ def measure(
     inner: InnerLoop, stream: BatchStream, seconds: float, warmup_steps: int
 ) -> dict[str, Any]:
     """Train for a while and return how fast it went."""
+    started = time.perf_counter()
     inner.step(stream.batch(0), 0)
-    first_step_s = time.time()
+    first_step_s, first_step_at_s = time.perf_counter() - started, time.time()
     for step in range(1, warmup_steps):
         inner.step(stream.batch(step), step)
     began_at_s, started, cpu_started = time.time(), time.perf_counter(), time.thread_time()
@@ -83,9 +91,20 @@ def measure(
         "step_s": elapsed_s / steps,
         "tokens_per_s": tokens / elapsed_s,
         "tokens_per_cpu_s": tokens / max(time.thread_time() - cpu_started, 1e-9),
-        "first_step_at_s": first_step_s,
+        "first_step_at_s": first_step_at_s,
+        "first_step_s": first_step_s,
         "began_at_s": began_at_s,
+        "micro_batch": inner.micro_batch_size,
+        "number_format": str(inner.dtype).removeprefix("torch."),
+        "peak_memory_bytes": peak_memory_bytes(inner.device),
     }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most that tensors took on a GPU, or the whole process on the CPU."""
+    if device.type == "cpu":
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dipaco.modules.errors import (
     StorageError,
     UnreachableError,
 )
+from dipaco.modules.memory import USABLE_SHARE
 
 from .machine import Disk, Gpu, Memory, System, Versions
 
@@ -26,8 +27,6 @@ OPEN_FILES = 4096
 CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 5.0
 # Main memory of a peer's programs beside all tensors: about, with two levels.
 PROGRAMS_BYTES = 10**9
-# Of memory that is free, what training may take: allocators and kernels want some as well.
-USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -238,21 +237,43 @@ def check_disk(
     return ok("disk", value)
 
 
-def check_gpu(gpu: Gpu | None, device: str, torch_version: str, has_hardware: bool) -> Check:
-    """Which device trains."""
+FORMAT_NOTES = {
+    "bf16": "",
+    "fp16": "it has no bf16: losses are scaled so that small gradients count",
+    "fp32": "it computes neither bf16 nor fp16 fast, so it trains at about half the speed",
+}
+
+
+def check_gpu(
+    gpu: Gpu | None, device: str, reason: str, torch_version: str, has_hardware: bool
+) -> Check:
+    """Which device trains, and in which number format; `reason` says why it is that one."""
     if gpu is not None:
-        value = f"{gpu.name}, {shown_bytes(gpu.free_bytes)} of {shown_bytes(gpu.total_bytes)} free"
-        if gpu.has_bf16:
-            return ok("device", f"{value}, bf16")
-        return ok("device", f"{value}, without bf16", "it trains in fp32, at about half the speed")
+        free = f"{shown_bytes(gpu.free_bytes)} of {shown_bytes(gpu.total_bytes)} free"
+        value = f"{gpu.name}, {free}, {gpu.number_format} ({reason})"
+        return ok("device", value, FORMAT_NOTES[gpu.number_format])
     if device == "auto" and has_hardware:
         return warning(
             "device",
-            f"an NVIDIA GPU is here, and PyTorch {torch_version} does not use it",
-            "install a CUDA build of PyTorch and a recent NVIDIA driver (nvidia-smi shows it)",
+            f"A GPU IS HERE AND PyTorch {torch_version} DOES NOT USE IT ({reason})",
+            "install a build of PyTorch for it (CUDA or ROCm) and a recent driver (nvidia-smi or "
+            "rocm-smi shows the card)",
         )
-    value = "the CPU, as asked for" if device == "cpu" else "the CPU: no GPU was found"
+    value = f"the CPU: {reason}"
     return ok("device", value, "" if device == "cpu" else "it trains, slowly")
+
+
+def check_compiler(gpu: Gpu, is_wanted: bool) -> Check:
+    """Whether the model can be compiled for the GPU."""
+    if not is_wanted:
+        return ok("compiler", "the model is not compiled, as asked for")
+    if not gpu.missing:
+        return ok("compiler", "Triton, a C compiler and Python's headers are here")
+    return warning(
+        "compiler",
+        f"missing: {', '.join(gpu.missing)}; the model trains without being compiled, slower",
+        "sudo apt install gcc python3-dev; Triton comes with PyTorch for GPUs",
+    )
 
 
 @dataclass(frozen=True)
@@ -264,6 +285,8 @@ class MemoryNeed:
     """On the device: parameters, gradients, AdamW."""
     pass_bytes: int
     """On the device, for each sequence at once."""
+    least_pass_bytes: int
+    """The same for one sequence, where blocks are computed twice."""
     main_bytes: int
     """In main memory beside the device's, programs included."""
     batch: int
@@ -282,6 +305,12 @@ def check_device_memory(need: MemoryNeed, gpu: Gpu, micro_batch: int | None) -> 
         f"a path of {need.path_parameters / 1e6:,.1f} M parameters takes {shown_bytes(least)} with "
         f"{wanted} of {need.batch} sequences at once, {shown_bytes(int(usable))} can be used"
     )
+    if fits == 0 and need.fixed_bytes + need.least_pass_bytes <= usable:
+        return warning(
+            "GPU memory",
+            f"{value}; blocks are computed twice, a third slower",
+            "close other programs that use the GPU",
+        )
     if fits == 0:
         return problem(
             "GPU memory",

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 from dipaco.dht.identity import is_in_use
 from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError, printable
+from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
 from dipaco.peer.settings import PeerSettings
@@ -130,7 +131,7 @@ def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> 
         if check.verdict == "problem":
             kind = StorageError if check.exit_code == StorageError.exit_code else ConfigurationError
             raise kind(f"{check.name}: {check.value}; {check.remedy}")
-    if settings.micro_batch_size is not None or m.look_at_gpu(settings.device) is not None:
+    if settings.micro_batch_size is not None or m.look_at_device(settings.device)[0] is not None:
         return settings.micro_batch_size
     need = memory_need(plan, settings, None, 0)
     # Never fewer than one: others may have taken memory since it was looked at.
@@ -168,7 +169,7 @@ def _machine_checks(
     import torch
 
     try:
-        gpu = m.look_at_gpu(settings.device)
+        gpu, reason = m.look_at_device(settings.device)
     except ConfigurationError as error:
         yield c.problem("device", str(error), "give another --device")
         return
@@ -176,7 +177,9 @@ def _machine_checks(
         most = int(settings.vram_gb * 2**30)
         gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
     has_hardware = m.look_for_gpu_hardware()
-    yield c.check_gpu(gpu, settings.device, torch.__version__, has_hardware)
+    yield c.check_gpu(gpu, settings.device, reason, torch.__version__, has_hardware)
+    if gpu is not None:
+        yield c.check_compiler(gpu, settings.compile_model)
     if plan is None:
         return
     need = memory_need(plan, settings, gpu, programs_bytes)
@@ -194,8 +197,8 @@ def memory_need(
     """Return what training a path takes with these settings, on the GPU or on the CPU."""
     grid = needs.grid_of(plan)
     count = grid.parameter_counts()["path"]
-    in_bf16 = gpu is not None and gpu.has_bf16
-    on_device = needs.device_bytes(plan, count, settings.optimizer, in_bf16=in_bf16)
+    in_16_bits = gpu is not None and gpu.number_format != "fp32"
+    on_device = needs.device_bytes(plan, count, settings.optimizer, in_16_bits=in_16_bits)
     one_pass = on_device.pop(needs.ONE_PASS)
     if gpu is None:
         del on_device[needs.SCORING]
@@ -205,6 +208,7 @@ def memory_need(
         path_parameters=count,
         fixed_bytes=sum(on_device.values()),
         pass_bytes=one_pass,
+        least_pass_bytes=least_pass_bytes(plan.model, in_16_bits=in_16_bits),
         main_bytes=main_bytes,
         batch=plan.inner.batch_sequences,
     )

@@ -10,9 +10,12 @@ import os
 import platform
 import re
 import resource
+import shutil
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from dipaco.modules.files import spare_bytes
@@ -66,12 +69,15 @@ class Disk:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device, and how much of its memory other programs leave."""
+    """A GPU, and how much of its memory other programs leave."""
 
     name: str
     free_bytes: int
     total_bytes: int
-    has_bf16: bool
+    number_format: str
+    """Of passes: bf16, fp16 or fp32."""
+    missing: tuple[str, ...] = ()
+    """What compiling the model needs and is not installed."""
 
 
 def look_at_system(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> System:
@@ -177,24 +183,42 @@ def look_at_open_files() -> int:
 
 
 def look_for_gpu_hardware(root: Path = Path("/")) -> bool:
-    """Tell whether an NVIDIA GPU is here, whatever PyTorch thinks of it."""
-    return (root / "dev/nvidia0").exists() or (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    """Tell whether a GPU of NVIDIA or AMD is here, whatever PyTorch thinks of it."""
+    names = ("dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1", "dev/kfd")
+    return any((root / name).exists() for name in names)
 
 
-def look_at_gpu(name: str) -> Gpu | None:
-    """Return the GPU that `--device` means; None for the CPU.
+def look_at_device(name: str) -> tuple[Gpu | None, str]:
+    """Return the GPU that `--device` means, None for the CPU, and why it is that one.
 
     Uses CUDA, so nothing may be forked afterwards. Raises ConfigurationError, as `choose_device`.
     """
     import torch
-    from dipaco.modules.device import choose_device
+    from dipaco.modules.device import choose_device, cpu_has_bf16, device_name, number_format
 
-    device, _ = choose_device(name)
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-    return Gpu(torch.cuda.get_device_name(device), free, total, has_bf16)
+    device, reason = choose_device(name)
+    module = torch.get_device_module(device)
+    if device.type == "cpu" and cpu_has_bf16():
+        reason += "; it has bf16"
+    if not hasattr(module, "mem_get_info"):
+        return None, reason
+    free, total = module.mem_get_info(device)
+    formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    shown = formats.get(number_format(device), "fp32")
+    return Gpu(device_name(device), free, total, shown, missing_for_compiler()), reason
+
+
+def missing_for_compiler() -> tuple[str, ...]:
+    """Return what of Triton, a C compiler and Python's headers, with which it compiles for a GPU,
+    is not installed."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    found = {
+        "Triton": find_spec("triton") is not None,
+        "a C compiler": any(shutil.which(name) for name in compilers),
+        "Python's headers": headers.exists(),
+    }
+    return tuple(name for name, is_here in found.items() if not is_here)
 
 
 def _file_system(folder: Path, root: Path) -> str:

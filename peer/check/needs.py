@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Literal, Protocol
 
-import torch
 from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.config import (
     ContributionsConfig,
@@ -22,18 +21,16 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
+from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES, head_bytes, pass_bytes
 from dipaco.modules.muon import is_for_muon
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
-from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
-from torch._subclasses import FakeTensorMode
 
-FP32_BYTES, BF16_BYTES = 4, 2
-# First and second moment of a parameter, in fp32 or in 8 bits.
-ADAMW_BYTES = {"adamw": 8, "adamw8bit": 2}
+BF16_BYTES = 2
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
+LOGITS = "logits, at most"
 # Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
 SCORING = "anchors, while they are scored"
 
@@ -78,7 +75,7 @@ def device_bytes(
     path_parameters: int,
     optimizer: Literal["adamw", "adamw8bit"] = "adamw",
     *,
-    in_bf16: bool = True,
+    in_16_bits: bool = True,
 ) -> dict[str, int]:
     """Return what training keeps on the device at least: a batch is split until it fits there."""
     return {
@@ -86,7 +83,8 @@ def device_bytes(
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
         SCORING: FP32_BYTES * path_parameters,
-        ONE_PASS: pass_bytes(run.model, in_bf16=in_bf16),
+        LOGITS: head_bytes(run.model, run.inner.batch_sequences),
+        ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
 
@@ -99,32 +97,6 @@ def moments_bytes(
         shapes = parameter_shapes(run.model)
         matrices = sum(math.prod(s) for name, s in shapes.items() if is_for_muon(name, s))
     return FP32_BYTES * matrices + ADAMW_BYTES[optimizer] * (path_parameters - matrices)
-
-
-def pass_bytes(config: ModelConfig, *, in_bf16: bool = True) -> int:
-    """Return what a forward pass of one sequence keeps for the backward one, beside parameters.
-
-    It is made with tensors that have shapes but no memory: activations, with `in_bf16` the
-    parameters in bfloat16, as a recent GPU has them, and two gradients of the logits, which come
-    first and are the largest. Kernels differ, so it is not exact.
-    """
-    kept: dict[int, torch.UntypedStorage] = {}
-    with FakeTensorMode():
-        model = PathModel(config)
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in parameters:
-                kept[storage._cdata] = storage
-            return tensor
-
-        tokens = torch.ones(1, config.sequence_length, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
-                logits = model(tokens)
-            token_losses(logits, tokens)
-    return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * logits.numel()
 
 
 def codec_of(run: Run, level: str) -> Codec:
