@@ -29,22 +29,21 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from dipaco.modules.contributions import CODECS, publish
 from dipaco.modules.outer import canonical_table
-from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from parts.changed_run import ChangedRun
 from parts.common import Report, build_parser, scratch_folder
 from support.tiny_run import make_tiny_run
 
 BASE = "float32"
 GREATEST_MORE = {"int4": 0.001, "int2": 0.001, "sign": 0.003}
 SPEED_VALUES = 20_000_000
-PLAIN = {"momentum": 0.0, "learning_rate": 1.0}
+PLAIN = {"outer.momentum": 0.0, "outer.learning_rate": 1.0}
 
 
 def options() -> argparse.Namespace:
@@ -62,25 +61,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     parser.add_argument("--speed", action="store_true", help="only how fast codecs are")
     return parser.parse_args()
-
-
-class Variant(RunFolder):
-    """A run folder with some fields of its plan changed, for the reference alone."""
-
-    def __init__(self, folder: Path, codec: str, seed: int, outer: str) -> None:
-        super().__init__(folder)
-        plan = super().plan()
-        contributions = plan.contributions.model_copy(
-            update={"codec": codec, "private_codec": None}
-        )
-        changes: dict[str, Any] = {"contributions": contributions, "seed": plan.seed + seed}
-        if outer == "plain":
-            changes["outer"] = plan.outer.model_copy(update=PLAIN)
-        self._changed = plan.model_copy(update=changes)
-
-    def plan(self) -> RunPlan:
-        """Return the plan as it is changed."""
-        return self._changed
 
 
 class LossyReference(ReferenceSwarm):
@@ -107,7 +87,9 @@ class LossyReference(ReferenceSwarm):
 
 def final_loss(folder: Path, codec: str, seed: int, chosen: argparse.Namespace) -> float:
     """Train with a codec and return the held-out loss of the last states."""
-    run = Variant(folder, codec, seed, chosen.outer)
+    codecs = {"contributions.codec": codec, "contributions.private_codec": None}
+    outer = PLAIN if chosen.outer == "plain" else {}
+    run = ChangedRun(folder, {**codecs, **outer, "seed": RunFolder(folder).plan().seed + seed})
     path_count = run.grid(run.plan()).path_count
     silent = SimulatorSettings(validation_sequences=0)
     scored = SimulatorSettings(validation_sequences=chosen.validation)
