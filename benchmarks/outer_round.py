@@ -205,8 +205,7 @@ def _traffic(network: Homes, site: int) -> tuple[int, int]:
 
 def alone_s(group: Group) -> dict[str, float]:
     """Return the seconds that one process needs for what one peer of the group computes."""
-    from dipaco.modules.contributions import publish
-    from dipaco.modules.outer import Contribution, OuterRule
+    from dipaco.modules.outer import Contribution, OuterGradient, OuterRule, publish
 
     plan = group.run.plan()
     rule = OuterRule.of(plan, group.run.shard_index(plan))
@@ -214,7 +213,8 @@ def alone_s(group: Group) -> dict[str, float]:
     codec, size = rule.codec_of("L0.E0"), state.layout.size
     generator = torch.Generator().manual_seed(0)
     began = time.perf_counter()
-    data, _ = publish(1e-3 * torch.randn(size, generator=generator), codec, None)
+    change = 1e-3 * torch.randn(size, generator=generator)
+    data = publish(OuterGradient(state.parameters, state.parameters + change), codec)
     encoded = time.perf_counter()
     for _ in range(group.members):
         codec.check(data, size)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from .config import CodecName
-from .device import own_pages
 from .errors import IntegrityError
 
 Data = bytes | bytearray | memoryview
@@ -48,8 +46,6 @@ class Codec(ABC):
     """Values that share a scale; divides `CHUNK_VALUES`."""
     bits: int
     """Of a code."""
-    feedback_decay: float | None = None
-    """What is left of the lost part in the next contribution; None: nothing is kept."""
 
     def blocks(self, values: int) -> int:
         """Return how many scales a file has."""
@@ -200,7 +196,6 @@ class Int2(Codec):
     name: CodecName = "int2"
     block_values = 128
     bits = 2
-    feedback_decay = 1.0
 
     def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
         return blocks.square().mean(1).sqrt_().mul_(0.5)
@@ -218,7 +213,6 @@ class Sign(Codec):
     name: CodecName = "sign"
     block_values = 128
     bits = 1
-    feedback_decay = 1.0
 
     def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
         return blocks.abs().mean(1)
@@ -233,40 +227,6 @@ class Sign(Codec):
 CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Float32(), Int8(), Int4(), Int2(), Sign())
 }
-
-
-@dataclass(frozen=True)
-class _Corrected:
-    """An outer gradient with what the last encoding lost, piece by piece."""
-
-    gradient: Numbers
-    error: torch.Tensor
-    decay: float
-
-    def numel(self) -> int:
-        return self.gradient.numel()
-
-    def __getitem__(self, part: slice, /) -> torch.Tensor:
-        return self.gradient[part].add(self.error[part].float(), alpha=self.decay)
-
-
-def publish(
-    gradient: Numbers, codec: Codec, error: torch.Tensor | None = None
-) -> tuple[bytearray, torch.Tensor | None]:
-    """Return the file of an outer gradient, and what the encoding lost, as bf16.
-
-    `error` is what the last one lost: it is added first. With a codec that needs no error feedback
-    nothing is kept, and `error` is ignored.
-    """
-    if codec.feedback_decay is None:
-        return codec.encode(gradient), None
-    values = gradient.numel()
-    wanted = gradient if error is None else _Corrected(gradient, error, codec.feedback_decay)
-    data = codec.encode(wanted)
-    lost = own_pages(values, torch.bfloat16)
-    for begin, end in pieces(values):
-        lost[begin:end] = wanted[begin:end] - codec.decode(data, values, begin, end)
-    return data, lost
 
 
 def contribution_norm(codec: Codec, data: Data, values: int) -> float:

@@ -21,11 +21,12 @@ from dipaco.routing.run_folder import RunFolder
 
 from .live_folder import (
     LiveFolder,
-    read_error,
+    lost_file,
+    read_lost,
     read_luggage,
     read_notes,
     worker_file,
-    write_error,
+    write_lost,
     write_worker,
 )
 from .reference import ReferenceSwarm
@@ -76,8 +77,10 @@ class CheckpointFolder:
             assert optimizer is None or isinstance(optimizer, dict)
             file = worker_file(target.workers, worker.number)
             write_worker(file, notes, luggage.local, optimizer)
-        for (number, module), lost in swarm.errors.items():
-            write_error(target.workers / f"{number:05d}.error.{module}", lost)
+            for module in worker.modules:
+                lost = swarm.shelf.lost(worker.number, module)
+                if lost is not None:
+                    write_lost(lost_file(target.workers, worker.number, module), lost)
         for module, state in swarm.states.items():
             write_state(state, target.anchors / module)
         target.save(swarm.identity, swarm.next_round)
@@ -108,9 +111,10 @@ class CheckpointFolder:
             file = worker_file(folder.workers, worker.number)
             if file.exists():
                 worker.restore(read_notes(file), Luggage(*read_luggage(file)))
-        for error in folder.workers.glob("*.error.*"):
-            number, _, module = error.name.split(".", 2)
-            swarm.errors[int(number), module] = read_error(error)
+            for module in worker.modules:
+                file = lost_file(folder.workers, worker.number, module)
+                if file.exists():
+                    swarm.shelf.keep_lost(worker.number, module, read_lost(file))
         swarm.go_on_in(next_round)
 
     def open_live(self) -> Path:

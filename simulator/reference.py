@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.outer import OuterRule, canonical_table
 from dipaco.modules.state import ModuleState
@@ -37,7 +36,7 @@ from dipaco.routing.run_folder import RunFolder
 from .path_worker import Workbench, open_workers
 from .report import Reporter, RoundReport
 from .settings import SimulatedPeer, SimulatorSettings, checked_peers
-from .storage import KeptStates, open_storage
+from .storage import KeptStates, WorkerShelf, open_storage
 
 
 class ReferenceSwarm:
@@ -93,9 +92,9 @@ class ReferenceSwarm:
             self.go_on_in(self._storage.found_round)
 
     @property
-    def errors(self) -> dict[tuple[int, str], torch.Tensor]:
-        """What the encoding lost, by worker and module."""
-        return self._storage.shelf.errors
+    def shelf(self) -> WorkerShelf:
+        """What workers leave there when another trains."""
+        return self._storage.shelf
 
     def rounds(self, count: int) -> Iterator[RoundReport]:
         """Run `count` rounds and yield the report of each."""

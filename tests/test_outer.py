@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dipaco.modules.config import ContributionsConfig, OuterConfig
-from dipaco.modules.contributions import CHUNK_VALUES, CODECS
+from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Codec
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
@@ -23,6 +23,7 @@ from dipaco.modules.outer import (
     bounded_table,
     canonical_table,
     greatest_contribution_bytes,
+    publish,
 )
 from dipaco.modules.robust_mean import exact_norm
 from dipaco.modules.state import ModuleState, PathProgress
@@ -286,6 +287,19 @@ def test_the_step_rounds_every_operation(codec: str) -> None:
     momentum, parameters = naive_step(rule, state_of(), tensors, [3 / 12, 7 / 12, 2 / 12])
     assert stepped.momentum.numpy().tobytes() == momentum
     assert stepped.parameters.numpy().tobytes() == parameters
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+def test_what_an_encoding_loses_comes_with_the_next(codec: Codec) -> None:
+    trained, anchor, parameters = drawn(9, 0.01), torch.zeros(SIZE), torch.zeros(SIZE)
+    for _ in range(60):
+        parameters = parameters - trained
+        local = parameters.clone()
+        data = publish(OuterGradient(anchor, local), codec)
+        stepped = anchor - codec.decode(data, SIZE)
+        anchor, parameters = stepped, stepped + (parameters - local)
+    assert torch.allclose(parameters, -60 * trained, atol=1e-4)
+    assert (anchor + 60 * trained).norm() < 8 * trained.norm()
 
 
 @pytest.mark.parametrize("combine", ["weighted_mean", "trimmed_mean", "centered_clipping"])

@@ -29,7 +29,7 @@ from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 from torch._subclasses import FakeTensorMode
 
-FP32_BYTES, BF16_BYTES = 4, 2
+FP32_BYTES = 4
 # First and second moment of a parameter, in fp32 or in 8 bits.
 ADAMW_BYTES = {"adamw": 8, "adamw8bit": 2}
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -143,18 +143,11 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     if every round is saved.
     """
     path = FP32_BYTES * path_parameters
-    sizes = {level: grid.layout(level).size for level in grid.level_names}
-    feedback = sum(
-        2 * BF16_BYTES * size
-        for level, size in sizes.items()
-        if codec_of(run, level).feedback_decay is not None
-    )
     is_saved = run.rounds.save_every_rounds == 1
     return {
         "anchors that are not saved": 0 if is_saved else 2 * path,
         "snapshots": path,
-        "error feedback, old and new": feedback,
-        "an encoded contribution": max(file_bytes(run, grid, level) for level in sizes),
+        "an encoded contribution": max(file_bytes(run, grid, level) for level in grid.level_names),
         "new states, until they are on the disk": 2 * path,
     }
 
