@@ -13,9 +13,10 @@ held-out sequences, by which a setting is chosen; `loss` that of others, which i
 token. `tokens` are those of all peers, `bytes` what one receives, as `dipaco-bootstrap plan` has
 it.
 
---table chooses among the settings of a row those of the least `chosen_by` in the last round, and
-tells how many inner steps, tokens and bytes each row needs to reach the loss of one machine after
---at steps; between scored rounds the loss is taken as linear in the logarithm of steps.
+--table chooses among the settings of a row those of the least `chosen_by` in the last round that
+all were scored after, and tells how many inner steps, tokens and bytes each row needs to reach the
+loss of one machine after --at steps; between scored rounds the loss is taken as linear in the
+logarithm of steps.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def table(lines: Sequence[Figures], at: int) -> str:
         parts += [f"private modules {of['private_outer']}"] if of["private_outer"] else []
         setting = ", ".join([*parts, f"{of['steps']} steps a round"])
         rows.setdefault(row, {}).setdefault(setting, []).append(line)
-    best = {row: min(s.items(), key=lambda s: _last(s[1])["chosen_by"]) for row, s in rows.items()}
+    best = {row: chosen_setting(settings) for row, settings in rows.items()}
     one = [line for row, (_, curve) in best.items() if row[:2] == (False, 1) for line in curve]
     target = next((line["loss"] for line in one if _steps(line) == at), None)
     if target is None:
@@ -167,6 +168,15 @@ def table(lines: Sequence[Figures], at: int) -> str:
             amounts = f"{steps:.0f} | {at / steps:.2f} | {tokens:.2f} M | {received:.1f}"
         told.append(f"| {kind}, {peers} | {amounts} | {setting} |")
     return "\n".join(told)
+
+
+def chosen_setting(settings: Mapping[str, list[Figures]]) -> tuple[str, list[Figures]]:
+    """Return the setting of the least `chosen_by` after the last steps that all were scored at."""
+    common = max(set.intersection(*({_steps(line) for line in c} for c in settings.values())))
+    return min(
+        settings.items(),
+        key=lambda item: min(line["chosen_by"] for line in item[1] if _steps(line) == common),
+    )
 
 
 def steps_to(target: float, curve: Sequence[Mapping[str, Any]]) -> float | None:
