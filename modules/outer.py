@@ -121,6 +121,21 @@ class OuterGradient:
         return self.anchor[part] - self.local[part]
 
 
+def publish(gradient: OuterGradient, codec: Codec) -> bytearray:
+    """Return the file of an outer gradient, and make `gradient.local` what the file says it is.
+
+    Who trains goes on from `new anchor + (parameters - gradient.local)`: what the encoding loses
+    stays in the parameters, and so in the next outer gradient. Nobody is told a part twice, and
+    there is no other memory of it.
+    """
+    values = gradient.numel()
+    data = codec.encode(gradient)
+    for begin, end in pieces(values):
+        told = codec.decode(data, values, begin, end)
+        torch.sub(gradient.anchor[begin:end], told, out=gradient.local[begin:end])
+    return data
+
+
 UNKNOWN = Usual()
 
 

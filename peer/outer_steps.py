@@ -27,7 +27,7 @@ from pathlib import Path
 
 from dipaco.dht.chain import Head, Row, Step, sign_row
 from dipaco.dht.view import claimed_tokens
-from dipaco.modules.contributions import pieces, publish
+from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
 from dipaco.modules.errors import (
     ConfigurationError,
@@ -36,6 +36,7 @@ from dipaco.modules.errors import (
     IntegrityError,
     StorageError,
 )
+from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState
 
 from .member import actions as a
@@ -155,7 +156,7 @@ class OuterSteps:
             reason = "the local parameters are no longer numbers"
             self._report(e.PublishFailed(module, action.round_index, reason, is_finite=False))
             return
-        data, snapshot.next_error = publish(gradient, node.rule.codec_of(module), snapshot.error)
+        data = publish(gradient, node.rule.codec_of(module))
         row = sign_row(
             Row(
                 module,

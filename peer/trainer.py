@@ -3,12 +3,12 @@
 No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
 `adopt` when there is a new state: the step of the round, or what others made. Nothing is kept by
 name (design 4.5): what was trained before the snapshot is in the new state or lost, and local
-becomes `new anchor + (local - snapshot)`. Without steps in between the difference is exactly zero
-and local becomes exactly the anchor, as in the reference. Where a round brought no state, nothing
-is called, and the next snapshot holds everything since the anchor.
+becomes `new anchor + (local - snapshot)`. A snapshot that was published is what its file says, so
+the difference is what was trained since and what the encoding lost. Where a round brought no state,
+nothing is called, and the next snapshot holds everything since the anchor.
 
 In main memory, for a parameter: the anchor has 8 bytes until it is on the disk, a snapshot 4 until
-its round has ended, error feedback 2, where the codec has it.
+its round has ended.
 """
 
 from __future__ import annotations
@@ -49,12 +49,9 @@ class Snapshot:
     path: int
     anchor: ModuleState
     local: torch.Tensor
+    """As trained; once it is published, as its contribution says."""
     tokens: int
     """Trained since the last snapshot that a state was adopted for, or since the anchor."""
-    error: torch.Tensor | None = None
-    """What the contribution before this one has lost in its encoding; bf16."""
-    next_error: torch.Tensor | None = None
-    """What this one loses; it counts once a state was adopted."""
 
     def outer_gradient(self) -> OuterGradient:
         """Return anchor minus local. What is not finite there is not finite here."""
@@ -69,7 +66,6 @@ class _Module:
     tokens: int = 0
     """Trained since the base of the next contribution."""
     snapshot: Snapshot | None = None
-    error: torch.Tensor | None = None
 
 
 class PathTrainer:
@@ -189,7 +185,6 @@ class PathTrainer:
             progress.anchor,
             gather_module(self.model, self.grid, module),
             progress.tokens,
-            progress.error,
         )
         return progress.snapshot
 
@@ -203,7 +198,6 @@ class PathTrainer:
         add_to_module(self.model, self.grid, module, state.parameters, base)
         if taken is not None:
             progress.tokens -= taken.tokens
-            progress.error = taken.next_error
         progress.anchor, progress.snapshot = state, None
         # The schedule follows what all replicas of the path trained together.
         own_steps = progress.tokens // self.tokens_per_step
@@ -213,7 +207,7 @@ class PathTrainer:
         """Go back to the anchor: the local parameters are no longer numbers."""
         progress = self._modules[module]
         scatter_module(self.model, self.grid, module, progress.anchor.parameters)
-        progress.snapshot = progress.error = None
+        progress.snapshot = None
         progress.tokens = 0
         self.inner.reset()
 

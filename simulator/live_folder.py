@@ -3,6 +3,7 @@
     swarm.json                  run, next round, peers, steps per round, optimizer
     anchors/L0.E0               module states, in the format of `dipaco.modules.state`
     workers/00000.safetensors   counters, local parameters and AdamW state of one worker
+    workers/00000.lost.L0.E0    what the encoding of its last contribution to a module lost
 
 Files are replaced one by one, each atomically, and each names its round and version. So the folder
 can be read at any instant, and a simulation continues from it bit for bit.
@@ -22,7 +23,7 @@ import torch
 from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.files import atomic_write
 
-SIMULATION_FORMAT = "dipaco-simulation/2"
+SIMULATION_FORMAT = "dipaco-simulation/3"
 _METADATA = "worker"
 _TENSOR = "tensor"
 
@@ -87,6 +88,11 @@ def worker_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.safetensors"
 
 
+def lost_file(folder: Path, number: int, module: str) -> Path:
+    """Return the file of what the encoding of a worker's last contribution lost."""
+    return folder / f"{number:05d}.lost.{module}"
+
+
 def write_worker(
     file: Path,
     notes: Mapping[str, Any],
@@ -103,15 +109,15 @@ def write_worker(
     atomic_write(file, safetensors.torch.save(tensors, metadata={_METADATA: metadata}))
 
 
-def write_error(file: Path, lost: torch.Tensor) -> None:
+def write_lost(file: Path, lost: torch.Tensor) -> None:
     """Write what the encoding of a contribution lost. Raises StorageError."""
-    atomic_write(file, safetensors.torch.save({"error": lost}))
+    atomic_write(file, safetensors.torch.save({"lost": lost}))
 
 
-def read_error(file: Path) -> torch.Tensor:
-    """Read what `write_error` wrote. Raises IntegrityError for a broken file."""
+def read_lost(file: Path) -> torch.Tensor:
+    """Read what `write_lost` wrote. Raises IntegrityError for a broken file."""
     try:
-        return safetensors.torch.load(file.read_bytes())["error"]
+        return safetensors.torch.load(file.read_bytes())["lost"]
     except (OSError, safetensors.SafetensorError, KeyError) as error:
         raise IntegrityError(f"{file} is broken: {error}; remove it") from None
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.contributions import Codec, Data, publish
+from dipaco.modules.contributions import Codec, Data
 from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, KeptOptimizer
-from dipaco.modules.outer import Contribution, OuterGradient
+from dipaco.modules.outer import Contribution, OuterGradient, publish
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
@@ -93,22 +93,22 @@ class PathWorker:
 
     def publish(self, module: str, codec: Codec) -> Data:
         """Return the file of this worker's outer gradient; what its encoding lost is kept."""
-        error = self._shelf.errors.get((self.number, module))
-        data, lost = publish(self.outer_gradient(module), codec, error)
-        if lost is not None:
-            self._shelf.keep_error(self.number, module, lost)
+        gradient = self.outer_gradient(module)
+        local = gradient.local.clone()
+        data = publish(gradient, codec)
+        self._shelf.keep_lost(self.number, module, local.sub_(gradient.local))
         return data
 
     def commit(self, module: str) -> None:
-        """Go on from the newest state of a module, which contains all of this worker's steps."""
+        """Go on from the newest state of a module, which contains all of this worker's steps, and
+        from what their encoding lost."""
         summary = self._states.summary(module)
         self._versions[module] = summary.version
         self.unmerged_tokens[module] = 0
         # Replicas advance the schedule of their path together.
         self.path_step = max(self.path_step, self._counted_steps(summary))
         if self._bench.occupant is self:
-            parameters = self._states[module].parameters
-            scatter_module(self._bench.model, self._grid, module, parameters)
+            scatter_module(self._bench.model, self._grid, module, self._begun(module))
         else:
             self._shelf.forget_local(self.number, module)
 
@@ -146,19 +146,24 @@ class PathWorker:
         if self._shelf.writes_through:
             self._put_on_shelf()
 
-    def outer_gradient(self, module: str) -> torch.Tensor:
-        """Compute it, on the bench or from the shelf."""
-        anchor = self._states[module].parameters
+    def outer_gradient(self, module: str) -> OuterGradient:
+        """Return the anchor minus a copy of the local parameters, from the bench or the shelf."""
         if self._bench.occupant is self:
             local = gather_module(self._bench.model, self._grid, module)
         elif self.unmerged_tokens[module]:
             kept = self._shelf.local(self.number, module)
             if kept is None:
                 raise IntegrityError(f"the local {module} of path {self.peer.path} is lost")
-            local = kept.to("cpu")
+            local = kept.to("cpu", copy=True)
         else:
-            local = anchor
-        return OuterGradient(anchor, local)[:]
+            local = self._begun(module).clone()
+        return OuterGradient(self._states[module].parameters, local)
+
+    def _begun(self, module: str) -> torch.Tensor:
+        """Return the local parameters before the first step on an anchor: what the encoding of the
+        last contribution lost is in them."""
+        anchor, lost = self._states[module].parameters, self._shelf.lost(self.number, module)
+        return anchor if lost is None else lost + anchor
 
     def park(self) -> None:
         """Leave the bench, if this worker is on it."""
@@ -169,7 +174,7 @@ class PathWorker:
         self._bench.occupant = None
 
     def _put_on_shelf(self) -> None:
-        """Store what is on the bench. A module without new steps equals its anchor bit for bit."""
+        """Store what is on the bench. A module without new steps is as it was begun."""
         bench, shelf = self._bench, self._shelf
         local = {
             module: gather_module(bench.model, self._grid, module, shelf.device)
@@ -193,7 +198,7 @@ class PathWorker:
             # What was put aside before the last outer step of a module is part of its anchor.
             flat = luggage.local.get(module) if self.unmerged_tokens[module] else None
             if flat is None:
-                flat = self._states[module].parameters
+                flat = self._begun(module)
             scatter_module(bench.model, self._grid, module, flat)
         if luggage.optimizer is None:
             bench.inner.reset()

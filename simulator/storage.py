@@ -4,10 +4,8 @@
     folder   files, with one worker in memory at a time: hundreds of paths. Every segment and every
              outer step is saved, so a killed simulation repeats at most one segment
 
-Both give the same bits, unless a process is killed within an outer step of a codec with error
-feedback: what that had lost then counts twice. `open_storage` makes the `Storage` of a simulation:
-a `WorkerShelf` for what a worker leaves when it makes room for the next, and the newest state of
-every module.
+Both give the same bits. `open_storage` makes the `Storage` of a simulation: a `WorkerShelf` for
+what a worker leaves when it makes room for the next, and the newest state of every module.
 """
 
 from __future__ import annotations
@@ -35,12 +33,13 @@ from dipaco.routing.run_folder import RunFolder
 
 from .live_folder import (
     LiveFolder,
-    read_error,
+    lost_file,
     read_local,
+    read_lost,
     read_luggage,
     read_notes,
     worker_file,
-    write_error,
+    write_lost,
     write_worker,
 )
 from .settings import SimulatorSettings
@@ -70,12 +69,14 @@ class WorkerShelf(ABC):
         """Where local parameters are put."""
         self.keeps_optimizers = keeps_optimizers
         """Whether AdamW is kept as it is, on the device of the model."""
-        self.errors: dict[tuple[int, str], torch.Tensor] = {}
-        """What the encoding lost, by worker and module, bf16."""
 
-    def keep_error(self, number: int, module: str, lost: torch.Tensor) -> None:
-        """Keep what the encoding of a worker's last contribution lost."""
-        self.errors[number, module] = lost
+    @abstractmethod
+    def keep_lost(self, number: int, module: str, lost: torch.Tensor) -> None:
+        """Keep what the encoding of a worker's contribution lost, flat fp32."""
+
+    @abstractmethod
+    def lost(self, number: int, module: str) -> torch.Tensor | None:
+        """Return what the encoding of a worker's last contribution lost, or None before it."""
 
     @abstractmethod
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
@@ -104,6 +105,15 @@ class MemoryShelf(WorkerShelf):
     def __init__(self, device: torch.device, *, keeps_optimizers: bool) -> None:
         super().__init__(device, keeps_optimizers=keeps_optimizers)
         self._kept: dict[int, Luggage] = {}
+        self._lost: dict[tuple[int, str], torch.Tensor] = {}
+
+    def keep_lost(self, number: int, module: str, lost: torch.Tensor) -> None:
+        """Keep it."""
+        self._lost[number, module] = lost
+
+    def lost(self, number: int, module: str) -> torch.Tensor | None:
+        """Return it."""
+        return self._lost.get((number, module))
 
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
         """Keep the luggage; the worker keeps its counters itself."""
@@ -134,14 +144,15 @@ class DiskShelf(WorkerShelf):
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         remove_stale_temporaries(folder, older_than_s=0.0)
-        for file in folder.glob("*.error.*"):
-            number, _, module = file.name.split(".", 2)
-            self.errors[int(number), module] = read_error(file)
 
-    def keep_error(self, number: int, module: str, lost: torch.Tensor) -> None:
-        """Keep it in a file of its own, too."""
-        super().keep_error(number, module, lost)
-        write_error(self._folder / f"{number:05d}.error.{module}", lost)
+    def keep_lost(self, number: int, module: str, lost: torch.Tensor) -> None:
+        """Write it into a file of its own, before the step that its contribution is for."""
+        write_lost(lost_file(self._folder, number, module), lost)
+
+    def lost(self, number: int, module: str) -> torch.Tensor | None:
+        """Read it."""
+        file = lost_file(self._folder, number, module)
+        return read_lost(file) if file.exists() else None
 
     def put(self, number: int, notes: Mapping[str, Any], luggage: Luggage) -> None:
         """Replace the file of a worker."""

@@ -21,8 +21,10 @@ NAMES = sorted(
 
 sys.path.insert(0, str(FOLDER))
 import gpu_path  # noqa: E402
+import worth  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
 from parts import common, mutations  # noqa: E402
+from parts.changed_run import ChangedRun, read_changes  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
 
 # Prints what each of the scripts named in the arguments says to --help: one process, because
@@ -167,6 +169,38 @@ def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:
     assert run.validation_tokens(plan, 0).shape == (16, 16)
     assert run.genesis_state(plan, "L1.E1").layout.size > 0
     assert run.tokenizer(plan).vocabulary_size == 320
+
+
+def test_one_path_has_what_all_paths_have(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+    )
+    run = make_synthetic_run(tmp_path / "run", model, train_sequences=8, validation_sequences=40)
+    changes = read_changes(["outer.momentum=0.5", "contributions.codec=sign", "seed=3"])
+    grid = ChangedRun(run.path, changes, held_out_every=2)
+    whole = ChangedRun(run.path, changes, one_path=True, held_out_every=2)
+    plan = whole.plan()
+    assert (plan.outer.momentum, plan.contributions.codec, plan.seed) == (0.5, "sign", 3)
+    assert whole.train_tokens(plan, 0).shape == (32, 16)
+    assert whole.shard_index(plan).paths[0].train_sequences == 32
+    for half in range(2):
+        of_paths = [row.tobytes() for path in range(4) for row in grid.held_out(path)[half]]
+        assert of_paths == [row.tobytes() for row in whole.held_out(0)[half]]
+        assert 10 < len(of_paths) < 60
+    states = {module: grid.genesis_state(grid.plan(), module) for module in grid_modules(grid)}
+    base = {module: whole.genesis_state(plan, module) for module in grid_modules(whole)}
+    assert grid.scores(states) == pytest.approx(whole.scores(base), abs=1e-4)
+
+
+def grid_modules(run: ChangedRun) -> tuple[str, ...]:
+    return run.grid(run.plan()).modules()
+
+
+def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored() -> None:
+    curve = [{"round": n, "of": {"steps": 10}, "loss": loss} for n, loss in ((4, 3.0), (9, 2.0))]
+    assert worth.steps_to(2.5, curve) == pytest.approx(60.0)
+    assert worth.steps_to(3.0, curve) == 40
+    assert worth.steps_to(1.9, curve) is None
 
 
 def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:

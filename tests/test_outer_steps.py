@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dipaco.dht.chain import Head, Step
+from dipaco.dht.chain import Head, Row, Step
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
@@ -38,9 +38,18 @@ def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer
         peer.outer.stop()
 
 
+def lost(peer: Peer, row: Row, trained: torch.Tensor) -> torch.Tensor:
+    """Return what the encoding of a first contribution lost."""
+    anchor = peer.genesis[MODULE].parameters
+    data = peer.node.contributions.find(row.file).read_bytes()
+    told = anchor - peer.node.rule.codec_of(MODULE).decode(data, anchor.numel())
+    return trained - told
+
+
 def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Peer]) -> None:
     one, other, keeper = swarm
     rows = (one.publish(), other.publish())
+    trained = one.local()
     assert rows[0].tokens == 2 * one.trainer.tokens_per_step  # type: ignore[union-attr]
     step = Step.of(rows)
     heads = []
@@ -56,7 +65,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert heads[0].digest == expected.digest
 
     one.adopt(heads[0], save=True)
-    assert torch.equal(one.local(), expected.parameters)
+    assert torch.equal(one.local(), lost(one, rows[0], trained) + expected.parameters)
     assert one.node.held.get(MODULE) == heads[0]
     assert one.node.chains.served(MODULE) == (step.name, heads[0])
     (commit,) = one.events.of("commit")
@@ -104,7 +113,7 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     missing = one.do(a.FetchState(head, (other.me,)))
     assert isinstance(missing, e.FetchFailed)
     one.fetched[head.digest] = other.node.held.waiting(MODULE, step.name)
-    one.publish()
+    row, trained = one.publish(), one.local()
     fetched = one.do(a.FetchState(head, (other.me,)))
     assert fetched == e.StateFetched(head)
     scored = one.do(a.Check(MODULE, step.name))
@@ -113,8 +122,9 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     assert scored.loss_after is not None
     one.node.chains.add_verified([step])
     one.adopt(head)
-    # What was trained before the boundary is not in it, and is lost.
-    assert torch.equal(one.local(), one.node.held.find(MODULE, step.name).parameters)
+    # What was trained before the boundary is not in it, and is lost, but for what was not told.
+    state = one.node.held.find(MODULE, step.name)
+    assert torch.equal(one.local(), lost(one, row, trained) + state.parameters)
     assert isinstance(one.do(a.Publish(MODULE, 1, step.name, 0.0)), e.PublishFailed)
 
 

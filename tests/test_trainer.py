@@ -9,7 +9,8 @@ import pytest
 import torch
 from dipaco.modules import device
 from dipaco.modules.compose import gather_module
-from dipaco.modules.contributions import CODECS, publish
+from dipaco.modules.contributions import CODECS
+from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.peer.check import needs
 from dipaco.peer.trainer import PathTrainer
@@ -116,21 +117,19 @@ def test_the_path_step_follows_what_replicas_trained(trainer: PathTrainer) -> No
     assert trainer.path_step == 7
 
 
-def test_what_the_encoding_loses_is_added_once(trainer: PathTrainer) -> None:
+def test_what_the_encoding_loses_stays_once(trainer: PathTrainer) -> None:
     """Also where a round brought no step: its contribution is in the next one as a whole."""
     codec = CODECS["sign"]
     trainer.inner_step()
-    first = trainer.snapshot(MODULE)
-    _, first.next_error = publish(first.outer_gradient(), codec, first.error)
-    assert first.next_error is not None
-    assert trainer.snapshot(MODULE).error is None  # No step came.
-    again = trainer.snapshot(MODULE)
-    _, again.next_error = publish(again.outer_gradient(), codec, again.error)
-    trainer.adopt(MODULE, following(again.anchor, 0.0))
-    kept = trainer.snapshot(MODULE).error
-    assert kept is again.next_error
-    assert kept is not None
-    assert kept.dtype == torch.bfloat16
+    publish(trainer.snapshot(MODULE).outer_gradient(), codec)
+    snapshot = trainer.snapshot(MODULE)  # No step came.
+    anchor, trained = snapshot.anchor.parameters, snapshot.local.clone()
+    assert torch.equal(trained, local(trainer))
+    data = publish(snapshot.outer_gradient(), codec)
+    told = anchor - codec.decode(data, anchor.numel())
+    stepped = following(snapshot.anchor, 0.1)
+    trainer.adopt(MODULE, stepped)
+    assert torch.equal(local(trainer), stepped.parameters + (trained - told))
 
 
 def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer: PathTrainer) -> None:

@@ -27,7 +27,6 @@ from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 
-BF16_BYTES = 2
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 LOGITS = "logits, at most"
@@ -115,18 +114,11 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     if every round is saved.
     """
     path = FP32_BYTES * path_parameters
-    sizes = {level: grid.layout(level).size for level in grid.level_names}
-    feedback = sum(
-        2 * BF16_BYTES * size
-        for level, size in sizes.items()
-        if codec_of(run, level).feedback_decay is not None
-    )
     is_saved = run.rounds.save_every_rounds == 1
     return {
         "anchors that are not saved": 0 if is_saved else 2 * path,
         "snapshots": path,
-        "error feedback, old and new": feedback,
-        "an encoded contribution": max(file_bytes(run, grid, level) for level in sizes),
+        "an encoded contribution": max(file_bytes(run, grid, level) for level in grid.level_names),
         "new states, until they are on the disk": 2 * path,
     }
 

@@ -1,0 +1,123 @@
+"""A prepared run with a few fields of its plan changed, for the reference alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dipaco.modules.compose import load_path
+from dipaco.modules.config import parse_config
+from dipaco.modules.errors import ConfigurationError
+from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.state import ModuleState
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.run_folder import RunFolder
+
+Changes = Mapping[str, Any]
+"""New values of fields of the plan, by "section.field" or "field"."""
+
+# The plan of one path that has all shards: a single module, which replicas share as in DiLoCo.
+ONE_PATH: Changes = {
+    "grid.modules_per_level": [1],
+    "grid.private_blocks": [],
+    "grid.private_embedding": False,
+    "rounds.level_offsets": None,
+}
+
+
+def read_changes(texts: list[str]) -> dict[str, Any]:
+    """Read "outer.momentum=0.5"; a value is JSON, or else a text."""
+    changes: dict[str, Any] = {}
+    for text in texts:
+        field, found, value = text.partition("=")
+        if not found:
+            raise ConfigurationError(f"'{text}' is no change; write outer.momentum=0.5")
+        try:
+            changes[field] = json.loads(value)
+        except ValueError:
+            changes[field] = value
+    return changes
+
+
+class ChangedRun(RunFolder):
+    """A run folder with another plan.
+
+    :param one_path: a single path has all shards and all held-out sequences
+    :param held_out_every: one of so many held-out sequences is scored, the same of every grid
+    """
+
+    def __init__(
+        self, folder: Path, changes: Changes, *, one_path: bool = False, held_out_every: int = 1
+    ) -> None:
+        super().__init__(folder)
+        self._source = RunFolder(folder)
+        self._one_path = one_path
+        self._held_out_every = held_out_every
+        values = self._source.plan().model_dump(mode="json")
+        for field, value in ({**ONE_PATH, **changes} if one_path else changes).items():
+            section, _, name = field.rpartition(".")
+            (values[section] if section else values)[name] = value
+        self._plan = parse_config(RunPlan, values, "--set")
+
+    def plan(self) -> RunPlan:
+        """Return the plan as it is changed."""
+        return self._plan
+
+    def shard_index(self, plan: RunPlan) -> ShardIndex:
+        """Return the shards; those of one path together."""
+        index = self._source.shard_index(self._source.plan())
+        if not self._one_path:
+            return index
+        sequences = sum(shard.train_sequences for shard in index.paths)
+        whole = index.paths[0].model_copy(update={"train_sequences": sequences})
+        return index.model_copy(update={"paths": (whole,)})
+
+    def train_tokens(self, plan: RunPlan, path: int) -> np.ndarray:
+        """Return the training sequences of a path."""
+        return self._of_path(self._source.train_tokens, path)
+
+    def validation_tokens(self, plan: RunPlan, path: int) -> np.ndarray:
+        """Return the held-out sequences of a path."""
+        return self._of_path(self._source.validation_tokens, path)
+
+    def _of_path(self, read: Callable[[RunPlan, int], np.ndarray], path: int) -> np.ndarray:
+        plan = self._source.plan()
+        if not self._one_path:
+            return read(plan, path)
+        paths = range(self._source.grid(plan).path_count)
+        return np.concatenate([read(plan, path) for path in paths])
+
+    def held_out(self, path: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the held-out sequences of a path by which is chosen, and those that are told.
+
+        Which these are follows from what is in them: they are the same however paths divide them.
+        """
+        rows = self.validation_tokens(self._plan, path)
+        marks = np.array([zlib.crc32(row.tobytes()) for row in rows]) % (2 * self._held_out_every)
+        return rows[marks == 0], rows[marks == 1]
+
+    def scores(self, states: Mapping[str, ModuleState]) -> dict[str, float]:
+        """Return the losses of every path's states on its held-out sequences, nats a token."""
+        halves = zip(*self._sums(states), strict=True)
+        losses = [LossSum.total(half).loss for half in halves]
+        return {
+            name: round(math.nan if loss is None else loss, 5)
+            for name, loss in zip(("chosen_by", "loss"), losses, strict=True)
+        }
+
+    def _sums(self, states: Mapping[str, ModuleState]) -> Iterator[tuple[LossSum, LossSum]]:
+        grid, model = self.grid(self._plan), PathModel(self._plan.model).eval()
+        prefix = self._plan.routing.prefix_tokens
+        for path in range(grid.path_count):
+            load_path(model, grid, path, states)
+            chosen_by, told = self.held_out(path)
+            yield (
+                LossSum(*sum_losses(model, chosen_by, prefix)),
+                LossSum(*sum_losses(model, told, prefix)),
+            )

@@ -1,0 +1,222 @@
+"""What a peer is worth: the loss of any number of peers, round by round, and the speed-up.
+
+    python benchmarks/worth.py RUN_DIR --log FILE --one-path --rounds 12,24,48
+    python benchmarks/worth.py RUN_DIR --log FILE --peers 8 --rounds 4,8,12,16 \\
+        --set inner.learning_rate=3e-3 outer.momentum=0 outer.learning_rate=1
+    python benchmarks/worth.py --log FILE --table --at 480
+
+RUN_DIR is a prepared run. The reference trains it in one process, with any field of the plan
+changed by --set: one machine (--one-path), DiLoCo (--one-path --peers 8: replicas of one path that
+has all shards) or DiPaCo (the run's grid, peers spread evenly over its paths). One line of JSON for
+each scored round is appended to --log, and none is made twice. `chosen_by` is the loss of some
+held-out sequences, by which a setting is chosen; `loss` that of others, which is told; nats a
+token. `tokens` are those of all peers, `bytes` what one receives, as `dipaco-bootstrap plan` has
+it.
+
+--table chooses among the settings of a row those of the least `chosen_by` in the last round that
+all were scored after, and tells how many inner steps, tokens and bytes each row needs to reach the
+loss of one machine after --at steps; between scored rounds the loss is taken as linear in the
+logarithm of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from dipaco.modules.contributions import CODECS
+from dipaco.modules.errors import ConfigurationError, DipacoError
+from dipaco.modules.grid import PRIVATE_LEVEL
+from dipaco.simulator.reference import ReferenceSwarm
+from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from parts.changed_run import ChangedRun, read_changes
+
+Figures = dict[str, Any]
+AMOUNTS = ("tokens", "bytes")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="a prepared run")
+    parser.add_argument("--log", type=Path, required=True, help="where figures are appended")
+    parser.add_argument("--peers", type=int, help="that train (one for each path)")
+    parser.add_argument("--one-path", action="store_true", help="a path that has all shards")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the plan")
+    parser.add_argument("--private-outer", help="RATE/MOMENTUM of private modules (the plan's)")
+    parser.add_argument("--steps", type=int, default=10, help="inner steps of a round (10)")
+    parser.add_argument("--rounds", default="10", help="scored after these (10)")
+    parser.add_argument("--held-out-every", type=int, default=4, help="scored sequences (each 4th)")
+    parser.add_argument("--table", action="store_true", help="only tell what --log has")
+    parser.add_argument("--at", type=int, default=480, help="steps of one machine (480)")
+    return parser.parse_args()
+
+
+class Swarm(ReferenceSwarm):
+    """The reference, in which private modules may have an outer step of their own."""
+
+    private_outer: Figures | None = None
+
+    def _step_module(self, module: str) -> None:
+        rule = self._rule
+        if self.private_outer and self.grid.level_of(module) == PRIVATE_LEVEL:
+            outer = rule.outer.model_copy(update=self.private_outer)
+            self._rule = type(rule)(rule.contributions, outer, rule.shard_sequences)
+        super()._step_module(module)
+        self._rule = rule
+
+
+def measure(chosen: argparse.Namespace) -> None:
+    """Train and score what was asked for, unless the log has it."""
+    changes = read_changes(chosen.set)
+    run = ChangedRun(
+        chosen.run, changes, one_path=chosen.one_path, held_out_every=chosen.held_out_every
+    )
+    paths = run.grid(run.plan()).path_count
+    peers = chosen.peers or paths
+    if peers % paths:
+        raise ConfigurationError(f"--peers {peers} must be a multiple of the {paths} paths")
+    of = {
+        "run": str(chosen.run),
+        "one_path": chosen.one_path,
+        "peers": peers,
+        "steps": chosen.steps,
+        "set": changes,
+        "private_outer": chosen.private_outer,
+        "held_out_every": chosen.held_out_every,
+    }
+    known = [(line["of"], line["round"]) for line in read_log(chosen.log)]
+    missing = [n for n in map(int, chosen.rounds.split(",")) if (of, n) not in known]
+    if not missing:
+        return
+    swarm = Swarm(
+        run,
+        steps_per_round=chosen.steps,
+        peers=[SimulatedPeer(n % paths, n // paths) for n in range(peers)],
+        settings=SimulatorSettings(validation_sequences=0),
+    )
+    if chosen.private_outer:
+        rate, momentum = map(float, chosen.private_outer.split("/"))
+        swarm.private_outer = {"learning_rate": rate, "momentum": momentum}
+    batch_tokens = swarm.plan.inner.batch_sequences * swarm.plan.model.sequence_length
+    for number in missing:
+        while swarm.next_round < number:
+            swarm.run_round()
+        amounts = {
+            "tokens": number * chosen.steps * peers * batch_tokens,
+            "bytes": number * received_bytes(swarm),
+        }
+        line = {"of": of, "round": number, **run.scores(swarm.states), **amounts}
+        text = json.dumps({**line, "cpu_s": round(time.process_time(), 1)})
+        print(text, flush=True)
+        with chosen.log.open("a") as file:
+            file.write(text + "\n")
+
+
+def received_bytes(swarm: ReferenceSwarm) -> int:
+    """Return what a peer of path 0 fetches in a round: the contributions of all others who train
+    one of its modules, or keep it where few train it."""
+    plan, grid, total = swarm.plan, swarm.grid, 0
+    for module in grid.modules_of_path(0):
+        trainers = sum(peer.path in grid.paths_of_module(module) for peer in swarm.peers)
+        holders = max(trainers, min(plan.rounds.copies, len(swarm.peers)))
+        shared, private = plan.contributions.codecs
+        codec = CODECS[private if grid.level_of(module) == PRIVATE_LEVEL else shared]
+        total += (holders - 1) * codec.file_bytes(grid.layout(module).size)
+    return total
+
+
+def read_log(file: Path) -> list[Figures]:
+    """Return the figures so far."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(lines: Sequence[Figures], at: int) -> str:
+    """Return the speed-up of each row of a log against one machine after `at` steps."""
+    rows: dict[tuple[Any, ...], dict[str, list[Figures]]] = {}
+    for line in lines:
+        of = line["of"]
+        row = (not of["one_path"], of["peers"], of["run"])
+        parts = [f"{field} {value}" for field, value in of["set"].items()]
+        parts += [f"private modules {of['private_outer']}"] if of["private_outer"] else []
+        setting = ", ".join([*parts, f"{of['steps']} steps a round"])
+        rows.setdefault(row, {}).setdefault(setting, []).append(line)
+    best = {row: chosen_setting(settings) for row, settings in rows.items()}
+    one = [line for row, (_, curve) in best.items() if row[:2] == (False, 1) for line in curve]
+    target = next((line["loss"] for line in one if _steps(line) == at), None)
+    if target is None:
+        raise ConfigurationError(f"the log has no one machine (--one-path) after {at} steps")
+    told = [
+        f"One machine after {at} steps: loss {target:.4f}, perplexity {math.exp(target):.1f}.\n",
+        "| | steps a peer | speed-up | tokens of all | MB received by a peer | setting |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for (is_grid, peers, run), (setting, curve) in sorted(best.items()):
+        kind = f"DiPaCo {Path(run).name}" if is_grid else "one machine" if peers == 1 else "DiLoCo"
+        steps, end = steps_to(target, curve), _last(curve)
+        amounts = "not reached | | |"
+        if steps is not None:
+            tokens, received = (steps / _steps(end) * end[name] / 1e6 for name in AMOUNTS)
+            amounts = f"{steps:.0f} | {at / steps:.2f} | {tokens:.2f} M | {received:.1f}"
+        told.append(f"| {kind}, {peers} | {amounts} | {setting} |")
+    return "\n".join(told)
+
+
+def chosen_setting(settings: Mapping[str, list[Figures]]) -> tuple[str, list[Figures]]:
+    """Return the setting of the least `chosen_by` after the last steps that all were scored at."""
+    common = max(set.intersection(*({_steps(line) for line in c} for c in settings.values())))
+    return min(
+        settings.items(),
+        key=lambda item: min(line["chosen_by"] for line in item[1] if _steps(line) == common),
+    )
+
+
+def steps_to(target: float, curve: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return after how many inner steps a curve reaches a loss, or None if it does not."""
+    before: tuple[float, float] | None = None
+    for line in sorted(curve, key=_steps):
+        steps, loss = _steps(line), line["loss"]
+        if loss <= target:
+            if before is None or before[1] == loss:
+                return steps
+            share = (before[1] - target) / (before[1] - loss)
+            return before[0] * (steps / before[0]) ** share
+        before = (steps, loss)
+    return None
+
+
+def _steps(line: Mapping[str, Any]) -> int:
+    return int(line["round"]) * int(line["of"]["steps"])
+
+
+def _last(curve: Sequence[Figures]) -> Figures:
+    return max(curve, key=_steps)
+
+
+def main() -> int:
+    """Measure or tell; returns the exit code."""
+    chosen = options()
+    torch.set_num_threads(1)
+    try:
+        if chosen.table:
+            print(table(read_log(chosen.log), chosen.at))
+        elif chosen.run is None:
+            raise ConfigurationError("give RUN_DIR, made by 'dipaco-bootstrap prepare', or --table")
+        else:
+            measure(chosen)
+    except DipacoError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
