@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PACKAGES := modules routing dht peer bootstrap inference simulator
+PACKAGES := base modules routing dht peer bootstrap inference simulator
 QUICK ?=
 NIGHTLY ?= build/nightly
 

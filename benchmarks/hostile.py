@@ -147,7 +147,7 @@ _STRANGER = """
 import hashlib, os, sys, threading
 from pathlib import Path
 from dipaco.dht.chain import Row, sign_row
-from dipaco.modules.blobs import BlobStore
+from dipaco.base.blobs import BlobStore
 from dipaco.peer.node import join_run
 from dipaco.peer.owner.uplink import Uplink
 folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])

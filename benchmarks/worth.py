@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.errors import ConfigurationError, DipacoError
 from dipaco.modules.grid import PRIVATE_LEVEL
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings

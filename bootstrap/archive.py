@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dipaco.base.errors import DipacoError, IntegrityError, NetworkError, StorageError
+from dipaco.base.files import atomic_write, link_or_copy, storage_errors, sync_folder
 from dipaco.dht.chain import Head
 from dipaco.dht.coverage import whole_scope
-from dipaco.modules.errors import DipacoError, IntegrityError, NetworkError, StorageError
-from dipaco.modules.files import atomic_write, link_or_copy, storage_errors, sync_folder
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state

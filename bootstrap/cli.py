@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from dipaco.modules.command_line import Command, Program
+from dipaco.base.command_line import Command, Program
 
 from .settings import (
     InviteSettings,

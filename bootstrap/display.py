@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dipaco.modules.command_line import shown_bytes
-from dipaco.modules.errors import printable
+from dipaco.base.command_line import shown_bytes
+from dipaco.base.errors import printable
+from dipaco.base.progress import StageProgress, bar_or_lines
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.modules.progress import StageProgress, bar_or_lines
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 from rich import box

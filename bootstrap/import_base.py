@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.base.files import sha256_of_file, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
-from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.files import sha256_of_file, storage_errors
 from dipaco.modules.llama import (
     CHAT_TEMPLATE,
     CONFIG_FILE,

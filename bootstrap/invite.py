@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.base.errors import ConfigurationError, ManifestError
+from dipaco.base.files import atomic_write, storage_errors
 from dipaco.dht.admission import (
     Gate,
     Invitation,
@@ -24,8 +26,6 @@ from dipaco.dht.admission import (
 from dipaco.dht.identity import raw_public_key
 from dipaco.dht.manifest import SignedManifest, load_or_create_operator_key, verify_manifest
 from dipaco.dht.records import RecordError
-from dipaco.modules.errors import ConfigurationError, ManifestError
-from dipaco.modules.files import atomic_write, storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
 from dipaco.routing.run_folder import RunFolder

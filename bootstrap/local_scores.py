@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import row_losses
-from dipaco.modules.files import atomic_write
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.token_corpus import Mapped
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.base.errors import ConfigurationError
 from dipaco.dht.admission import opened
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
 from dipaco.modules.memory import FP32_BYTES, USABLE_SHARE
 from dipaco.modules.plan import RunBlobs

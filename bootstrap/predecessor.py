@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dipaco.dht.manifest import (
-    SignedManifest,
-    load_or_create_operator_key,
-    operator_fingerprint,
-    verify_manifest,
-)
-from dipaco.modules.errors import (
+from dipaco.base.errors import (
     ConfigurationError,
     IntegrityError,
     ManifestError,
     NetworkError,
     StorageError,
 )
-from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.base.files import atomic_write, storage_errors
+from dipaco.dht.manifest import (
+    SignedManifest,
+    load_or_create_operator_key,
+    operator_fingerprint,
+    verify_manifest,
+)
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.plan import RunPlan

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.base.files import atomic_write, canonical_json
 from dipaco.dht.admission import opened
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.evaluate import sum_losses
-from dipaco.modules.files import atomic_write, canonical_json
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel

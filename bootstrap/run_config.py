@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.setting_sources import read_toml
 from dipaco.modules.config import (
     Config,
     ContributionsConfig,
@@ -17,7 +19,6 @@ from dipaco.modules.config import (
     RoundsConfig,
     parse_config,
 )
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import (
     PROTOCOL_VERSION,
@@ -27,7 +28,6 @@ from dipaco.modules.plan import (
     RunPlan,
     check_codec,
 )
-from dipaco.modules.setting_sources import read_toml
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
 from dipaco.routing.token_files import window_stride

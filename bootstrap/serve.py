@@ -13,9 +13,9 @@ import random
 import threading
 import time
 
+from dipaco.base.errors import DipacoError, ManifestError
 from dipaco.dht.addresses import OPERATOR_MARK
 from dipaco.dht.view import present_round
-from dipaco.modules.errors import DipacoError, ManifestError
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
 from dipaco.peer.guests import OWN_INVITATION, given_invitation

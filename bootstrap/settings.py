@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dipaco.base.command_line import ComputeSettings, Option, Settings
+from dipaco.base.errors import ConfigurationError
 from dipaco.dht.addresses import check_given_peer
-from dipaco.modules.command_line import ComputeSettings, Option, Settings
-from dipaco.modules.errors import ConfigurationError
 from dipaco.peer.settings import NodeSettings
 
 RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)

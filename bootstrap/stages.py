@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.files import atomic_write, canonical_json
+from dipaco.base.blobs import BlobStore
+from dipaco.base.files import atomic_write, canonical_json
 from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
 from pydantic import BaseModel
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dipaco.modules.blobs import BlobStore
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import canonical_json, sha256_of_file
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import InnerConfig, OuterConfig
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.files import canonical_json, sha256_of_file
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis_index
 from dipaco.modules.plan import RunPlan

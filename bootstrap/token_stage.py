@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.errors import CorpusError
+from dipaco.base.errors import CorpusError
 from dipaco.routing.corpus import Document, corpus_documents
 from dipaco.routing.token_corpus import (
     EncodedDocument,

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from dipaco.modules.errors import ConfigurationError, NetworkError, StorageError
+from dipaco.base.errors import ConfigurationError, NetworkError, StorageError
 
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dipaco.modules.errors import AddressError
+from dipaco.base.errors import AddressError
 from multiaddr import Multiaddr
 
 EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"

@@ -21,8 +21,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.modules.errors import AdmissionError
-from dipaco.modules.files import canonical_json
+from dipaco.base.errors import AdmissionError
+from dipaco.base.files import canonical_json
 from dipaco.modules.plan import RunPlan
 
 from .identity import (

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dipaco.modules.errors import DipacoError, ProtocolVersionError
+from dipaco.base.errors import DipacoError, ProtocolVersionError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from hivemind.p2p import PeerID

@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
-from dipaco.modules.errors import NetworkError
+from dipaco.base.errors import NetworkError
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import uvicorn
-from dipaco.modules.errors import AddressError
+from dipaco.base.errors import AddressError
 from starlette.applications import Starlette
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol

@@ -17,7 +17,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from dipaco.modules.errors import AddressError, StorageError
+from dipaco.base.errors import AddressError, StorageError
 
 logger = logging.getLogger("dipaco.dht.identity")
 

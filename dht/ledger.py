@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.modules.config import Config, parse_config
-from dipaco.modules.errors import ConfigurationError, StorageError
 from pydantic import Field
 
 from .chain import Step

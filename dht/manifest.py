@@ -20,14 +20,14 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from dipaco.modules.config import parse_config
-from dipaco.modules.errors import (
+from dipaco.base.errors import (
     ConfigurationError,
     ManifestError,
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.modules.files import canonical_json
+from dipaco.base.files import canonical_json
+from dipaco.modules.config import parse_config
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, protocol_remedy
 
 MAX_MANIFEST_BYTES = 2**16

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.errors import (
+from dipaco.base.errors import (
     AddressError,
     ClockError,
     DipacoError,
@@ -26,7 +26,7 @@ from dipaco.modules.errors import (
     StorageError,
     UnreachableError,
 )
-from dipaco.modules.files import atomic_write, sha256_of_file
+from dipaco.base.files import atomic_write, sha256_of_file
 from hivemind.p2p import p2p_daemon
 from hivemind.proto import dht_pb2
 

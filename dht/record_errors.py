@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dipaco.modules.errors import DipacoError
+from dipaco.base.errors import DipacoError
 
 # No count that a peer says is greater.
 MAX_COUNT = 2**53

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.modules.errors import ManifestError
+from dipaco.base.errors import ManifestError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer

@@ -19,11 +19,11 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.errors import CorpusError, IntegrityError
+from dipaco.base.errors import CorpusError, IntegrityError
+from dipaco.base.files import storage_errors
+from dipaco.base.progress import each
 from dipaco.modules.evaluate import LossSum
-from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.progress import each
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.modules.command_line import Command, Option
+from dipaco.base.command_line import Command, Option
 
 from .options import CorpusSettings, RerouterSettings, check_mix, parse_windows
 
@@ -52,9 +52,9 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
 
 
 def run(settings: EvaluationSettings) -> int:
-    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from dipaco.modules.progress import seldom
+    from dipaco.base.progress import seldom
     from dipaco.routing.corpus import iterate_documents
     from rich.console import Console
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 import safetensors
 import safetensors.torch
 import torch
+from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.config import ModelConfig
-from dipaco.modules.errors import ConfigurationError, StorageError
-from dipaco.modules.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.errors import StorageError
-from dipaco.modules.files import atomic_write, storage_errors
+from dipaco.base.errors import StorageError
+from dipaco.base.files import atomic_write, storage_errors
+from dipaco.base.progress import each
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import ShardIndex
-from dipaco.modules.progress import each
 from dipaco.routing.router import Router
 from dipaco.routing.routers import load_router
 from dipaco.routing.tokenizer import is_json

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.files import storage_errors
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import storage_errors
 from dipaco.modules.plan import RunPlan
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dipaco.modules.command_line import Command, Option
-from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.files import storage_errors
+from dipaco.base.command_line import Command, Option
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import storage_errors
 
 from .options import RerouterSettings
 
@@ -84,7 +84,7 @@ class ExportSettings(RerouterSettings):
 
 
 def run(settings: ExportSettings) -> int:
-    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    """Run the command. Raises the errors of `dipaco.base.errors`."""
     settings.prepare_process()
     notes = _notes(settings)
     with settings.open_source() as source:

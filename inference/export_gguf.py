@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
-from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.files import storage_errors
 from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import JsonPieces

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import SPLITS_SPECIAL, JsonPieces

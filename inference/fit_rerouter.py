@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.modules.config import Config, InnerConfig
 from dipaco.modules.device import autocast_for
-from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.inner import learning_rate_at
 from dipaco.modules.transformer import PathModel
 from pydantic import Field

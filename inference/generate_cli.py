@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from dipaco.modules.command_line import Command, Option
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.command_line import Command, Option
+from dipaco.base.errors import ConfigurationError
 
 from .options import RerouterSettings, SamplingSettings, check_mix
 
@@ -52,7 +52,7 @@ class GenerationSettings(SamplingSettings, RerouterSettings):
 
 
 def run(settings: GenerationSettings) -> int:
-    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from .generate import PathChooser, generate_tokens, prompt_tokens, stream_text
     from .sources import assemble_path

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from dipaco.base.command_line import ComputeSettings, Option, RunSettings, Settings
+from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.dht.addresses import check_given_peer
-from dipaco.modules.command_line import ComputeSettings, Option, RunSettings, Settings
-from dipaco.modules.errors import ConfigurationError, CorpusError
 
 from .sampling import Sampling
 

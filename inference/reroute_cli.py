@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.modules.command_line import Command, Option, Program
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.command_line import Command, Option, Program
+from dipaco.base.errors import ConfigurationError
 
 from .options import CorpusSettings, InferenceSettings, parse_windows
 
@@ -65,9 +65,9 @@ class FitSettings(CorpusSettings, InferenceSettings):
 
 
 def run(settings: FitSettings) -> int:
-    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from dipaco.modules.files import atomic_write
+    from dipaco.base.files import atomic_write
     from rich.console import Console
 
     from .document_windows import collect_windows

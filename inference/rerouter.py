@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
+from dipaco.base.files import storage_errors
 from dipaco.modules.canonical_file import read_arrays, write_arrays
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import autocast_for
-from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
-from dipaco.modules.files import storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from torch import nn

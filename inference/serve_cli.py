@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from dipaco.base.command_line import Command, Option
+from dipaco.base.errors import ConfigurationError, DipacoError, StorageError
 from dipaco.dht.addresses import check_proxy_name
-from dipaco.modules.command_line import Command, Option
-from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError
 
 from .options import RerouterSettings
 
@@ -81,7 +81,7 @@ class ServeSettings(RerouterSettings):
 
 
 def run(settings: ServeSettings) -> int:
-    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    """Run the command. Raises the errors of `dipaco.base.errors`."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
-from dipaco.modules.compose import load_path
-from dipaco.modules.errors import (
+from dipaco.base.errors import (
     ConfigurationError,
     DipacoError,
     IntegrityError,
@@ -25,6 +24,7 @@ from dipaco.modules.errors import (
     RunSelectionError,
     StorageError,
 )
+from dipaco.modules.compose import load_path
 from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dipaco.base.errors import IntegrityError
+from dipaco.base.files import storage_errors
+from dipaco.base.progress import each
 from dipaco.modules.device import autocast_for
-from dipaco.modules.errors import IntegrityError
-from dipaco.modules.files import storage_errors
 from dipaco.modules.memory import AtOnce
-from dipaco.modules.progress import each
 from dipaco.modules.transformer import PathModel, token_losses
 
 from .document_windows import DocumentWindows

@@ -23,10 +23,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import torch
+from dipaco.base.errors import IntegrityError
+from dipaco.base.files import canonical_json, storage_errors
 
 from .device import all_finite
-from .errors import IntegrityError
-from .files import canonical_json, storage_errors
 
 GREATEST_HEADER_BYTES = 2**26
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
+from dipaco.base.errors import ConfigurationError, nearest_name
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -17,8 +18,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-
-from .errors import ConfigurationError, nearest_name
 
 CodecName = Literal["float32", "int8", "int4", "int2", "sign", "top64"]
 MeanName = Literal["weighted_mean", "trimmed_mean", "centered_clipping"]

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from dipaco.base.errors import IntegrityError
 
 from .config import CodecName
-from .errors import IntegrityError
 
 Data = bytes | bytearray | memoryview
 """Anything with a buffer, such as a mapped file."""

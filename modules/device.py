@@ -11,8 +11,7 @@ import os
 import sys
 
 import torch
-
-from .errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 
 # Smaller arrays are no burden, and mapping them takes longer than using them.
 LEAST_OWN_VALUES = 2**16

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+from dipaco.base.errors import ConfigurationError
 
 from .config import GridConfig, ModelConfig
-from .errors import ConfigurationError
 from .transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
 
 PRIVATE_LEVEL = "P"

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from dipaco.base.blobs import is_sha256
+from dipaco.base.errors import ConfigurationError, IntegrityError
 
-from .blobs import is_sha256
-from .errors import ConfigurationError, IntegrityError
 from .grid import PRIVATE_LEVEL, Grid
 from .state import ModuleState
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dipaco.base.errors import ConfigurationError, DipacoError, nearest_name
 from torch import nn
 
 from .config import InnerConfig
 from .device import autocast_for, load_bitsandbytes, sent, training_format
-from .errors import ConfigurationError, DipacoError, nearest_name
 from .memory import (
     ADAMW_BYTES,
     FP32_BYTES,

@@ -14,9 +14,9 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 
 from .config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig
-from .errors import ConfigurationError, IntegrityError, StorageError
 from .grid import parameter_shapes
 from .transformer import EMBEDDING, HEAD
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
-from .errors import ConfigurationError, DipacoError
 from .transformer import LOGITS_AT_ONCE, PathModel
 
 logger = logging.getLogger(__name__)

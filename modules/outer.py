@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
+from dipaco.base.errors import IntegrityError
 
 from . import robust_mean
 from .config import ContributionsConfig, OuterConfig
 from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm, pieces
 from .device import all_finite, own_pages
-from .errors import IntegrityError
 from .grid import PRIVATE_LEVEL, ModuleLayout
 from .plan import RunPlan, ShardIndex
 from .robust_mean import fp32

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
+from dipaco.base.files import canonical_json
 from pydantic import (
     AfterValidator,
     Field,
@@ -27,7 +28,6 @@ from .config import (
     OuterConfig,
     RoundsConfig,
 )
-from .files import canonical_json
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
 PROTOCOL_VERSION = 6

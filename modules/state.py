@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dipaco.base.errors import IntegrityError
+from dipaco.base.files import atomic_write
 
 from .canonical_file import (
     GREATEST_HEADER_BYTES,
@@ -31,8 +33,6 @@ from .canonical_file import (
     read_header,
 )
 from .device import all_finite, own_pages
-from .errors import IntegrityError
-from .files import atomic_write
 from .grid import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/1"

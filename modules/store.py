@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-from .blobs import SharedContent
-from .errors import IntegrityError, StorageError
-from .files import (
+from dipaco.base.blobs import SharedContent
+from dipaco.base.errors import IntegrityError, StorageError
+from dipaco.base.files import (
     TEMPORARY_SUFFIX,
     atomic_file,
     atomic_write,
     remove_stale_temporaries,
     storage_errors,
 )
+
 from .grid import ModuleLayout, module_name_is_valid
 from .state import (
     ModuleState,

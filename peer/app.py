@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import atomic_write
 from dipaco.dht.node import be_client, note_port
 from dipaco.dht.records import Reachability
 from dipaco.modules.config import RoundsConfig
@@ -23,8 +25,6 @@ from dipaco.modules.device import (
     limit_memory,
     prepare_process,
 )
-from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.files import atomic_write
 from dipaco.modules.memory import release_memory
 
 from .background import Background

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
-from dipaco.modules.errors import DipacoError
+from dipaco.base.errors import DipacoError
 
 logger = logging.getLogger("dipaco.peer.background")
 

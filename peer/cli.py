@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dipaco.modules.command_line import Command
+from dipaco.base.command_line import Command
 
 from .owner.control_cli import COMMANDS as CONTROL_COMMANDS
 from .settings import PeerSettings

@@ -8,11 +8,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.dht.chain import Head, Step
 from dipaco.dht.coverage import whole_scope
 from dipaco.dht.manifest import newest_run
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state

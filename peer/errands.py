@@ -12,10 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
+from dipaco.base.errors import DipacoError
 from dipaco.dht.chain import Row, Step
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import DipacoError
 
 from .exchange.chain_store import ChainStore
 from .exchange.contribution_files import ContributionFiles

@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dipaco.base.errors import AdmissionError, StorageError
+from dipaco.base.files import atomic_write, decoded
 from dipaco.dht.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
 from dipaco.dht.identity import Identity
 from dipaco.dht.manifest import SignedManifest
 from dipaco.dht.records import RecordError
-from dipaco.modules.errors import AdmissionError, StorageError
-from dipaco.modules.files import atomic_write, decoded
 
 if TYPE_CHECKING:
     # The operator's tools read this file too, and need no network.

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from dipaco.base.errors import DipacoError
 from dipaco.dht.keeping import keepers
 from dipaco.dht.repetition import RecentFailures
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import DipacoError
 from dipaco.modules.plan import RunPlan
 
 from .background import Background

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dipaco.base.command_line import Command, Option, RunSettings
+from dipaco.base.errors import StorageError
 from dipaco.dht.addresses import check_given_peer
-from dipaco.modules.command_line import Command, Option, RunSettings
-from dipaco.modules.errors import StorageError
 
 if TYPE_CHECKING:
     from dipaco.dht.chain import Step

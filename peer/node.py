@@ -18,6 +18,15 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from dipaco.base.blobs import BlobStore, SharedContent
+from dipaco.base.errors import (
+    DipacoError,
+    NetworkError,
+    ProtocolVersionError,
+    StorageError,
+    UnreachableError,
+)
+from dipaco.base.files import atomic_write
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.admission import Gate
 from dipaco.dht.chain import genesis_name
@@ -26,15 +35,6 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
-from dipaco.modules.blobs import BlobStore, SharedContent
-from dipaco.modules.errors import (
-    DipacoError,
-    NetworkError,
-    ProtocolVersionError,
-    StorageError,
-    UnreachableError,
-)
-from dipaco.modules.files import atomic_write
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import OuterRule, greatest_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy

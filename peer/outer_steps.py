@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dipaco.dht.chain import Head, Row, Step, sign_row
-from dipaco.dht.view import claimed_tokens
-from dipaco.modules.contributions import pieces
-from dipaco.modules.device import all_finite
-from dipaco.modules.errors import (
+from dipaco.base.errors import (
     ConfigurationError,
     CorpusError,
     DipacoError,
     IntegrityError,
     StorageError,
 )
+from dipaco.dht.chain import Head, Row, Step, sign_row
+from dipaco.dht.view import claimed_tokens
+from dipaco.modules.contributions import pieces
+from dipaco.modules.device import all_finite
 from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState
 

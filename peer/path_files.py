@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from dipaco.modules.errors import CorpusError, DipacoError
+from dipaco.base.errors import CorpusError, DipacoError
 from dipaco.modules.state import ModuleState, greatest_state_bytes
 from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import AdmissionError, ClockError, DipacoError, NetworkError
 from dipaco.dht.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.dht.directory import Directory
 from dipaco.dht.records import (
@@ -33,8 +35,6 @@ from dipaco.dht.records import (
     refresh_period_s,
 )
 from dipaco.dht.view import SwarmView
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import AdmissionError, ClockError, DipacoError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 

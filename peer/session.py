@@ -11,8 +11,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.modules.device import return_freed_memory
-from dipaco.modules.errors import IntegrityError, NetworkError
 
 from .background import Background
 from .errands import Errands

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import DipacoError, StorageError
 from dipaco.dht.chain import Head
-from dipaco.modules.blobs import BlobStore
 from dipaco.modules.device import return_freed_memory
-from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, state_chunks
 from dipaco.modules.store import StateStore

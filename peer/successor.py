@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 
+from dipaco.base.errors import DipacoError
 from dipaco.dht.directory import Directory
 from dipaco.dht.manifest import SignedManifest, foreign_successor, newest_run
-from dipaco.modules.errors import DipacoError
 
 from .background import Background
 from .node import Node

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 
 from .settings import PeerSettings
 
@@ -162,8 +162,8 @@ def _train(settings: PeerSettings, output: Connection) -> None:
     os.dup2(output.fileno(), 2)
     output.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    from dipaco.base.command_line import configure_logging, run_command
     from dipaco.dht.guarded_dht import die_with_parent
-    from dipaco.modules.command_line import configure_logging, run_command
 
     from .app import run_peer
 

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 import torch
-from dipaco.modules.errors import CorpusError
+from dipaco.base.errors import CorpusError
 
 
 def batch_indices(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from dipaco.base.errors import CorpusError, nearest_name
 from dipaco.modules.config import Config
-from dipaco.modules.errors import CorpusError, nearest_name
 from pydantic import Field, field_validator, model_validator
 
 Part = Literal["train", "validation"]

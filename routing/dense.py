@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from dipaco.modules.files import atomic_file
+from dipaco.base.files import atomic_file
 from dipaco.modules.inner import InnerLoop
 
 logger = logging.getLogger(__name__)

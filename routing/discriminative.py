@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation

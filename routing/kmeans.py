@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases, nearest_centroids, squared_distances
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases, squared_distances
 from .kmeans import cluster_means, fit_kmeans

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from dipaco.base.errors import IntegrityError
 from dipaco.modules.canonical_file import write_arrays
 from dipaco.modules.config import Config
-from dipaco.modules.errors import IntegrityError
 from pydantic import Field
 
 ROUTER_FORMAT = "dipaco-router/1"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
+from dipaco.base.errors import IntegrityError
 from dipaco.modules.canonical_file import read_arrays
-from dipaco.modules.errors import IntegrityError
 from dipaco.modules.transformer import PathModel
 from pydantic import Field, model_validator
 

@@ -20,15 +20,15 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.blobs import BlobStore, SharedContent
-from dipaco.modules.config import ModelConfig, parse_config
-from dipaco.modules.errors import (
+from dipaco.base.blobs import BlobStore, SharedContent
+from dipaco.base.errors import (
     ConfigurationError,
     IntegrityError,
     ManifestError,
     StorageError,
 )
-from dipaco.modules.files import atomic_write, link_or_copy
+from dipaco.base.files import atomic_write, link_or_copy
+from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.plan import PathShard, RunPlan, ShardIndex

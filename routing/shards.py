@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from dipaco.modules.blobs import BlobStore
+from dipaco.base.blobs import BlobStore
+from dipaco.base.files import atomic_write, canonical_json, storage_errors
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.files import atomic_write, canonical_json, storage_errors
 from dipaco.modules.plan import PathShard, ShardIndex
 
 from .token_corpus import Mapped, TokenCorpus

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from dipaco.base.errors import CorpusError, IntegrityError
+from dipaco.base.files import atomic_write, canonical_json, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
-from dipaco.modules.errors import CorpusError, IntegrityError
-from dipaco.modules.files import atomic_write, canonical_json, storage_errors
 
 from .corpus import Document
 from .token_files import token_dtype

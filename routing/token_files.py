@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.errors import ConfigurationError, IntegrityError
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
+from dipaco.base.files import canonical_json
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError, DipacoError, IntegrityError
-from dipaco.modules.files import canonical_json
 
 FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from dipaco.modules.command_line import Command
+from dipaco.base.command_line import Command
 
 from .settings import CommandSettings
 

@@ -20,8 +20,8 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.files import atomic_write
+from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.base.files import atomic_write
 
 SIMULATION_FORMAT = "dipaco-simulation/3"
 _METADATA = "worker"

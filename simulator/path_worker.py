@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from dipaco.base.errors import IntegrityError
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.contributions import Codec, Data
-from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, KeptOptimizer
 from dipaco.modules.outer import Contribution, OuterGradient, publish

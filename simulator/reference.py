@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.outer import OuterRule, canonical_table
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder

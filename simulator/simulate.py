@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import atomic_write
+from dipaco.base.progress import StageProgress
 from dipaco.modules.device import choose_device, prepare_process
-from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.files import atomic_write
-from dipaco.modules.progress import StageProgress
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder, link_run
 from rich.console import Console
@@ -33,7 +33,7 @@ _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 
 
 def run(settings: CommandSettings) -> int:
-    """Run the command. Raises the errors of `dipaco.modules.errors`."""
+    """Run the command. Raises the errors of `dipaco.base.errors`."""
     _check_output(settings)
     source = RunFolder(settings.run_folder)
     source.plan()

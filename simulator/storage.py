@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.files import remove_stale_temporaries, storage_errors
+from dipaco.base.files import remove_stale_temporaries, storage_errors
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import KeptOptimizer
 from dipaco.modules.state import (

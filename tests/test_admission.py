@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.bootstrap.invite import invite, keep_revocations, revoke
 from dipaco.dht.admission import (
     ADMISSION_BYTES,
@@ -28,7 +29,6 @@ from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest, veri
 from dipaco.dht.quotas import HeldRecords, ServedRun
 from dipaco.dht.record_keys import record_key, record_subkey
 from dipaco.dht.records import RecordError
-from dipaco.modules.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.peer.guests import admit, given_invitation
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.base.errors import NetworkError
 from dipaco.bootstrap.archive import LATEST, Archive
 from dipaco.inference import export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.errors import NetworkError
 from dipaco.modules.state import ModuleState
 from dipaco.simulator import cli as simulator_cli
 from support.tiny_run import make_tiny_run

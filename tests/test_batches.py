@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dipaco.modules.errors import CorpusError
+from dipaco.base.errors import CorpusError
 from dipaco.routing.batches import BatchStream, batch_indices
 from hypothesis import given
 from hypothesis import strategies as st

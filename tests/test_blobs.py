@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dipaco.modules.blobs import BlobStore, is_sha256
-from dipaco.modules.errors import IntegrityError, StorageError
-from dipaco.modules.files import (
+from dipaco.base.blobs import BlobStore, is_sha256
+from dipaco.base.errors import IntegrityError, StorageError
+from dipaco.base.files import (
     atomic_file,
     atomic_write,
     remove_stale_temporaries,

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from dipaco.base.errors import ConfigurationError
 from dipaco.inference.service.chat_template import ChatTemplate, TemplateError
-from dipaco.modules.errors import ConfigurationError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MESSAGES = [{"role": "user", "content": "Zoë & Ann's <b>"}]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from dipaco.modules.errors import AddressError, ConfigurationError, StorageError, UnreachableError
+from dipaco.base.errors import AddressError, ConfigurationError, StorageError, UnreachableError
 from dipaco.modules.memory import head_bytes
 from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed

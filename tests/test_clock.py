@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import pytest
-from dipaco.modules.errors import ClockError
+from dipaco.base.errors import ClockError
 from dipaco.peer.exchange.clock import (
     MAX_CLOCK_OFFSET_S,
     MAX_DOUBTFUL_S,

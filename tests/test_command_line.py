@@ -196,7 +196,7 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
     """What is set once PyTorch is imported comes too late."""
     program = (
         "import os, sys\n"
-        "from dipaco.modules.command_line import Command, Settings\n"
+        "from dipaco.base.command_line import Command, Settings\n"
         "def run(settings):\n"
         "    print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))\n"
         "    return 0\n"
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everyth
     script = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # These tests may run where it is ignored.
-from dipaco.modules.command_line import Command, Settings
+from dipaco.base.command_line import Command, Settings
 def run(settings):
     import large
     return 0

@@ -12,6 +12,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.config import CodecName, ContributionsConfig, parse_config
 from dipaco.modules.contributions import (
@@ -21,7 +22,6 @@ from dipaco.modules.contributions import (
     Codec,
     contribution_norm,
 )
-from dipaco.modules.errors import ConfigurationError, IntegrityError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.contribution_files import BITS, BLOCKS, made_file

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from dipaco.modules.errors import CorpusError
+from dipaco.base.errors import CorpusError
 from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dipaco.modules.errors import CorpusError
+from dipaco.base.errors import CorpusError
 from dipaco.routing.corpus import CorpusConfig, Document, corpus_documents, iterate_documents
 
 HUB_README = """---

@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 import yaml
+from dipaco.base.command_line import arguments_of
+from dipaco.base.setting_sources import CONFIG_VARIABLE, from_file
 from dipaco.bootstrap import cli as bootstrap_cli
-from dipaco.modules.command_line import arguments_of
-from dipaco.modules.setting_sources import CONFIG_VARIABLE, from_file
 from dipaco.peer import cli as peer_cli
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.commands import ROOT, commands, options_of, parsers
 
-PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+PACKAGES = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
 DEPLOY = ROOT / "examples" / "deploy"
 NOTEBOOK = ROOT / "examples" / "notebook" / "peer.ipynb"
 FILES = [*sorted(file for file in DEPLOY.iterdir() if file.is_file()), NOTEBOOK]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dipaco.base.command_line import check_device
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device as devices
-from dipaco.modules.command_line import check_device
 from dipaco.modules.device import (
     autocast_for,
     choose_device,
@@ -13,7 +14,6 @@ from dipaco.modules.device import (
     number_format,
     training_format,
 )
-from dipaco.modules.errors import ConfigurationError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NO_KERNELS = "no kernel image is available for execution on the device"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from dipaco.modules.errors import ClockError, ProtocolVersionError, UnreachableError
+from dipaco.base.errors import ClockError, ProtocolVersionError, UnreachableError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.exchange import service
 from dipaco.peer.exchange.diagnosis import diagnose, examine

@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.base.errors import (
+    AddressError,
+    ManifestError,
+    NetworkError,
+    RunSelectionError,
+    UnreachableError,
+)
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.coverage import scope_of
 from dipaco.dht.directory import Directory
@@ -33,13 +40,6 @@ from dipaco.dht.records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
-)
-from dipaco.modules.errors import (
-    AddressError,
-    ManifestError,
-    NetworkError,
-    RunSelectionError,
-    UnreachableError,
 )
 from support.dht_pair import (
     GRID,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dipaco.base import command_line
+from dipaco.base.errors import NetworkError
 from dipaco.dht.view import SwarmView
-from dipaco.modules import command_line
-from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus

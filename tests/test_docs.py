@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.base import errors
+from dipaco.base.files import canonical_json
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.dht.chain import Row, Step, genesis_name
-from dipaco.modules import errors
 from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import Contribution, OuterRule, canonical_table
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
@@ -24,7 +24,7 @@ from support.commands import options_of, parsers
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+PACKAGES = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
 PAGES = sorted(
     file
     for pattern in ("*.md", "docs/*.md", "docs/results/*.md", "examples/**/README.md")

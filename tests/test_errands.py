@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.base.errors import NetworkError
 from dipaco.dht.chain import Row, Step, genesis_name
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import NetworkError
 from dipaco.peer.errands import Errands
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.exchange import Answer

@@ -44,8 +44,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from dipaco.base.files import canonical_json
 from dipaco.dht.manifest import verify_manifest
-from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.peer import app
 from dipaco.routing.run_folder import RunFolder

@@ -13,6 +13,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from dipaco.base.errors import (
+    AddressError,
+    ConfigurationError,
+    CorpusError,
+    IntegrityError,
+    NetworkError,
+    StorageError,
+)
 from dipaco.inference import evaluate_cli, reroute_cli, token_losses
 from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
 from dipaco.inference.mixing import mixed_losses
@@ -26,14 +34,6 @@ from dipaco.inference.sources import (
 )
 from dipaco.modules.compose import gather_module
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.errors import (
-    AddressError,
-    ConfigurationError,
-    CorpusError,
-    IntegrityError,
-    NetworkError,
-    StorageError,
-)
 from dipaco.routing.corpus import Document
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows

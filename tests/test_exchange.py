@@ -15,10 +15,10 @@ from typing import Any
 
 import msgpack
 import pytest
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.dht.admission import sign_revocations
 from dipaco.dht.chain import Head, Row, Step
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.peer.exchange import service
 from dipaco.peer.exchange.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.messages import (

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import NetworkError
 from dipaco.dht.chain import Row
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.identity import load_or_create_identity
 from dipaco.dht.node import join_dht
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import NetworkError
 from dipaco.peer.exchange.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink

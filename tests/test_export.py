@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.inference import export_all, export_cli
 from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_folder
 from dipaco.inference.export_card import CardNotes, model_card
 from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sources import DiskSource, SwarmSource, assemble_path
-from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.simulator import cli as simulator_cli
 from support.fake_client import FakeClient

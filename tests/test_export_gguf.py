@@ -10,11 +10,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference import export_cli
 from dipaco.inference.export_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.config import ModelConfig
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from dipaco.routing.tokenizer_json import JsonPieces

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.inference.export import checkpoint_files
 from dipaco.inference.export_tokenizer import tokenizer_config, tokenizer_json
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
-from dipaco.modules.errors import ConfigurationError
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import ModelConfig, parse_config
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.llama import llama_config, read_llama_config, read_llama_parameters
 from dipaco.modules.transformer import PathModel, initialise
 from transformers import (

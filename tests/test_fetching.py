@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import IntegrityError, NetworkError
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.peer.exchange import fetching
 from dipaco.peer.exchange.fetching import ContentFetcher
 

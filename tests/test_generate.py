@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.inference import generate, generate_cli
 from dipaco.inference.generate import (
     PathChooser,
@@ -22,7 +23,6 @@ from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError, StorageError
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid, ModuleLayout, module_name_is_valid
 from dipaco.modules.transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
 from hypothesis import given, settings

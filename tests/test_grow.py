@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis, check_genesis_index, path_parameters
 from dipaco.modules.state import ModuleState, PathProgress

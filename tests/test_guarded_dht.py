@@ -18,9 +18,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import pytest
+from dipaco.base.errors import NetworkError
 from dipaco.dht import guarded_dht
 from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
-from dipaco.modules.errors import NetworkError
 from dipaco.peer.exchange.loop_thread import LoopThread
 from dipaco.peer.node import visible_addresses
 from hivemind import DHT

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from dipaco.base.errors import StorageError
 from dipaco.dht.status.history import (
     DAY_S,
     HOUR_S,
@@ -20,7 +21,6 @@ from dipaco.dht.status.history import (
     pack,
     unpack,
 )
-from dipaco.modules.errors import StorageError
 from hypothesis import given
 from hypothesis import strategies as st
 from support.big_swarm import big_records, spoiled_records, status_at

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgpack
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from dipaco.base.errors import IntegrityError
 from dipaco.dht import bounded_protocol, node
 from dipaco.dht.identity import is_of_small_order, is_signed, raw_public_key
-from dipaco.modules.errors import IntegrityError
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 

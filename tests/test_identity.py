@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from dipaco.base.errors import AddressError, StorageError
 from dipaco.dht.identity import (
     is_signed,
     let_go,
@@ -18,7 +19,6 @@ from dipaco.dht.identity import (
     public_key_of_peer_id,
     take_lock,
 )
-from dipaco.modules.errors import AddressError, StorageError
 from hivemind.p2p import P2P, PeerID
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,7 +135,7 @@ def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
         load_or_create_identity(path, patience_s=0.0)
     other = (
         "import sys; from pathlib import Path\n"
-        "from dipaco.modules.errors import AddressError\n"
+        "from dipaco.base.errors import AddressError\n"
         "from dipaco.dht.identity import load_or_create_identity\n"
         "try: load_or_create_identity(Path(sys.argv[1]), patience_s=0.0)\n"
         "except AddressError: sys.exit(42)\n"

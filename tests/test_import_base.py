@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_cli
 from dipaco.inference.export import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.modules.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device, transformer
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.config import PAD_TOKEN, GridConfig
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop, learning_rate_at
 from dipaco.modules.store import StateStore

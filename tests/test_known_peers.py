@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import node as dht_node
 from dipaco.dht.node import note_port, take_port
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import RunSelectionError, UnreachableError
 from dipaco.peer import node as peer_node
 from dipaco.peer.exchange.known_peers import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers
 from dipaco.peer.node import join_run

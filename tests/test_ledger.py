@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dipaco.base.errors import StorageError
 from dipaco.dht.chain import Row, Step, genesis_name
 from dipaco.dht.ledger import EXPORT_FORMAT, credits_of, exported, read_ledger
-from dipaco.modules.errors import StorageError
 from dipaco.peer import client, ledger_cli
 from dipaco.peer.exchange.chain_store import ChainStore
 from support.tiny_run import make_tiny_run

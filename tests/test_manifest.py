@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from dipaco.base.errors import ManifestError, ProtocolVersionError, StorageError
+from dipaco.base.files import canonical_json
 from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.dht.manifest import (
     MAX_MANIFEST_BYTES,
@@ -19,8 +21,6 @@ from dipaco.dht.manifest import (
     sign_manifest,
     verify_manifest,
 )
-from dipaco.modules.errors import ManifestError, ProtocolVersionError, StorageError
-from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import PROTOCOL_VERSION
 from support.hostile_mirrors import HOSTILE_MIRRORS
 from support.make_plan import make_plan

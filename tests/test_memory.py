@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.inference.token_losses import batch_losses
 from dipaco.modules import inner
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.memory import AtOnce, free_bytes, head_bytes, is_out_of_memory, pass_bytes
 from dipaco.modules.transformer import PathModel, initialise
 from support.inner_loops import CPU, MODEL, batch_of, flat, loop_of

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dipaco.base.errors import ConfigurationError
 from dipaco.dht.status.metrics import PATH_STATES, SWARM_METRICS, Metric, swarm_text, text_of
-from dipaco.modules.errors import ConfigurationError
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics

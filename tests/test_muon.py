@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.muon import Muon, is_for_muon, orthogonal
 from dipaco.modules.transformer import PathModel, initialise

@@ -10,9 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import IntegrityError
 from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Codec
-from dipaco.modules.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
     Contribution,

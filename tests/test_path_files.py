@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.modules.errors import IntegrityError, NetworkError
-from dipaco.modules.files import canonical_json
+from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.files import canonical_json
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer.path_files import PathData, PathFiles

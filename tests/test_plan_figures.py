@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dipaco.base.command_line import shown_bytes
 from dipaco.bootstrap.cli import main
 from dipaco.bootstrap.plan_figures import Expected, PlanFigures, plan_figures
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.command_line import shown_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.memory import pass_bytes

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
+from dipaco.base.progress import StageProgress
 from dipaco.bootstrap import cli, token_stage
 from dipaco.bootstrap import prepare as prepare_module
 from dipaco.bootstrap.display import Display
@@ -26,9 +28,7 @@ from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.dht.manifest import verify_manifest
 from dipaco.dht.records import RecordError
 from dipaco.modules.config import InnerConfig, ModelConfig
-from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.progress import StageProgress
 from dipaco.peer.guests import OWN_INVITATION
 from dipaco.routing.corpus import CorpusConfig, corpus_files
 from dipaco.routing.dense import DenseCheckpoint

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.bootstrap import cli, local_scores
 from dipaco.bootstrap import prepare as prepare_module
 from dipaco.bootstrap.display import Display
@@ -19,7 +20,6 @@ from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import verify_manifest
 from dipaco.modules.compose import load_path
-from dipaco.modules.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.plan import RunPlan

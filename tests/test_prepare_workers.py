@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
 from dipaco.bootstrap import cli, token_stage
 from dipaco.bootstrap import prepare as prepare_module
 from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.workers import Workers, open_workers
-from dipaco.modules.errors import ConfigurationError, CorpusError, NetworkError, StorageError
 from dipaco.modules.plan import RunBlobs
 from dipaco.simulator import cli as simulate
 from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from dipaco.modules.progress import LINE_EVERY_S, StageProgress, bar_or_lines, each, seldom
+from dipaco.base.progress import LINE_EVERY_S, StageProgress, bar_or_lines, each, seldom
 from rich.console import Console
 
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import ClockError, NetworkError
 from dipaco.dht.coverage import scope_of
 from dipaco.dht.records import ProgressEntry
 from dipaco.dht.view import SwarmView
-from dipaco.modules.blobs import BlobStore
 from dipaco.modules.config import GridConfig, RoundsConfig
-from dipaco.modules.errors import ClockError, NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.exchange.clock import Clock

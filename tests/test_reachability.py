@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from dipaco.base.errors import NetworkError
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import NetworkError
 from dipaco.peer.exchange import reachability
 from dipaco.peer.exchange.messages import CallBackReply
 from dipaco.peer.exchange.reachability import (

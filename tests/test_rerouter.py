@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.inference.document_windows import DocumentWindows
 from dipaco.inference.fit_rerouter import FitReport, RerouterConfig, fit_rerouter
 from dipaco.inference.reroute_report import reroute_report
@@ -23,7 +24,6 @@ from dipaco.inference.rerouter import (
 )
 from dipaco.inference.rerouting import STAY, decisions
 from dipaco.inference.token_losses import TokenLosses
-from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError
 from support.scored_documents import (
     CPU,
     base_model,

@@ -7,8 +7,8 @@ import hashlib
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import ContributionsConfig, parse_config
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.robust_mean import (
     MEASURED_VALUES,
     Mean,

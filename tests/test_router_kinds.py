@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import safetensors.numpy
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.inference.options import CorpusSettings
 from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.errors import ConfigurationError, IntegrityError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RoutingPlan
 from dipaco.routing.balancing import balance_biases

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
-from dipaco.modules.errors import ConfigurationError, IntegrityError
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.routing.balancing import balance_biases, nearest_centroids, squared_distances
 from dipaco.routing.routers import KMeansRouter, Prefixes, load_router
 from hypothesis import given, settings

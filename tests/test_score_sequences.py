@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import PAD_TOKEN, ModelConfig
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import row_losses, scoring_at_once, sum_losses
 from dipaco.modules.transformer import PathModel, initialise, sequence_loss
 

@@ -18,6 +18,12 @@ import numpy as np
 import openai
 import pytest
 import torch
+from dipaco.base.errors import (
+    AddressError,
+    ConfigurationError,
+    IntegrityError,
+    RunSelectionError,
+)
 from dipaco.dht.http_server import listen, server_of
 from dipaco.inference import serve_cli
 from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
@@ -36,12 +42,6 @@ from dipaco.inference.sources import (
     SwarmSource,
     assemble_path,
     open_source,
-)
-from dipaco.modules.errors import (
-    AddressError,
-    ConfigurationError,
-    IntegrityError,
-    RunSelectionError,
 )
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder

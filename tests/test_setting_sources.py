@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
-from dipaco.modules.command_line import Argument, Command, Option, Settings, arguments_of
-from dipaco.modules.errors import ConfigurationError
-from dipaco.modules.setting_sources import Place, default_file, gather, shown_settings
+from dipaco.base.command_line import Argument, Command, Option, Settings, arguments_of
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.setting_sources import Place, default_file, gather, shown_settings
 from dipaco.peer.owner import control_cli
 from support.commands import commands, parsers
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dipaco.modules.blobs import BlobStore
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
-from dipaco.modules.errors import CorpusError, IntegrityError
 from dipaco.modules.plan import ShardIndex
 from dipaco.routing.corpus import Document
 from dipaco.routing.shards import Beginnings, ShardBuilder

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.base.blobs import BlobStore, SharedContent
+from dipaco.base.errors import ConfigurationError
 from dipaco.dht.identity import load_or_create_identity
-from dipaco.modules.blobs import BlobStore, SharedContent
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import gather_module
-from dipaco.modules.errors import ConfigurationError
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli
 from dipaco.simulator.reference import ReferenceSwarm
@@ -119,7 +119,7 @@ def test_the_human_output_names_rounds_paths_and_modules(
 def test_a_long_simulation_says_how_long_it_goes_on(
     shared_run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dipaco.modules.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("dipaco.base.progress.LINE_EVERY_S", 0.0)
     assert cli.main([str(shared_run.path), "--validation-sequences", "0"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("training")]
     # Two levels: four workers go to the first boundary, then to the second.

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import Contribution, OuterRule, publish

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.base.files import canonical_json
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import GridConfig
-from dipaco.modules.errors import ConfigurationError, IntegrityError
-from dipaco.modules.files import canonical_json
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.state import write_state
 from dipaco.routing.run_folder import RunFolder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dipaco.modules.errors import IntegrityError
+from dipaco.base.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.state import (
     GREATEST_COUNT,

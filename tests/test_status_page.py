@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.dht.ledger import Credit, exported
 from dipaco.dht.status import cli
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
 from dipaco.dht.status.serving import Sampler, interval_s, open_port, serve_swarm
-from dipaco.modules.errors import ConfigurationError, NetworkError
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from dipaco.base.errors import NetworkError
 from dipaco.dht.admission import Gate
 from dipaco.dht.manifest import SignedManifest, load_or_create_operator_key, sign_manifest
 from dipaco.dht.manifest import verify_manifest as verify
 from dipaco.dht.status.screen import render
 from dipaco.dht.status.summary import status_of
 from dipaco.dht.status.watch import StatusApp
-from dipaco.modules.errors import NetworkError
 from rich.console import Console
 from support.swarm_views import Records, healthy_swarm, peer_name, plan_of
 from textual.widgets import DataTable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dipaco.modules.errors import StorageError
+from dipaco.base.errors import StorageError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.state import ModuleState, PathProgress, write_state
 from dipaco.modules.store import StateStore

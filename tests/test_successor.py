@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.base.errors import NetworkError
 from dipaco.dht.manifest import SignedManifest, sign_manifest
-from dipaco.modules.errors import NetworkError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer import successor
 from dipaco.peer.background import Background

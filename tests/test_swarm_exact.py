@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dipaco.modules.errors import AdmissionError
+from dipaco.base.errors import AdmissionError
 from support.swarm import Member, Swarm, command
 from support.tiny_run import invited_tiny_run, make_tiny_run
 

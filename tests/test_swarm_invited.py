@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from dipaco.base.errors import AdmissionError
+from dipaco.base.files import canonical_json
 from dipaco.bootstrap.invite import LIST_FILE, invite, note_admission, revoke
 from dipaco.dht.manifest import load_or_create_operator_key
-from dipaco.modules.errors import AdmissionError
-from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import state_chunks
 from dipaco.routing.run_folder import RunFolder

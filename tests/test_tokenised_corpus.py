@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.prepare import prepare
-from dipaco.modules.errors import ConfigurationError, CorpusError
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer

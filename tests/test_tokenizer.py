@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from dipaco.modules.errors import ConfigurationError, CorpusError, IntegrityError
+from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.routing.tokenizer import Tokenizer, _sample, train_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export_tokenizer import tokenizer_files
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.routing.tokenizer_json import JsonPieces, pack_tokenizer

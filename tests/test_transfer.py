@@ -17,8 +17,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.peer.exchange import transfer
 from dipaco.peer.exchange.partial_file import PartialFile, prune_partial_files
 from dipaco.peer.exchange.transfer import (

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.errors import ConfigurationError
 from dipaco.routing.token_files import scoring_windows
 from hypothesis import given
 from hypothesis import strategies as st

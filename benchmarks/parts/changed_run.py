@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import parse_config
-from dipaco.modules.errors import ConfigurationError
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState

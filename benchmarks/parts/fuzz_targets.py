@@ -12,6 +12,8 @@ from typing import Any
 
 import msgpack
 import torch
+from dipaco.base.errors import DipacoError
+from dipaco.base.files import canonical_json
 from dipaco.dht import admission, manifest, record_validator
 from dipaco.dht.addresses import check_peer_address
 from dipaco.dht.chain import Head, unpack_row, unpack_step, verify_row
@@ -21,8 +23,6 @@ from dipaco.dht.record_keys import parse_record, parse_subkey
 from dipaco.dht.records import HeldState
 from dipaco.modules.config import parse_config
 from dipaco.modules.contributions import CODECS, Codec
-from dipaco.modules.errors import DipacoError
-from dipaco.modules.files import canonical_json
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis_index
 from dipaco.modules.plan import RunPlan, ShardIndex

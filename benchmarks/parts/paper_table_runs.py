@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dipaco.base.files import atomic_write
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.prepare import prepare
 from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import GridConfig
-from dipaco.modules.files import atomic_write
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 

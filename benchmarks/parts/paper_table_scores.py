@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from dipaco.base.errors import IntegrityError
 from dipaco.inference.document_windows import TokenDocument, collect_windows
 from dipaco.inference.fit_rerouter import RerouterConfig, fit_rerouter
 from dipaco.inference.reroute_report import reroute_report
 from dipaco.inference.sources import DiskSource
 from dipaco.inference.token_losses import losses_of_paths
 from dipaco.modules.compose import load_path
-from dipaco.modules.errors import IntegrityError
 from dipaco.modules.evaluate import row_losses
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel

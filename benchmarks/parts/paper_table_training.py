@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from dipaco.modules.files import atomic_write
+from dipaco.base.files import atomic_write
 from dipaco.routing.run_folder import RunFolder, link_run
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from dipaco.base.files import canonical_json
 from dipaco.modules.config import (
     ContributionsConfig,
     GridConfig,
@@ -19,7 +20,6 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.routers import KMeansRouter

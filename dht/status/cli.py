@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dipaco.base.command_line import Command, Option, RunSettings
+from dipaco.base.errors import ConfigurationError, RunSelectionError
 from dipaco.dht.addresses import check_given_peer, check_proxy_name
-from dipaco.modules.command_line import Command, Option, RunSettings
-from dipaco.modules.errors import ConfigurationError, RunSelectionError
 
 if TYPE_CHECKING:
     from dipaco.dht.directory import Directory

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.errors import StorageError
-from dipaco.modules.files import home_folder
+from dipaco.base.errors import StorageError
+from dipaco.base.files import home_folder
 
 SCHEMA = 2
 # "dpca": tells the file from those of other programs.

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dipaco.base.errors import DipacoError, StorageError
 from dipaco.dht.http_server import listen, serve_until_told
 from dipaco.dht.ledger import read_ledger
 from dipaco.dht.records import refresh_period_s
-from dipaco.modules.errors import DipacoError, StorageError
 from dipaco.modules.plan import RunPlan
 
 from .history import History, default_history_file

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from dipaco.modules.errors import DipacoError
+from dipaco.base.errors import DipacoError
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType

@@ -22,7 +22,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-from dipaco.modules.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError
 
 _MEMORY_BYTES = 2**30
 # For starting Python, before a template is read.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dipaco.modules.command_line import shown_bytes
-from dipaco.modules.errors import (
+from dipaco.base.command_line import shown_bytes
+from dipaco.base.errors import (
     AddressError,
     ClockError,
     ConfigurationError,

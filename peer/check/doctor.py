@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
 from dipaco.dht.identity import is_in_use
-from dipaco.modules.errors import ConfigurationError, DipacoError, StorageError, printable
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from dipaco.modules.files import spare_bytes
+from dipaco.base.files import spare_bytes
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 

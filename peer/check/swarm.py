@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from dipaco.base.errors import AddressError, DipacoError, NetworkError
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.node import check_port_is_free
-from dipaco.modules.errors import AddressError, DipacoError, NetworkError
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.diagnosis import Finding, examine
 from dipaco.peer.exchange.reachability import probe

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from dipaco.modules.errors import NetworkError, ProtocolVersionError
+from dipaco.base.errors import NetworkError, ProtocolVersionError
 from dipaco.modules.plan import PROTOCOL_VERSION
 
 from .messages import Message, MessageError, Request, decode, framed, read_frame

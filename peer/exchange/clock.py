@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dipaco.modules.errors import ClockError
+from dipaco.base.errors import ClockError
 
 logger = logging.getLogger("dipaco.peer.exchange.clock")
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dipaco.base.blobs import BlobStore, is_sha256
+from dipaco.base.files import atomic_write, spare_bytes, storage_errors
 from dipaco.dht.chain import Row
-from dipaco.modules.blobs import BlobStore, is_sha256
 from dipaco.modules.contributions import Data
-from dipaco.modules.files import atomic_write, spare_bytes, storage_errors
 
 KEPT_ROUNDS = 3
 MOST_CONTRIBUTIONS_BYTES = 2**33

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dipaco.modules.errors import DipacoError, ProtocolVersionError, UnreachableError
+from dipaco.base.errors import DipacoError, ProtocolVersionError, UnreachableError
 from dipaco.modules.plan import PROTOCOL_VERSION
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from dipaco.dht.chain import Head, Row, Step, pack_row, pack_step
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import (
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import (
     DipacoError,
     IntegrityError,
     NetworkError,
     ProtocolVersionError,
     StorageError,
 )
+from dipaco.dht.chain import Head, Row, Step, pack_row, pack_step
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.owner.uplink import Uplink
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from dipaco.modules.errors import NetworkError, ProtocolVersionError
+from dipaco.base.errors import NetworkError, ProtocolVersionError
 from dipaco.modules.plan import PROTOCOL_VERSION, protocol_remedy
 
 from .calls import call

@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dipaco.base.errors import AddressError, DipacoError
+from dipaco.base.files import atomic_write
 from dipaco.dht.addresses import check_peer_address
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import AddressError, DipacoError
-from dipaco.modules.files import atomic_write
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
 # many are tried at once. A view is looked at again after a while.

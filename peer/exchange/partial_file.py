@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.files import storage_errors
+from dipaco.base.blobs import BlobStore
+from dipaco.base.files import storage_errors
 
 
 class PartialFile:

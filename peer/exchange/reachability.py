@@ -19,9 +19,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from dipaco.base.errors import DipacoError
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import DipacoError
 from multiaddr import Multiaddr
 
 from .messages import MAX_CALLED_BACK, CallBackReply

@@ -24,8 +24,8 @@ from typing import BinaryIO, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import fsspec
-from dipaco.modules.blobs import BlobStore
-from dipaco.modules.errors import IntegrityError, NetworkError, StorageError
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.plan import check_mirror
 
 from .loop_thread import run_blocking

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
+from dipaco.base.errors import NetworkError
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.modules.errors import NetworkError
 from dipaco.peer.owner.uplink import Uplink
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo

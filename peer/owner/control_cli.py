@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from dipaco.base.command_line import Command, Option, Settings
+from dipaco.base.errors import NetworkError
 from dipaco.dht.identity import is_in_use
-from dipaco.modules.command_line import Command, Option, Settings
-from dipaco.modules.errors import NetworkError
 from dipaco.peer.settings import default_cache_folder
 
 from .pauses import activity_file, ask_to_pause, ask_to_resume

@@ -21,8 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-from dipaco.modules.errors import ConfigurationError, StorageError
-from dipaco.modules.files import atomic_write, spare_bytes
+from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.base.files import atomic_write, spare_bytes
 
 from .uplink import Uplink
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from dipaco.modules.command_line import shown_bytes
-from dipaco.modules.errors import DipacoError, printable
+from dipaco.base.command_line import shown_bytes
+from dipaco.base.errors import DipacoError, printable
 from dipaco.peer.node import Node
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import default_cache_folder

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from dipaco.base.errors import StorageError
 from dipaco.dht.manifest import SignedManifest
-from dipaco.modules.errors import StorageError
 
 logger = logging.getLogger("dipaco.peer.reporting.events")
 

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.dht.records import ClaimState, Reachability
 from dipaco.dht.status.metrics import Metric
-from dipaco.modules.errors import ConfigurationError, DipacoError
 from dipaco.peer.node import SOFTWARE, Node
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import PeerStatus, Publisher

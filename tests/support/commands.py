@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.command_line import Command, Program
-from dipaco.modules.setting_sources import Place
+from dipaco.base.command_line import Command, Program
+from dipaco.base.setting_sources import Place
 from dipaco.peer.owner import control_cli
 
 ROOT = Path(__file__).resolve().parents[2]

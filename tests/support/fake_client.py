@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from dipaco.modules.errors import (
+from dipaco.base.errors import (
     NetworkError,
 )
 from dipaco.modules.plan import RunPlan

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dipaco.base.errors import NetworkError
 from dipaco.dht.chain import Head
 from dipaco.dht.coverage import Scope
 from dipaco.dht.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.dht.view import SwarmView
-from dipaco.modules.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.exchange.clock import Clock

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Mapping
 
-from dipaco.modules.errors import NetworkError
+from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.transport import Handler, Stream
 from dipaco.peer.owner.uplink import Uplink
 

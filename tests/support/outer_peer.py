@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.dht.chain import Head, Row, Step, genesis_name, sign_row
 from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.modules.compose import gather_module
-from dipaco.modules.errors import IntegrityError, NetworkError
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from dipaco.base.files import canonical_json
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.invite import invite, note_admission
 from dipaco.dht.admission import opened
@@ -32,7 +33,6 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.files import canonical_json
 from dipaco.modules.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.document_routing import prefix_features

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, files, blobs by hash, progress, settings."""
