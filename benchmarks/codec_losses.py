@@ -75,7 +75,7 @@ class LossyReference(ReferenceSwarm):
         if not taken:
             return
         codec = self._rule.codec_of(module)
-        # Who is missed has published all the same.
+        # A peer that is missed has published all the same.
         files = {worker.peer.peer: worker.publish(module, codec) for worker in workers}
         table = canonical_table(worker.contribution(module) for worker in taken)
         chosen = [files[row.peer] for row in table]

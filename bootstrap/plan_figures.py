@@ -39,7 +39,7 @@ GPU_GIB = (8, 12, 24)
 
 @dataclass(frozen=True)
 class Expected:
-    """Who is expected to take part."""
+    """The peers that are expected to take part."""
 
     peers: int | None = None
     """None: one for each path."""
@@ -230,7 +230,7 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
     layout, paths = grid.layout(level), paths_per_module(grid, level)
     trainers = max(1, round(peers * paths / grid.path_count))
-    # Who keeps a copy follows the steps: it fetches the contributions too.
+    # A keeper of a copy follows the steps: it fetches the contributions too.
     others = max(trainers, min(config.rounds.copies, peers)) - 1
     files = {name: codec.file_bytes(layout.size) for name, codec in CODECS.items()}
     own = config.contributions.codec

@@ -35,7 +35,7 @@ logger = logging.getLogger("dipaco.bootstrap.serve")
 
 
 def run(settings: ServeSettings) -> int:
-    """Serve until stopped. Called by `dipaco-bootstrap serve`. Returns the exit code."""
+    """Serve until stopped. Returns the exit code."""
     folder = settings.folder
     manifest_path = RunFolder(folder).manifest_path
     if not manifest_path.is_file():

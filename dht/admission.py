@@ -64,7 +64,7 @@ class Terms:
     places: int
     """How many peers count at a time."""
     expires_s: int
-    """Unix second after which it admits nobody; 0 for never. Who is in stays in."""
+    """Unix second after which it admits nobody; 0 for never. A peer that is in stays in."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Invitation:
 
 
 def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:
-    """Return a new invitation. Called by `dipaco-bootstrap invite`; for `Terms` within bounds."""
+    """Return a new invitation. For `Terms` within bounds."""
     if not 1 <= terms.places <= MOST_PLACES:
         raise ValueError(f"an invitation is for 1 to {MOST_PLACES} peers")
     key = Ed25519PrivateKey.generate()
@@ -187,7 +187,7 @@ class Admission:
 def counted(admissions: Iterable[tuple[str, Admission]]) -> frozenset[str]:
     """Return which of some admitted peers count: those of an invitation that came first.
 
-    Who came says itself when; somebody who lies takes a place from others with the same invitation.
+    A peer says itself when it came; one that lies takes a place of others of its invitation.
     """
     by_invitation: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for peer, found in admissions:
@@ -199,7 +199,7 @@ def counted(admissions: Iterable[tuple[str, Admission]]) -> frozenset[str]:
 
 
 class Gate:
-    """Who is in, in one run by invitation. Thread-safe; can be sent to another process.
+    """The peers that are in, in one run. Thread-safe; can be sent to another process.
 
     :param run_id: the run that invitations are for, `RunPlan.invitations_of` or the run itself
     :param operator_key: the operator's public key, 32 bytes
@@ -417,7 +417,7 @@ class Revocations:
 def sign_revocations(
     run_id: str, version: int, revoked: Iterable[str], key: Ed25519PrivateKey
 ) -> bytes:
-    """Return the JSON envelope of a list. Called by `dipaco-bootstrap revoke`."""
+    """Return the JSON envelope of a list."""
     said = {
         "format": LIST_FORMAT,
         "run": run_id,

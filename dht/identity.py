@@ -1,4 +1,4 @@
-"""Who a peer is: one Ed25519 key, libp2p's identity and the signer of all that the peer says.
+"""A peer is one Ed25519 key, libp2p's identity and the signer of all that the peer says.
 
 A peer id contains its public key, so anybody can check a signature who knows the peer id alone.
 """

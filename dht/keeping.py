@@ -1,4 +1,4 @@
-"""Who keeps copies of what: rendezvous hashing over the peers (design 4.6). Pure."""
+"""Which peers keep copies of what: rendezvous hashing (design 4.6). Pure."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def load_or_create_operator_key(path: Path) -> Ed25519PrivateKey:
     """Return the operator's key, made on first use and never overwritten (mode 600).
 
     Raises `ManifestError` for a file that is no Ed25519 key, `StorageError` when it cannot be
-    read or written. Called by `dipaco-bootstrap prepare`.
+    read or written.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Who trains what: pure functions from a view of the swarm to a decision (design 4.5).
+"""Which peer trains what: pure functions from a view of the swarm to a decision (design 4.5).
 
 Every peer decides for itself, among the paths that its view covers: of the others it is not known
 whether they wait. Peers with the same view decide compatibly; peers whose views differ slightly

@@ -70,7 +70,7 @@ class ServedRun:
     """As many as paths if anything is private to a path, else 0."""
     buckets: int
     gate: Gate
-    """Who is in."""
+    """The peers that are in."""
 
     def has(self, address: Address, value: bytes) -> bool:
         """Tell whether this run has the key of a record, and its owner."""
@@ -186,7 +186,7 @@ class _Held:
     size: int
     expiration: float
     sender: bytes | None
-    """Who passed it on; None for a first-hand record."""
+    """The peer that passed it on; None for a first-hand record."""
     kind_box: _Box
     owner: bytes | None
     """By whom it counts: its owner's key, or its invitation."""

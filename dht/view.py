@@ -124,7 +124,7 @@ class SwarmView:
 
     @cached_property
     def from_elsewhere(self) -> frozenset[str]:
-        """Who claims or holds something here and has its own record where it was not read."""
+        """Peers that claim or hold something here, and whose own record was not read."""
         if self.scope is None:
             return frozenset()
         scope, peers, claims = self.scope, self.peers, self.claims

@@ -124,7 +124,7 @@ class OuterGradient:
 def publish(gradient: OuterGradient, codec: Codec) -> bytearray:
     """Return the file of an outer gradient, and make `gradient.local` what the file says it is.
 
-    Who trains goes on from `new anchor + (parameters - gradient.local)`: what the encoding loses
+    A trainer goes on from `new anchor + (parameters - gradient.local)`: what the encoding loses
     stays in the parameters, and so in the next outer gradient. Nobody is told a part twice, and
     there is no other memory of it.
     """

@@ -63,66 +63,6 @@ class RMSNorm(nn.Module):
         return normed.to(hidden.dtype)
 
 
-class KeyValueCache:
-    """Keys and values of the tokens seen so far, for generating one token at a time.
-
-    Give the same cache to successive calls of `PathModel.forward`. Memory grows by doubling.
-    """
-
-    def __init__(self, block_count: int) -> None:
-        self.length = 0
-        self._stored: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * block_count
-
-    def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of the next `length` tokens: int64 [T], or [B, T] by row."""
-        return torch.arange(self.length, self.length + length, device=device)
-
-    def mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """Return what each of the next `length` tokens sees of what `extend` returns, bool, of a
-        shape that [B, heads, T, stored] broadcasts with; None for what is causal by itself."""
-        if not self.length or length == 1:
-            return None
-        seen = torch.ones(length, self.length + length, dtype=torch.bool, device=device)
-        return seen.tril(self.length)
-
-    def extend(
-        self, block: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, heads, T, D] for one block and return everything stored of that block."""
-        end = self.length + keys.shape[2]
-        stored = self._stored[block]
-        if stored is None or stored[0].shape[2] < end:
-            stored = (self._grown(stored, 0, keys, end), self._grown(stored, 1, values, end))
-            self._stored[block] = stored
-        stored[0][:, :, self.length : end] = keys
-        stored[1][:, :, self.length : end] = values
-        return stored[0][:, :, :end], stored[1][:, :, :end]
-
-    def _grown(
-        self,
-        stored: tuple[torch.Tensor, torch.Tensor] | None,
-        which: int,
-        like: torch.Tensor,
-        needed: int,
-    ) -> torch.Tensor:
-        batch, heads, _, width = like.shape
-        capacity = max(64, 1 << (needed - 1).bit_length())
-        grown = like.new_empty(batch, heads, capacity, width)
-        if stored is not None:
-            grown[:, :, : self.length] = stored[which][:, :, : self.length]
-        return grown
-
-    def stored(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of one block, [B, heads, length, D]."""
-        stored = self._stored[block]
-        assert stored is not None, "nothing was stored yet"
-        return stored[0][:, :, : self.length], stored[1][:, :, : self.length]
-
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` as stored, after all blocks were extended by them."""
-        self.length += tokens
-
-
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; several query heads may share a key head."""
 
@@ -140,9 +80,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.width, config.norm_epsilon)
             self.k_norm = RMSNorm(self.width, config.norm_epsilon)
 
-    def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, block: int, cache: KeyValueCache | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]."""
         batch, length, _ = hidden.shape
         queries = self._split(self.q_proj(hidden), self.heads)
@@ -151,16 +89,10 @@ class Attention(nn.Module):
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = rotate(queries, rotation), rotate(keys, rotation)
-        mask = None
-        if cache is not None:
-            mask = cache.mask(length, hidden.device)
-            keys, values = cache.extend(block, keys, values)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None and length > 1
-        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
     def _split(self, projected: torch.Tensor, heads: int) -> torch.Tensor:
@@ -194,11 +126,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.mlp = FeedForward(config)
 
-    def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, block: int, cache: KeyValueCache | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, block, cache)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -230,12 +160,9 @@ class PathModel(nn.Module):
         if not config.tied_embedding:
             self.lm_head = Projection(config.hidden_size, config.vocabulary_size)
 
-    def forward(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        """Return logits [B, T, V] of the token after each of `tokens` [B, T].
-
-        With a `cache`, `tokens` continue what the cache holds, and are added to it.
-        """
-        return self.logits(self.hidden_states(tokens, cache))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, T, V] of the token after each of `tokens` [B, T]."""
+        return self.logits(self.hidden_states(tokens))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them."""
@@ -244,42 +171,26 @@ class PathModel(nn.Module):
             return F.linear(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 
-    def hidden_states(
-        self, tokens: torch.Tensor, cache: KeyValueCache | None = None
-    ) -> torch.Tensor:
+    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1)."""
-        if cache is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        else:
-            positions = cache.positions(tokens.shape[1], tokens.device)
-        rotation = self._rotation(positions)
+        rotation = self._rotation(tokens.shape[1], tokens.device)
         hidden = self.model.embed_tokens(tokens)
-        for index, block in enumerate(self.model.layers):
+        for block in self.model.layers:
             if self.recomputes and torch.is_grad_enabled():
                 hidden = checkpoint(
-                    block, hidden, rotation, index, cache,
-                    use_reentrant=False, preserve_rng_state=False,
-                )  # fmt: skip
+                    block, hidden, rotation, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                hidden = block(hidden, rotation, index, cache)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
+                hidden = block(hidden, rotation)
         return hidden
 
-    def new_cache(self) -> KeyValueCache:
-        """Return an empty cache for generation with this model."""
-        return KeyValueCache(self.config.block_count)
-
-    def _rotation(self, positions: torch.Tensor) -> Rotation:
-        """Return cosines and sines of `positions` in fp32: [T, D/2] for [T], [B, 1, T, D/2] for
-        [B, T].
+    def _rotation(self, length: int, device: torch.device) -> Rotation:
+        """Return cosines and sines of the positions below `length` in fp32, [T, D/2].
 
         Computed in each pass: they cost nothing beside a block, and no buffer can get stale.
         """
-        frequencies = rotary_frequencies(self.config, positions.device)
-        angles = positions.to(torch.float32)[..., None] * frequencies
-        if positions.ndim == 2:
-            angles = angles[:, None]
+        positions = torch.arange(length, device=device, dtype=torch.float32)
+        angles = positions[:, None] * rotary_frequencies(self.config, device)
         return angles.cos(), angles.sin()
 
 

@@ -56,7 +56,7 @@ MOST_FILES = 16384
 
 
 def run_peer(settings: PeerSettings) -> int:
-    """Join and train until stopped. Called by the command line. Returns the exit code."""
+    """Join and train until stopped. Returns the exit code."""
     display = Display()
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)

@@ -65,7 +65,7 @@ class Keeper:
                 self.keep()
 
     def keep(self) -> None:
-        """Fetch what is assigned to this peer. Called by the thread."""
+        """Fetch what is assigned to this peer."""
         try:
             view = self._swarm.view
             self._keep_blobs(view)

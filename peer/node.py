@@ -109,7 +109,7 @@ class Node:
 
     @property
     def gate(self) -> Gate:
-        """Who is in."""
+        """The peers that are in."""
         assert self.directory.gate is not None
         return self.directory.gate
 
@@ -132,7 +132,7 @@ class Node:
 
     @property
     def identity(self) -> Identity:
-        """Who this process is."""
+        """The key of this process."""
         return self.membership.identity
 
     @property
@@ -209,7 +209,7 @@ class Node:
         return node
 
     def _hand_revocations_on(self, successor: Node) -> None:
-        """Who is out stays out of a successor with the same invitations."""
+        """A peer that is out stays out of a successor with the same invitations."""
         mine, next_one = self.gate, successor.gate
         if mine.envelope is not None and mine.run_id == next_one.run_id:
             successor.directory.revoke(mine.envelope)

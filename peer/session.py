@@ -309,7 +309,7 @@ class Session:
         )
         self.status.round_index = action.next_round
         if self.node.schedule.fixed_steps:
-            # Who waits for this peer in the round that has ended need not.
+            # Peers that wait for this one in the round that has ended need not.
             self._publisher.announce()
 
     # -- leaving

@@ -27,9 +27,9 @@ from .exchange.content import Parts
 
 logger = logging.getLogger("dipaco.peer.states")
 
-# Who read an announcement asks for that state, and rounds can be shorter than the reading: a state
-# is served for so long after another has taken its place, if it is small. Of larger ones the disk
-# has the last two.
+# A peer that read an announcement asks for that state, and rounds can be shorter than that: a
+# state is served for so long after another has taken its place, if it is small. Of larger ones the
+# disk has the last two.
 RECENT_S = 30.0
 RECENT_BYTES = 2**25
 # Of one module, that wait for the member's word.

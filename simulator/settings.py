@@ -100,7 +100,7 @@ class SimulatorSettings:
 
 @dataclass(frozen=True)
 class SimulatedPeer:
-    """Who trains what. Several peers on one path are its replicas, numbered from 0 (the lead)."""
+    """Peers and paths. Several peers on one path are its replicas, numbered from 0 (the lead)."""
 
     path: int
     replica: int = 0

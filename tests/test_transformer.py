@@ -11,7 +11,6 @@ from dipaco.modules.transformer import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    KeyValueCache,
     PathModel,
     head_pieces,
     initialise,
@@ -144,27 +143,6 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
-
-
-@pytest.mark.parametrize("pieces", [(12,), (1,) * 12, (5, 1, 1, 5), (3, 4, 5)])
-def test_cache_gives_the_logits_of_one_pass(pieces: tuple[int, ...]) -> None:
-    model, tokens = model_of(), tokens_of(2, 12)
-    cache = model.new_cache()
-    with torch.no_grad():
-        whole = model(tokens)
-        parts = [model(piece, cache) for piece in tokens.split(list(pieces), dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
-    assert cache.length == 12
-
-
-def test_cache_grows_beyond_its_first_allocation() -> None:
-    cache = KeyValueCache(1)
-    pieces = torch.arange(150.0).view(1, 1, 150, 1).split(7, dim=2)
-    for piece in pieces:
-        keys, values = cache.extend(0, piece, -piece)
-        cache.advance(piece.shape[2])
-    assert keys.flatten().tolist() == list(range(150))
-    assert torch.equal(values, -keys)
 
 
 def test_hidden_states_come_before_the_final_norm() -> None:

@@ -303,7 +303,7 @@ class Engine:
         now_s = time.monotonic()
         since_s = {paths: waiting[0].waiting_since_s for paths, waiting in self._waiting.items()}
         wanted = [p for p in self._waiting if p not in self._resident and p not in self._loading]
-        # Who has waited longest, or two paths that are asked for all the time starve a third.
+        # The longest wait first, or two paths that are asked for all the time starve a third.
         for paths in sorted(wanted, key=since_s.__getitem__):
             if not self._make_room(len(paths), now_s - since_s[paths] > _PATIENCE_S):
                 return

@@ -1,6 +1,6 @@
 """`dipaco-peer --check`: looks at machine and swarm, and says line by line what would go wrong.
 
-Nothing is joined, claimed or written. Called by the command line in place of a peer.
+Nothing is joined, claimed or written.
 """
 
 from __future__ import annotations

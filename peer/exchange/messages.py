@@ -52,7 +52,7 @@ class Message(BaseModel):
 
 
 class HelloRequest(Message):
-    """Who are you, and what time is it?"""
+    """Asks for a peer's version and its time."""
 
     kind: Literal["hello"] = "hello"
     protocol: int = Field(ge=0, le=2**31)

@@ -58,7 +58,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Answered:
-    """Answers `Ask`. Who does not answer within seconds has `is_silent`."""
+    """Answers `Ask`. A peer that does not answer within seconds has `is_silent`."""
 
     peer: str
     module: str

@@ -3,8 +3,8 @@ decides (design 4.5, 4.7): what it needs, and no more.
 
 At every refresh that is the modules that it trains or keeps copies of, and the bucket of its path.
 Where that bucket has few peers, nobody could be found in it to keep a copy, so the next ones are
-read too. Who chooses a path looks into a few buckets more: others each time. Paths that it could
-not begin it leaves alone for a while.
+read too. A peer that chooses a path looks into a few buckets more: others each time. Paths that it
+could not begin it leaves alone for a while.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ CANNOT_BE_CALLED: tuple[Reachability, ...] = ("relayed", "outgoing")
 
 @dataclass(frozen=True)
 class MemberSettings:
-    """Who a member is and what its owner wants."""
+    """A member's id, and what its owner wants."""
 
     me: str
     """The peer id."""

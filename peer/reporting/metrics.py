@@ -137,7 +137,7 @@ class PeerMetrics(Collector):
     # -- what is asked for
 
     def collect(self) -> Iterable[Family]:
-        """Return all metrics. Called by Prometheus' server on its threads."""
+        """Return all metrics. On the threads of Prometheus' server."""
         with self._lock:
             counted = {name: dict(found) for name, found in self._values.items()}
             node, publisher, status = self._node, self._publisher, self._status

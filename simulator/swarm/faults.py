@@ -9,7 +9,7 @@ from .machine import Machine
 from .scenario import Scenario
 from .world import START_S, World
 
-# Of a round: what an inner step of a slow machine takes at most. Who is slower is of no use.
+# Of a round: what an inner step of a slow machine takes at most. A slower one is of no use.
 SLOWEST_SHARE = 0.2
 
 

@@ -110,7 +110,7 @@ class Publishing:
         return ProgressRecord.model_construct(peer_id=self._peer, entries=content)
 
     def _say_goodbye(self, key: str) -> None:
-        """Who looks there learns that this peer did not crash; what it only held is withdrawn."""
+        """A reader learns that this peer did not crash; what it only held is withdrawn."""
         _, record, _ = self._said.pop(key)
         gone, life_s = None, WITHDRAWN_S
         if isinstance(record, PeerRecord):

@@ -63,7 +63,7 @@ class Stay:
 
 
 class Accounts:
-    """Who trained what, in one history."""
+    """What each peer trained, in one history."""
 
     def __init__(self, world: World) -> None:
         self._world = world

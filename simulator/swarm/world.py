@@ -76,7 +76,7 @@ class World:
     machines: dict[str, Machine] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     shard_holders: dict[int, dict[str, Machine]] = field(default_factory=dict)
-    """Who has had the shard of a path; it may have lost its disk since."""
+    """Peers that have had the shard of a path; one may have lost its disk since."""
     conditions: Conditions = field(default_factory=Conditions)
 
     def __post_init__(self) -> None:
