@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -71,10 +70,10 @@ def test_no_rows() -> None:
 class SmallMemory(PathModel):
     greatest_rows = 2
 
-    def hidden_states(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
         if len(tokens) > self.greatest_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().hidden_states(tokens, cache)
+        return super().hidden_states(tokens)
 
 
 def test_memory_decides_how_many_rows_at_once_and_it_is_remembered(
