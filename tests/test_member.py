@@ -334,6 +334,26 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     assert strand.heaviest().name == joined.name
 
 
+def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain() -> None:
+    member = Trainer("A", "AB")  # C and D have gone.
+    strand = member.strand
+    base = Step.of([member.row(peer) for peer in "ABCD"])
+    mine = Step.of([member.row("A", parent=base.name, round_index=1)])
+    theirs = Step.of([member.row(p, parent=base.name, round_index=1) for p in "BE"])
+    for step in (base, mine, theirs):
+        strand.book.add(step)
+    strand.head, strand.stand = Head(MODULE, mine.name, 2, 5, 1, name("mine"), 10**6), mine.name
+    head = Head(MODULE, theirs.name, 2, 6, 1, name("theirs"), 10**6)
+    member.known.view = view_of("AB", held=[Holding("B", head)])
+    strand.open_round(1, BOUNDARY_S + DURATION_S)
+    member.known.now_s += DURATION_S + GATHER_S + 4 * GRACE_S
+    strand.consider()
+    (fetch,) = member.take(a.FetchState)
+    strand.here(e.StateFetched(fetch.head))
+    strand.checked(e.Checked(MODULE, theirs.name, 2.0, 9.0))
+    assert [adopt.head.step for adopt in member.take(a.Adopt)] == [theirs.name]
+
+
 def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
     """Held-out documents of the new path say little: its other modules are another's."""
     member = Trainer("A", "ABC")

@@ -332,13 +332,13 @@ class Strand(OuterRound):
             self._taken(taking.head)
 
     def _is_of_most(self, step: str) -> bool:
-        """Tell whether half of those who counted where two chains parted, or more, are in one of
-        them. Where two began apart, or a split was even, each side fits the documents of the
-        other worse, by many nats: that says nothing."""
+        """Tell whether half of those who counted where two chains parted and still train, or more,
+        are in one of them. Where two began apart, or a split was even, each side fits the documents
+        of the other worse, by many nats: that says nothing."""
         if self.head is None:
             return False
         fork = self.book.ancestor(step, self.stand).name
-        voters = self.book.contributors(fork, RECENT_STEPS)
+        voters = self.book.contributors(fork, RECENT_STEPS) & self._trainers()
         made: set[str] = set()
         for found in self.book.steps_between(fork, step):
             made |= found.peers
