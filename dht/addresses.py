@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dipaco.base.errors import AddressError
+from dipaco.base.setting_sources import Option
 from multiaddr import Multiaddr
 
 EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
@@ -37,6 +38,15 @@ def check_proxy_name(name: str) -> None:
             f"--proxy-name '{name[:80]}' is no name of a host; for example --proxy-name "
             "status.example.org"
         )
+
+
+PROXY_NAME = Option(
+    "names of the server in front of it, by which it is called too",
+    "NAME",
+    flag="--proxy-name",
+    check=check_proxy_name,
+)
+"""For the settings of what answers by HTTP."""
 
 
 def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | None]:

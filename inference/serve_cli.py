@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command, Option
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError
-from dipaco.dht.addresses import check_proxy_name
+from dipaco.dht.addresses import PROXY_NAME
 
 from .options import RerouterSettings
 
@@ -34,15 +34,7 @@ class ServeSettings(RerouterSettings):
 
     host: Annotated[str, Option("address to listen on; 0.0.0.0 is everybody", "ADDR")] = "127.0.0.1"
     port: Annotated[int, Option("TCP port; 0 is any free one", "PORT", least=0, most=65535)] = 8000
-    proxy_names: Annotated[
-        tuple[str, ...],
-        Option(
-            "names of the server in front of it, by which it is called too",
-            "NAME",
-            flag="--proxy-name",
-            check=check_proxy_name,
-        ),
-    ] = ()
+    proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
     api_key: Annotated[
         str | None,
         Option(

@@ -41,6 +41,13 @@ def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile: str) -> No
         assert figures["kept"] > 0.5 * figures["trained"]
 
 
+def test_what_movers_trained_is_in_the_model() -> None:
+    for seed in SEEDS:
+        figures = run_history(seed, "moving", rounds=10).figures
+        assert figures["gone by move"] <= 0.01 * figures["trained"]
+        assert figures["lost"] <= 0.05 * figures["trained"]
+
+
 def test_a_seed_is_the_same_history_on_any_machine() -> None:
     program = (
         "from dipaco.simulator.swarm.history import run_history\n"

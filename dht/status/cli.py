@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from dipaco.base.command_line import Command, Option, RunSettings
 from dipaco.base.errors import ConfigurationError, RunSelectionError
-from dipaco.dht.addresses import check_given_peer, check_proxy_name
+from dipaco.dht.addresses import PROXY_NAME, check_given_peer
 
 if TYPE_CHECKING:
     from dipaco.dht.directory import Directory
@@ -45,15 +45,7 @@ class StatusSettings(RunSettings):
     host: Annotated[
         str, Option("address that --serve listens on; 0.0.0.0 is everybody", "ADDR")
     ] = "127.0.0.1"
-    proxy_names: Annotated[
-        tuple[str, ...],
-        Option(
-            "names of the server in front of it, by which it is called too",
-            "NAME",
-            flag="--proxy-name",
-            check=check_proxy_name,
-        ),
-    ] = ()
+    proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
     history: Annotated[
         Path | None,
         Option(

@@ -256,8 +256,7 @@ class OuterRound:
         return trainers & (self._recent() | young | self._heard() | {known.me})
 
     def _is_young(self, peer: str, rounds: int) -> bool:
-        """Tell whether a peer's claim has stood for fewer rounds than these; the own is told as
-        seen by others."""
+        """Tell whether a peer's claim, as it was read, has stood for fewer rounds than these."""
         view = self.known.view
         claim = view.claims.get(peer)
         return claim is not None and view.rounds_held(claim) < rounds
