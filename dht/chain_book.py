@@ -101,7 +101,10 @@ class ChainBook:
     def _newest_without(self, tip: str, without: Collection[str]) -> Link:
         """Return the newest link of the chain to `tip` below everything in `without`."""
         found = self._links[tip]
+        oldest = min((self._links[n].version for n in without if n in self._links), default=0)
         for link in self.back_from(tip):
+            if link.version < oldest:
+                break
             if link.name in without:
                 found = self._links[link.parent] if link.step is not None else link
         return found

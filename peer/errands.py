@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
-from dipaco.base.errors import DipacoError
+from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.dht.chain import Row, Step
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
@@ -89,7 +89,7 @@ class Errands:
             case a.Watch():
                 self._swarm.watch(action.scope)
             case a.Look():
-                self._submit(self._look, action, lambda reason: e.LookFailed(reason))
+                self._submit(self._look, action)
             case a.Tell():
                 self._learn(action.rows, action.steps)
                 if action.peers:
@@ -97,8 +97,7 @@ class Errands:
                         action.peers, action.module, action.rows, action.steps, action.keep
                     )
             case a.Ask():
-                silent = e.Answered(action.peer, action.module, is_silent=True)
-                self._submit(self._ask, action, lambda reason: silent)
+                self._submit(self._ask, action)
             case a.Put():
                 for peer in action.peers:
                     self._submit(functools.partial(self._put, peer), action)
@@ -106,12 +105,7 @@ class Errands:
                 return False
         return True
 
-    def _submit(
-        self,
-        work: Callable[[Any], None],
-        action: a.Action,
-        failed: Callable[[str], e.Event] | None = None,
-    ) -> None:
+    def _submit(self, work: Callable[[Any], None], action: a.Action) -> None:
         def run() -> None:
             try:
                 work(action)
@@ -119,8 +113,7 @@ class Errands:
                 # Nothing that another peer sends ends this one, and the member must not wait.
                 unforeseen = not isinstance(error, DipacoError)
                 logger.debug("%s: %s", type(action).__name__, error, exc_info=unforeseen)
-                if failed is not None:
-                    self._report(failed(str(error) or type(error).__name__))
+                self._report(e.Failed(action, str(error) or type(error).__name__))
 
         self._executor.submit(run)
 
@@ -140,19 +133,10 @@ class Errands:
     def _ask(self, action: a.Ask) -> None:
         answer = self._others.ask(action.peer, action.module, action.locator)
         if answer is None:
-            self._report(e.Answered(action.peer, action.module, is_silent=True))
-            return
+            raise NetworkError(f"{action.peer} does not answer")
         self._learn(answer.rows, answer.steps)
-        self._report(
-            e.Answered(
-                action.peer,
-                action.module,
-                answer.steps,
-                answer.rows,
-                answer.has_more,
-                answer.held,
-            )
-        )
+        said = (answer.steps, answer.rows, answer.has_more, answer.held)
+        self._report(e.Answered(action.peer, action.module, *said))
 
     def _put(self, peer: str, action: a.Put) -> None:
         file = self._files.find(action.row.file)

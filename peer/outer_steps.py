@@ -21,7 +21,6 @@ import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from dipaco.base.errors import (
     IntegrityError,
     StorageError,
 )
-from dipaco.dht.chain import Head, Row, Step, sign_row
+from dipaco.dht.chain import Head, Row, sign_row
 from dipaco.dht.view import claimed_tokens
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
@@ -59,14 +58,6 @@ GATHER_LIMIT_S = 600.0
 PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
-@dataclass
-class _Round:
-    """What the log tells of the round of a module that is under way."""
-
-    boundary_s: float = math.nan
-    step: Step | None = None
-
-
 class OuterSteps:
     """Called by a shell, on its thread; reports from others.
 
@@ -91,7 +82,8 @@ class OuterSteps:
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="outer")
         self._fetching = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="states")
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="saving")
-        self._rounds: dict[str, _Round] = {}
+        self._boundary_s: dict[str, float] = {}
+        """Of each module, when the round ended that was published last."""
         self._coming: set[Head] = set()
         self._stopping = threading.Event()
 
@@ -110,17 +102,15 @@ class OuterSteps:
             case a.Gather():
                 self._gather(action)
             case a.Compute():
-                self._submit(self._computing, lambda: self._compute(action), _failed(action))
+                self._submit(self._computing, lambda: self._compute(action), action)
             case a.FetchState():
                 if action.head not in self._coming:
                     self._coming.add(action.head)
-                    self._submit(self._fetching, lambda: self._fetch(action), _failed(action))
+                    self._submit(self._fetching, lambda: self._fetch(action), action)
             case a.Check():
                 return True, self._check(action)
             case a.Adopt():
                 self._adopt(action)
-            case a.Keep():
-                self._keep(action)
             case a.Drop():
                 self._submit(self._saving, lambda: self._drop(action))
             case a.Serve():
@@ -136,9 +126,9 @@ class OuterSteps:
     def _take_snapshot(self, action: a.Publish) -> e.Event | None:
         assert self._trainer is not None
         snapshot = self._trainer.snapshot(action.module)
-        self._rounds[action.module] = _Round(action.boundary_s)
+        self._boundary_s[action.module] = action.boundary_s
         if not snapshot.tokens:
-            return e.PublishFailed(action.module, action.round_index, "nothing was trained")
+            return e.Failed(action, "nothing was trained")
         self._events.emit(
             "outer_round",
             module=action.module,
@@ -146,7 +136,7 @@ class OuterSteps:
             tokens=snapshot.tokens,
             late_s=round(self._node.clock.now() - action.boundary_s, 3),
         )
-        self._submit(self._computing, lambda: self._publish(action, snapshot), _failed(action))
+        self._submit(self._computing, lambda: self._publish(action, snapshot), action)
         return None
 
     def _publish(self, action: a.Publish, snapshot: Snapshot) -> None:
@@ -154,7 +144,7 @@ class OuterSteps:
         gradient = snapshot.outer_gradient()
         if not all(all_finite(gradient[begin:end]) for begin, end in pieces(gradient.numel())):
             reason = "the local parameters are no longer numbers"
-            self._report(e.PublishFailed(module, action.round_index, reason, is_finite=False))
+            self._report(e.Failed(action, reason, is_final=True))
             return
         data = publish(gradient, node.rule.codec_of(module))
         row = sign_row(
@@ -172,7 +162,7 @@ class OuterSteps:
         )
         node.contributions.add(row, data)
         node.chains.note_rows((row,))
-        self._report(e.Published(row))
+        self._report(e.Published(module, row))
 
     # -- gather
 
@@ -182,7 +172,7 @@ class OuterSteps:
                 self._report(e.Gathered(row.module, row.file))
                 return
             logger.debug("file %s of %s: %s", row.file[:12], row.module, reason)
-            self._report(e.GatherFailed(row.module, row.file, reason, is_refused))
+            self._report(e.Failed(a.Gather(row.module, (row,)), reason, is_refused))
 
         self._node.exchange.gather(
             action.rows,
@@ -211,10 +201,10 @@ class OuterSteps:
         for step in action.steps:
             files = [self._contribution(row) for row in step.rows]
             state = node.rule.step(state, files, step.table, step.round_index, paths)
-        self._offer(action.steps[-1], state)
         step = action.steps[-1]
+        node.held.put(step.name, state)
         _, weight, _ = node.chains.weight(step.name)
-        self._report(e.Computed(head_of(state, step.name, weight, step.round_index)))
+        self._report(e.StateHere(module, head_of(state, step.name, weight, step.round_index)))
 
     def _contribution(self, row: Row) -> memoryview:
         """Return the bytes of a file, which stay there when it is removed meanwhile."""
@@ -222,10 +212,6 @@ class OuterSteps:
         if path is None:
             raise StorageError(f"the file of {row.peer} is not here any more")
         return _mapped(path)
-
-    def _offer(self, step: Step, state: ModuleState) -> None:
-        self._rounds.setdefault(state.module, _Round()).step = step
-        self._node.held.put(step.name, state)
 
     # -- fetch
 
@@ -250,7 +236,7 @@ class OuterSteps:
             raise IntegrityError(f"it has version {state.version}, not {wanted.version}")
         node.held.put(wanted.step, state)
         head = head_of(state, wanted.step, wanted.weight, wanted.round_index)
-        self._report(e.StateFetched(head))
+        self._report(e.StateHere(module, head))
 
     # -- check
 
@@ -281,22 +267,29 @@ class OuterSteps:
             trainer.loss_of(path, after, rows).loss,
         )
 
-    # -- adopt, or keep
+    # -- adopt
 
     def _adopt(self, action: a.Adopt) -> None:
-        assert self._trainer is not None
-        head, node = action.head, self._node
-        state = node.held.hold(head)
-        self._trainer.adopt(head.module, state)
+        head, node, trainer = action.head, self._node, self._trainer
+        try:
+            state = node.held.hold(head)
+        except KeyError:
+            logger.info("%s: a copy is not kept, a newer one came at once", head.module)
+            return
         node.contributions.prune(head.module, head.round_index)
         self._announce()
-        if action.save:
+        if trainer is None or head.module not in trainer.anchors():
+            self._submit(self._saving, lambda: node.held.save(state))
+            self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
+            return
+        trainer.adopt(head.module, state)
+        if head.version % node.plan.rounds.save_every_rounds == 0:
             self._submit(self._saving, lambda: node.held.save(state))
         self._tell(action, state)
 
     def _tell(self, action: a.Adopt, state: ModuleState) -> None:
         """Write to the log what was adopted: the step that ends a round, or what others made."""
-        head, known = action.head, self._rounds.setdefault(action.head.module, _Round())
+        head, node = action.head, self._node
         told = {
             "module": head.module,
             "version": head.version,
@@ -305,36 +298,23 @@ class OuterSteps:
             "digest": head.digest,
             "tokens": state.tokens,
         }
-        if action.round_index < 0:
+        if not action.is_round:
             self._events.emit("adopt", **told, own_work_merged=action.is_own_in)
             return
-        step = known.step if known.step is not None and known.step.name == head.step else None
-        rows = () if step is None else step.rows
-        late_s = self._node.clock.now() - known.boundary_s
+        rows = node.chains.steps_to(head.module, head.step)[-1].rows
+        late_s = node.clock.now() - self._boundary_s.get(head.module, math.inf)
         self._events.emit(
             "commit",
             **told,
-            round=action.round_index,
+            round=head.round_index,
             group=[row.peer for row in rows],
             paths=sorted({row.path for row in rows}),
-            rows=action.rows,
+            rows=len(rows),
             expected=action.expected,
             is_own_in=action.is_own_in,
-            own_tokens=sum(row.tokens for row in rows if row.peer == self._node.me),
-            seconds_after_boundary=0.0 if math.isnan(late_s) else round(max(0.0, late_s), 3),
+            own_tokens=sum(row.tokens for row in rows if row.peer == node.me),
+            seconds_after_boundary=round(max(0.0, late_s), 3),
         )
-
-    def _keep(self, action: a.Keep) -> None:
-        head, node = action.head, self._node
-        try:
-            state = node.held.hold(head)
-        except KeyError:
-            logger.info("%s: a copy is not kept, a newer one came at once", head.module)
-            return
-        node.contributions.prune(head.module, head.round_index)
-        self._submit(self._saving, lambda: node.held.save(state))
-        self._announce()
-        self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
 
     def _drop(self, action: a.Drop) -> None:
         logger.info("others keep copies of %s: dropped here", action.module)
@@ -356,7 +336,7 @@ class OuterSteps:
         self,
         workers: ThreadPoolExecutor,
         work: Callable[[], None],
-        failed: Callable[[str], e.Event] | None = None,
+        action: a.Action | None = None,
     ) -> None:
         def run() -> None:
             try:
@@ -368,12 +348,9 @@ class OuterSteps:
                 # Nothing that another peer sends ends this one, and the member must not wait.
                 logger.debug("an outer step failed", exc_info=True)
                 reason = f"{type(error).__name__}: {error}"
-            if failed is None or self._stopping.is_set():
-                logger.info("states: %s", reason)
-                return
-            event = failed(reason)
-            logger.info("%s: %s", getattr(event, "module", ""), reason)
-            self._report(event)
+            logger.info("%s: %s", getattr(action, "module", "states"), reason)
+            if action is not None and not self._stopping.is_set():
+                self._report(e.Failed(action, reason))
 
         if not self._stopping.is_set():
             workers.submit(run)
@@ -388,14 +365,3 @@ def _mapped(path: Path) -> memoryview:
         return memoryview(b"")  # An empty file cannot be mapped.
     except OSError as error:
         raise StorageError(f"{path}: {error}") from None
-
-
-def _failed(action: a.Publish | a.Compute | a.FetchState) -> Callable[[str], e.Event]:
-    """Return what is reported when an action comes to nothing, with its reason."""
-    match action:
-        case a.Publish(module=module, round_index=round_index):
-            return lambda reason: e.PublishFailed(module, round_index, reason)
-        case a.Compute(module=module, steps=steps):
-            return lambda reason: e.ComputeFailed(module, steps[-1].name, reason)
-        case a.FetchState(head=head):
-            return lambda reason: e.FetchFailed(head.module, head.step, reason)

@@ -64,7 +64,7 @@ class Server:
                 self._background.check()
                 if self._stopping.is_set() and not is_told:
                     is_told = True
-                    self._shell.happen(e.LeaveWanted("stopped"))
+                    self._shell.happen(e.LeaveWanted())
                 if isinstance(self._shell.turn(e.Turn()), a.Left):
                     return
                 self._shell.wait(LONGEST_WAIT_S)

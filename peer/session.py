@@ -113,11 +113,10 @@ class Session:
                 self._background.check()
                 if self.stopping.is_set() and not is_told:
                     is_told = True
-                    self._shell.happen(e.LeaveWanted("stopped"))
-                ready = self._watch.ready_run
-                if ready is not None and not is_ready_told:
+                    self._shell.happen(e.LeaveWanted())
+                if self._watch.ready_run is not None and not is_ready_told:
                     is_ready_told = True
-                    self._shell.happen(e.SuccessorReady(ready))
+                    self._shell.happen(e.SuccessorReady())
                 self._turn()
         except Exception:
             self._save_all()
@@ -147,7 +146,7 @@ class Session:
         """Tell the member when its owner wants something else than before."""
         if self._pauses is not None:
             if (reason := self._pauses.change()) is not None:
-                self._shell.happen(e.PauseWanted(reason) if reason else e.ResumeWanted())
+                self._shell.happen(e.PauseWanted(reason))
             claim = self.status.claim
             self._pauses.tell(claim.state, claim.path, claim.reason)
 
@@ -169,7 +168,7 @@ class Session:
             seconds=round(step_s, 4),
             tokens=self._trainer.tokens_per_step,
         )
-        self._shell.happen(e.Stepped(self._trainer.tokens_per_step))
+        self._shell.happen(e.Stepped())
 
     def _wait(self, instruction: a.Wait) -> None:
         if instruction.what:
@@ -212,9 +211,6 @@ class Session:
                 self._move(action)
             case a.Pause():
                 self._pause(action)
-            case a.Stay():
-                self._files.release()
-                logger.warning("stays on path %d: %s", action.path, action.reason)
             case a.SaveAll():
                 self.node.held.save_all()
             case _:
@@ -232,7 +228,7 @@ class Session:
             try:
                 self._files.fetch(action.path)
             except (NetworkError, IntegrityError) as error:
-                self._shell.report(e.PathFailed(action.path, str(error)))
+                self._shell.report(e.Failed(action, str(error)))
                 return
             self._shell.report(e.PathReady(action.path))
 
@@ -247,11 +243,11 @@ class Session:
         self._trainer.start_path(action.path, states, data.stream, optimizer_state=optimizer_state)
         self._resumed = optimizer_state is not None
         self.status.validation_loss = float("nan")
-        self._files.release()
-        return_freed_memory()  # What it took to begin is several times what stays.
 
     def _begun(self, action: a.Begun) -> None:
         self._set_waiting("")
+        self._files.release()
+        return_freed_memory()  # What it took to begin is several times what stays.
         self.status.round_index = action.round_index
         self.events.emit(
             "training",

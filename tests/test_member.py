@@ -86,13 +86,17 @@ class Trainer:
         return Row(**given)
 
     def publish(self) -> None:
-        self.strand.published(e.Published(self.row(self.known.me)))
+        self.strand.published(self.row(self.known.me))
 
     def hear(self, *peers: str, gathered: bool = True) -> None:
         for peer in peers:
             self.strand.hear_rows([self.row(peer)], peer)
             if gathered:
-                self.strand.gathered(name(f"file {peer}"))
+                self.strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+
+    def refuse(self, peer: str) -> None:
+        asked = a.Gather(MODULE, (self.row(peer),))
+        self.strand.handle(e.Failed(asked, "it is too short", is_final=True))
 
     def wait(self, seconds: float) -> None:
         self.known.now_s += seconds
@@ -115,7 +119,7 @@ def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here() -> Non
     member.hear(others[0])
     member.hear(others[1], gathered=False)
     assert member.proposed() == []
-    member.strand.gathered(name(f"file {others[1]}"))
+    member.strand.handle(e.Gathered(MODULE, name(f"file {others[1]}")))
     (step,) = member.proposed()
     assert step.peers == set("ABC")
 
@@ -141,7 +145,7 @@ def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
     assert member.proposed() == []
     member.wait(0.2)
     for ask in member.take(a.Ask):
-        member.strand.answered(e.Answered(ask.peer, MODULE, is_silent=True))
+        member.strand.handle(e.Failed(ask, "it is silent"))
     member.wait(0.2)
     assert len(member.proposed()) == 1
 
@@ -175,13 +179,13 @@ def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None
     gathers = member.take(a.Gather)
     assert {row.peer for gather in gathers for row in gather.rows} == set("ABC") - {second}
     for peer in "ABC":
-        member.strand.gathered(name(f"file {peer}"))
+        member.strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
     (compute,) = member.take(a.Compute)
     assert (compute.base, compute.steps) == (genesis, (step,))
     head = Head(MODULE, step.name, 1, 3, 0, name("state"), 10**6)
-    member.strand.here(e.Computed(head))
+    member.strand.handle(e.StateHere(MODULE, head))
     (adopt,) = member.take(a.Adopt)
-    assert (adopt.head, adopt.is_own_in, adopt.round_index, adopt.rows) == (head, True, 0, 3)
+    assert (adopt.head, adopt.is_own_in, adopt.is_round) == (head, True, True)
     # One that is as heavy, with a greater name, changes nothing.
     assert member.strand.stand == step.name
 
@@ -202,13 +206,13 @@ def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> Non
 
     member.known.now_s += 0.5 * DURATION_S
     strand.hear_rows([row("C")], "C")
-    strand.gathered(row("C").file)
+    strand.handle(e.Gathered(MODULE, row("C").file))
     assert member.proposed() == []
     member.known.now_s = BOUNDARY_S + DURATION_S
     strand.begin(1, member.known.now_s)
-    strand.published(e.Published(row(boxes[0])))
+    strand.published(row(boxes[0]))
     strand.hear_rows([row(boxes[1])], boxes[1])
-    strand.gathered(row(boxes[1]).file)
+    strand.handle(e.Gathered(MODULE, row(boxes[1]).file))
     (step,) = member.proposed()
     assert step.peers == set("ABC")
 
@@ -231,7 +235,7 @@ def test_of_a_peer_one_row_counts_in_a_round() -> None:
     other, last = sorted(set("ABC") - {first})
     member.hear(other)
     member.strand.hear_rows([member.row(other, tokens=10**6, file=name("second"))], other)
-    member.strand.gathered(name("second"))
+    member.strand.handle(e.Gathered(MODULE, name("second")))
     member.hear(last)
     (step,) = member.proposed()
     assert next(row.tokens for row in step.rows if row.peer == other) == 10
@@ -243,8 +247,7 @@ def test_a_file_that_is_no_contribution_is_in_no_step() -> None:
     member.publish()
     step = Step.of([member.row(peer) for peer in "ABC"])
     member.strand.hear_steps([step], first)
-    bad = name(f"file {first}")
-    member.strand.gather_failed(e.GatherFailed(MODULE, bad, "it is too short", is_refused=True))
+    member.refuse(first)
     assert member.take(a.Warn)
     assert member.strand.heaviest().name == member.strand.book.genesis(MODULE)
 
@@ -263,14 +266,14 @@ def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
         member.wait(1.0)
         actions, member.known.actions = member.known.actions, []
         for ask in (action for action in actions if isinstance(action, a.Ask)):
-            member.strand.answered(e.Answered(ask.peer, MODULE, is_silent=True))
+            member.strand.handle(e.Failed(ask, "it is silent"))
         proposed = [s for tell in actions if isinstance(tell, a.Tell) for s in tell.steps]
     assert proposed[0].peers == set("ABC") - {first}
     made = Head(MODULE, proposed[0].name, 1, 2, 0, name("without"), 10**6)
-    member.strand.here(e.Computed(made))
+    member.strand.handle(e.StateHere(MODULE, made))
     assert member.strand.stand == made.step
     # The heavier one is taken when it comes after all.
-    member.strand.here(e.StateFetched(held))
+    member.strand.handle(e.StateHere(MODULE, held))
     (check,) = member.take(a.Check)
     assert check.step == silent.name
 
@@ -282,8 +285,7 @@ def test_a_peer_whose_file_is_refused_is_not_waited_for() -> None:
     other, bad = sorted(set("ABC") - {first})
     member.hear(other)
     member.hear(bad, gathered=False)
-    failed = e.GatherFailed(MODULE, name(f"file {bad}"), "it is too short", is_refused=True)
-    member.strand.gather_failed(failed)
+    member.refuse(bad)
     member.wait(0.1)
     (step,) = member.proposed()
     assert step.peers == {first, other}
@@ -316,9 +318,9 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     member.known.now_s += DURATION_S + GATHER_S + 4 * GRACE_S
     strand.hear_steps([foreign], first)
     (fetch,) = member.take(a.FetchState)
-    strand.here(e.StateFetched(fetch.head))
+    strand.handle(e.StateHere(MODULE, fetch.head))
     (check,) = member.take(a.Check)
-    strand.checked(e.Checked(MODULE, check.step, 2.0, 9.0))
+    strand.handle(e.Checked(MODULE, check.step, 2.0, 9.0))
     assert member.take(a.Adopt) == []
     assert strand.heaviest().name == mine.name
     assert strand.stand == mine.name
@@ -328,8 +330,8 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     theirs = Head(MODULE, joined.name, 3, 8, 2, name("joined"), 10**6)
     member.known.view = view_of("ABC", held=[Holding(first, theirs)])
     strand.hear_steps([joined], first)
-    strand.here(e.StateFetched(member.take(a.FetchState)[-1].head))
-    strand.checked(e.Checked(MODULE, joined.name, 2.0, 9.0))
+    strand.handle(e.StateHere(MODULE, member.take(a.FetchState)[-1].head))
+    strand.handle(e.Checked(MODULE, joined.name, 2.0, 9.0))
     assert [adopt.head.step for adopt in member.take(a.Adopt)] == [joined.name]
     assert strand.heaviest().name == joined.name
 
@@ -349,8 +351,8 @@ def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain() -> None:
     member.known.now_s += DURATION_S + GATHER_S + 4 * GRACE_S
     strand.consider()
     (fetch,) = member.take(a.FetchState)
-    strand.here(e.StateFetched(fetch.head))
-    strand.checked(e.Checked(MODULE, theirs.name, 2.0, 9.0))
+    strand.handle(e.StateHere(MODULE, fetch.head))
+    strand.handle(e.Checked(MODULE, theirs.name, 2.0, 9.0))
     assert [adopt.head.step for adopt in member.take(a.Adopt)] == [theirs.name]
 
 
@@ -365,12 +367,12 @@ def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
     step = Step.of([member.row(peer, parent=own.name, round_index=1) for peer in "BC"])
     strand.hear_steps([step], "B")
     for ask in member.take(a.Ask):
-        strand.answered(e.Answered(ask.peer, MODULE, is_silent=True))
+        strand.handle(e.Failed(ask, "it is silent"))
     for peer in "BC":
-        strand.gathered(name(f"file {peer}"))
+        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
     member.take(a.Compute)
     head = Head(MODULE, step.name, 2, 5, 1, name("next"), 10**6)
-    strand.here(e.Computed(head))
+    strand.handle(e.StateHere(MODULE, head))
     assert member.take(a.Check) == []
     assert strand.ready == head
 

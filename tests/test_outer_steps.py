@@ -72,7 +72,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert set(commit["group"]) == {one.me, other.me}
     assert commit["own_tokens"] == rows[0].tokens
 
-    assert keeper.outer.carry_out(a.Keep(heads[0])) == (True, None)
+    assert keeper.outer.carry_out(a.Adopt(heads[0], False, 0, False)) == (True, None)
     content = keeper.node.held.lookup(heads[0].digest)
     assert content is not None
     data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
@@ -88,17 +88,17 @@ def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> N
     row = other.publish()
     other.node.exchange.others = one.node.exchange.others = []
     (found,) = one.gather(row)
-    assert isinstance(found, e.GatherFailed)
-    assert not found.is_refused
+    assert isinstance(found, e.Failed)
+    assert not found.is_final
     failed = one.do(a.Compute(MODULE, row.parent, (Step.of([row]),)))
-    assert isinstance(failed, e.ComputeFailed)
+    assert isinstance(failed, e.Failed)
 
     bad = ContributionFiles(one.node.contributions.folder / "bad")
     bad.add(row, b"\xff" * row.bytes)
     one.node.exchange.others = [bad]
     (found,) = one.gather(row)
-    assert isinstance(found, e.GatherFailed)
-    assert found.is_refused
+    assert isinstance(found, e.Failed)
+    assert found.is_final
     one.node.exchange.others = [other.node.contributions]
     (found,) = one.gather(row)
     assert isinstance(found, e.Gathered)
@@ -111,11 +111,11 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     step = Step.of([other.publish()])
     head = other.compute(step.parent, step)
     missing = one.do(a.FetchState(head, (other.me,)))
-    assert isinstance(missing, e.FetchFailed)
+    assert isinstance(missing, e.Failed)
     one.fetched[head.digest] = other.node.held.waiting(MODULE, step.name)
     row, trained = one.publish(), one.local()
     fetched = one.do(a.FetchState(head, (other.me,)))
-    assert fetched == e.StateFetched(head)
+    assert fetched == e.StateHere(MODULE, head)
     scored = one.do(a.Check(MODULE, step.name))
     assert isinstance(scored, e.Checked)
     assert scored.loss_before is not None
@@ -125,7 +125,7 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     # What was trained before the boundary is not in it, and is lost, but for what was not told.
     state = one.node.held.find(MODULE, step.name)
     assert torch.equal(one.local(), lost(one, row, trained) + state.parameters)
-    assert isinstance(one.do(a.Publish(MODULE, 1, step.name, 0.0)), e.PublishFailed)
+    assert isinstance(one.do(a.Publish(MODULE, 1, step.name, 0.0)), e.Failed)
 
 
 def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
@@ -146,7 +146,7 @@ def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
     for _ in range(3):
         one.outer.carry_out(a.FetchState(head, (other.me,)))
     go.set()
-    assert one.reported.get(timeout=60) == e.StateFetched(head)
+    assert one.reported.get(timeout=60) == e.StateHere(MODULE, head)
     assert asked == [head]
 
 
@@ -159,8 +159,8 @@ def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer])
     module = next(m for m in (MODULE, OTHER) if not bool(torch.isfinite(one.local(m)).all()))
     parent = one.node.held.get(module).step
     failed = one.do(a.Publish(module, 0, parent, 0.0))
-    assert isinstance(failed, e.PublishFailed)
-    assert not failed.is_finite
+    assert isinstance(failed, e.Failed)
+    assert failed.is_final
 
 
 def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(

@@ -1,7 +1,8 @@
 """What a member can want done: all of it is carried out by a shell, which reports the outcome.
 
-An action that is answered by an event says so; a shell answers each once, sooner or later, unless
-the path was changed or the member has left in between. The others are done at once, in order.
+An action that is answered by an event says so; a shell answers each once, sooner or later, by that
+event or by `Failed`, unless the path was changed or the member has left in between. The others are
+done at once, in order.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.coverage import Scope
 from dipaco.dht.records import ClaimState
 
+
+class Action:
+    """Something to be done."""
+
+
 # -- the swarm
 
 
 @dataclass(frozen=True)
-class Say:
+class Say(Action):
     """Publish a claim in place of the last one."""
 
     state: ClaimState
@@ -30,15 +36,15 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watch(Action):
     """Read this part of the swarm from now on, at every refresh and every `Look`."""
 
     scope: Scope
 
 
 @dataclass(frozen=True)
-class Look:
-    """Publish, then read the swarm. Answered by `Viewed` or `LookFailed`."""
+class Look(Action):
+    """Publish, then read the swarm. Answered by `Viewed`."""
 
     further: tuple[int, ...] = ()
     """Buckets that are read this once, beside the scope."""
@@ -48,7 +54,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Action):
     """Tell peers of rows and steps. What does not arrive is not reported."""
 
     peers: tuple[str, ...]
@@ -60,7 +66,7 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Ask(Action):
     """Ask a peer which steps come after some, and which rows it knows. Answered by `Answered`."""
 
     peer: str
@@ -70,7 +76,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Put:
+class Put(Action):
     """Push the file of the own row to mailboxes, because nobody can call this peer."""
 
     peers: tuple[str, ...]
@@ -78,8 +84,8 @@ class Put:
 
 
 @dataclass(frozen=True)
-class Gather:
-    """Get the files of rows and check them. Answered by a `Gathered` or `GatherFailed` each.
+class Gather(Action):
+    """Get the files of rows and check them. Answered by a `Gathered` or `Failed` each.
 
     A file that is here, or on its way, is not fetched twice.
     """
@@ -91,7 +97,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Serve:
+class Serve(Action):
     """Answer those who ask for a module's chain with the one to this step from now on."""
 
     module: str
@@ -102,14 +108,14 @@ class Serve:
 
 
 @dataclass(frozen=True)
-class FetchPath:
-    """Get the shard of a path and what goes with it. Answered by `PathReady` or `PathFailed`."""
+class FetchPath(Action):
+    """Get the shard of a path and what goes with it. Answered by `PathReady`."""
 
     path: int
 
 
 @dataclass(frozen=True)
-class StartPath:
+class StartPath(Action):
     """Begin to train a path from states that were fetched; earlier work on a path is gone."""
 
     path: int
@@ -118,15 +124,15 @@ class StartPath:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The path is in training: say so."""
+class Begun(Action):
+    """The path is in training, or goes on after a move failed: say so."""
 
     path: int
     round_index: int
 
 
 @dataclass(frozen=True)
-class Move:
+class Move(Action):
     """The member goes to another path: keep what a return needs."""
 
     from_path: int
@@ -135,15 +141,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Stay:
-    """A move did not succeed: the path in training goes on."""
-
-    path: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pause:
+class Pause(Action):
     """Nothing is trained until further notice: keep what a return needs, and free the device."""
 
     path: int | None
@@ -155,11 +153,11 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Publish:
+class Publish(Action):
     """Take a snapshot of a module at its boundary, and encode and sign what was trained.
 
     The snapshot is taken at once, in place of an earlier one; the rest is done meanwhile. Answered
-    by `Published` or `PublishFailed`.
+    by `Published`.
     """
 
     module: str
@@ -171,10 +169,10 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(Action):
     """Compute the state after steps, whose files are here, from one that is held.
 
-    Answered by `Computed` or `ComputeFailed`. Nothing changes before `Adopt` or `Keep`.
+    Answered by `StateHere`. Nothing changes before `Adopt`.
     """
 
     module: str
@@ -185,8 +183,8 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class FetchState:
-    """Get a state by its digest, checked. Answered by `StateFetched` or `FetchFailed`.
+class FetchState(Action):
+    """Get a state by its digest, checked. Answered by `StateHere`.
 
     What lies on this disk under the digest need not be fetched. A head of version 0 is the
     module's genesis, whose digest the member does not know (it is empty).
@@ -197,7 +195,7 @@ class FetchState:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Action):
     """Score a state that was computed or fetched on held-out documents of the path in training,
     in place of the anchor; before there is an anchor, in place of the genesis.
 
@@ -209,29 +207,25 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Adopt:
-    """Make a state that was computed or fetched the anchor of a module, and serve it.
+class Adopt(Action):
+    """Serve a state that was computed or fetched, and keep it on the disk.
 
-    What was trained since the snapshot goes on top of it; what was trained before is in it, or
-    lost (design 4.5). The state before is kept too, on the disk.
+    Of a path in training it becomes the anchor. What was trained since the snapshot goes on top of
+    it; what was trained before is in it, or lost (design 4.5).
     """
 
     head: Head
-    """What is adopted; its digest is that of the state here."""
-    round_index: int
-    """Of the outer round that this ends; -1 beside one."""
-    rows: int
-    """In the step."""
+    """Its digest is that of the state here."""
+    is_round: bool
+    """Whether it ends the outer round that is under way."""
     expected: int
-    """How many were waited for, for the person who reads the log."""
+    """How many rows were waited for, for the person who reads the log."""
     is_own_in: bool
     """Whether this peer's contribution is in it, for the same."""
-    save: bool
-    """Write it to disk too."""
 
 
 @dataclass(frozen=True)
-class Forget:
+class Forget(Action):
     """A state that was computed or fetched is not wanted."""
 
     module: str
@@ -239,7 +233,7 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class CarryOn:
+class CarryOn(Action):
     """A round of a module ended without a step here: say so."""
 
     module: str
@@ -249,21 +243,14 @@ class CarryOn:
 
 
 @dataclass(frozen=True)
-class Discard:
+class Discard(Action):
     """Go back to the anchor: the local parameters of a module are no longer numbers."""
 
     module: str
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Serve a state that was computed or fetched as a copy, from the disk."""
-
-    head: Head
-
-
-@dataclass(frozen=True)
-class Drop:
+class Drop(Action):
     """Stop to serve a copy, and remove it from the disk."""
 
     module: str
@@ -273,7 +260,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class EndRound:
+class EndRound(Action):
     """A round has ended here: score, report, save what is due."""
 
     round_index: int
@@ -282,42 +269,38 @@ class EndRound:
 
 
 @dataclass(frozen=True)
-class Warn:
+class Warn(Action):
     """Tell the person at the machine, in one line."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class TakeStep:
+class TakeStep(Action):
     """Take an inner step."""
 
-    slack_s: float
-    """How long other work may keep it waiting."""
     rank: int | None = None
     """At the first step of a round: this peer's place among the trainers of the path, the oldest
     claim first. Replicas draw different batches."""
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Action):
     """Wait for an event, for a quarter of a second at most, then ask again."""
 
     what: str
     """What is waited for, with the numbers that say how far it is."""
     limit_s: float
     """How long it will be waited for at most; 0 where the answer itself has a limit."""
-    slack_s: float = 0.0
-    """For how long other work may be done meanwhile."""
 
 
 @dataclass(frozen=True)
-class SaveAll:
+class SaveAll(Action):
     """Write what is only in memory to disk, before the peer leaves."""
 
 
 @dataclass(frozen=True)
-class Left:
+class Left(Action):
     """The member has left the run: stop."""
 
     handed_over: tuple[str, ...]
@@ -325,37 +308,3 @@ class Left:
     to_successor: bool
     error: str = ""
     """Why it could not begin, if that is why it left."""
-
-
-Action = (
-    Say
-    | Watch
-    | Look
-    | Tell
-    | Ask
-    | Put
-    | Gather
-    | Serve
-    | FetchPath
-    | StartPath
-    | Begun
-    | Move
-    | Stay
-    | Pause
-    | Publish
-    | Compute
-    | FetchState
-    | Check
-    | Adopt
-    | Forget
-    | CarryOn
-    | Discard
-    | Keep
-    | Drop
-    | EndRound
-    | Warn
-    | TakeStep
-    | Wait
-    | SaveAll
-    | Left
-)

@@ -14,11 +14,29 @@ from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
 
+from .actions import Action
+
+
+class Event:
+    """Something that happened."""
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """An action came to nothing that another event would have answered."""
+
+    action: Action
+    reason: str
+    is_final: bool = False
+    """It need not be tried again: the file came and is no contribution, or the local parameters
+    are no longer numbers."""
+
+
 # -- the swarm
 
 
 @dataclass(frozen=True)
-class Viewed:
+class Viewed(Event):
     """The swarm was read. Answers `Look`, and comes by itself once a refresh period."""
 
     view: SwarmView
@@ -27,14 +45,7 @@ class Viewed:
 
 
 @dataclass(frozen=True)
-class LookFailed:
-    """The DHT did not answer a `Look` within its limit."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Probed:
+class Probed(Event):
     """Other peers have tried to call this one: how they reach it."""
 
     reachable: Reachability
@@ -44,7 +55,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Told:
+class Told(Event):
     """A peer tells of rows and steps, unasked."""
 
     peer: str
@@ -57,8 +68,8 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Answers `Ask`. A peer that does not answer within seconds has `is_silent`."""
+class Answered(Event):
+    """Answers `Ask`. A peer that does not answer within seconds has `Failed`."""
 
     peer: str
     module: str
@@ -71,33 +82,21 @@ class Answered:
     """Whether more steps follow; ask again from the last."""
     held: Head | None = None
     """The state that it can serve, if it can."""
-    is_silent: bool = False
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """Answers `Gather`: a file is here, and it is a contribution to the module."""
+class Gathered(Event):
+    """Answers `Gather`, once for each file: it is here, and a contribution to the module."""
 
     module: str
     file: str
-
-
-@dataclass(frozen=True)
-class GatherFailed:
-    """Answers `Gather`: nobody gave the file, or it is not what a row may name."""
-
-    module: str
-    file: str
-    reason: str
-    is_refused: bool
-    """The file came and is no contribution: it need not be asked for again."""
 
 
 # -- the loop
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Event):
     """The shell is between two inner steps and asks what to do; at least four times a second.
 
     The answer has exactly one of `TakeStep`, `Wait` and `Left` in it.
@@ -108,82 +107,39 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class Stepped(Event):
     """An inner step was taken."""
-
-    tokens: int
 
 
 @dataclass(frozen=True)
-class PathReady:
+class PathReady(Event):
     """Answers `FetchPath`: the shard of the path is here."""
 
     path: int
-
-
-@dataclass(frozen=True)
-class PathFailed:
-    """Answers `FetchPath`: nobody could give the shard of the path."""
-
-    path: int
-    reason: str
 
 
 # -- states
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Event):
     """Answers `Publish`: the file is in the content store, and this row names it."""
 
+    module: str
     row: Row
 
 
 @dataclass(frozen=True)
-class PublishFailed:
-    """Answers `Publish`: there is nothing to contribute."""
+class StateHere(Event):
+    """Answers `Compute` and `FetchState`: the state is here; nothing is changed yet."""
 
     module: str
-    round_index: int
-    reason: str
-    is_finite: bool = True
-    """False: the local parameters are no longer numbers."""
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Answers `Compute`: this is the state that comes out; nothing is changed yet."""
-
     head: Head
+    """It has its digest, also of a genesis."""
 
 
 @dataclass(frozen=True)
-class ComputeFailed:
-    """Answers `Compute`: no state can be made of these files, or the base is gone."""
-
-    module: str
-    step: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class StateFetched:
-    """Answers `FetchState`: the state is here. The head has its digest, also of a genesis."""
-
-    head: Head
-
-
-@dataclass(frozen=True)
-class FetchFailed:
-    """Answers `FetchState`: nobody could give the state, or it was not what was announced."""
-
-    module: str
-    step: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Checked:
+class Checked(Event):
     """Answers `Check`: the held-out loss with the anchors, and with the state in place of one.
 
     None where there is nothing to score with.
@@ -199,53 +155,18 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class SuccessorReady:
+class SuccessorReady(Event):
     """The run has a successor, and all that everybody needs of it is here."""
 
-    run_id: str
-
 
 @dataclass(frozen=True)
-class PauseWanted:
-    """The machine is needed, or may not train now: until `ResumeWanted`."""
+class PauseWanted(Event):
+    """The machine is needed, or may not train now, until there is no reason any more."""
 
     reason: str
-    """For the person at the machine; not empty."""
+    """For the person at the machine; empty: the machine may train again."""
 
 
 @dataclass(frozen=True)
-class ResumeWanted:
-    """The machine may train again."""
-
-
-@dataclass(frozen=True)
-class LeaveWanted:
+class LeaveWanted(Event):
     """Somebody pressed Ctrl+C, or the machine is needed."""
-
-    reason: str = ""
-
-
-Event = (
-    Viewed
-    | LookFailed
-    | Probed
-    | Told
-    | Answered
-    | Gathered
-    | GatherFailed
-    | Turn
-    | Stepped
-    | PathReady
-    | PathFailed
-    | Published
-    | PublishFailed
-    | Computed
-    | ComputeFailed
-    | StateFetched
-    | FetchFailed
-    | Checked
-    | SuccessorReady
-    | PauseWanted
-    | ResumeWanted
-    | LeaveWanted
-)

@@ -27,8 +27,8 @@ from dipaco.dht.view import SwarmView
 from .actions import Look, Watch
 from .knowledge import Knowledge
 
-# A path that could not be begun is passed over for so many dwells: each time twice as long.
-PASSED_OVER_DWELLS, GREATEST_PASSED_OVER_DWELLS = 1, 8
+# A path that could not be begun is passed over for so many dwells.
+PASSED_OVER_DWELLS = 4
 
 
 class Horizon:
@@ -40,10 +40,8 @@ class Horizon:
         self._scope: Scope | None = None
         self._needs: tuple[Collection[object], ...] = ()
         self._has_few_neighbours = False
-        self._failed: dict[int, tuple[float, int]] = {}
-        """Of paths that could not be begun: when that was tried last, and how often in vain."""
-        self._tried: set[int] = set()
-        """Paths that could not be begun since this member wants one."""
+        self._failed_s: dict[int, float] = {}
+        """When a path could not be begun."""
         self._sampled: tuple[int, ...] = ()
         self._outlook: SwarmView | None = None
 
@@ -115,32 +113,15 @@ class Horizon:
             return None
         return decision
 
-    def want_path(self) -> None:
-        """A path is about to be chosen."""
-        self._tried.clear()
-
     def pass_over(self, path: int) -> None:
-        """A path could not be begun: leave it to others for a while, and until another could."""
-        self._tried.add(path)
-        _, times = self._failed.get(path, (0.0, 0))
-        self._failed[path] = self._known.now_s, times + 1
-
-    def begun(self, path: int) -> None:
-        """A path is in training."""
-        self._failed.pop(path, None)
-        self._tried.clear()
+        """A path could not be begun: leave it to others for a while."""
+        self._failed_s[path] = self._known.now_s
 
     def passed_over(self) -> frozenset[int]:
         """Return the paths that this peer does not choose, as it could not begin them."""
         rounds, now_s = self._known.plan.rounds, self._known.now_s
-        dwell_s = rounds.dwell_rounds * rounds.duration_s
-        return frozenset(self._tried).union(
-            path
-            for path, (since_s, times) in self._failed.items()
-            if 0.0
-            <= now_s - since_s
-            < min(GREATEST_PASSED_OVER_DWELLS, PASSED_OVER_DWELLS * 2 ** (times - 1)) * dwell_s
-        )
+        limit_s = PASSED_OVER_DWELLS * rounds.dwell_rounds * rounds.duration_s
+        return frozenset(p for p, s in self._failed_s.items() if 0.0 <= now_s - s < limit_s)
 
     def has_another(self, path: int) -> bool:
         """Tell whether there may be another path to choose."""

@@ -6,14 +6,13 @@ come for long, a newcomer takes another path, and a peer that moves goes on with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import Enum, auto
 
 from dipaco.dht.policy import Decision, choose_path, resolve_collision
+from dipaco.dht.records import ClaimState
 
 from .actions import FetchPath, Say, StartPath, Wait, Warn
-from .events import PathFailed, PathReady
 from .horizon import Horizon
 from .knowledge import Knowledge
 from .outer_round import Role
@@ -47,7 +46,6 @@ class Joining:
         self._phase = _Phase.IDLE
         self._until_s = self._since_s = self._wanted_s = 0.0
         self._looks = 0
-        self._said = ""
         self._claim_s = 0.0
         self._chosen: Decision | None = None
         self._has_shard = self._is_shard_asked = False
@@ -72,7 +70,6 @@ class Joining:
         """Claim a path: `decision`, if given (a move), otherwise the least served one."""
         self.has_begun, self.failure = False, ""
         self._wanted_s = self._known.now_s
-        self._horizon.want_path()
         self._claim(decision)
 
     # -- claiming
@@ -88,34 +85,20 @@ class Joining:
     def _take(self, decision: Decision) -> None:
         self._chosen, self._claim_s = decision, self._known.now_s
         self._phase = _Phase.TAKING
-        self._say("joining")
+        self._say("joining", decision.reason)
         self._horizon.look()
 
-    def _say(self, state: str) -> None:
-        assert self._chosen is not None
-        known, self._said = self._known, state
-        known.do(
-            Say(
-                "training" if state == "training" else "joining",
-                self._chosen.path,
-                self._claim_s,
-                self._chosen.reason,
-                known.settings.pinned is not None,
-            )
-        )
+    def _say(self, state: ClaimState, reason: str = "") -> None:
+        pinned = self._known.settings.pinned is not None
+        self._known.do(Say(state, self.path, self._claim_s, reason, pinned))
 
     def on_view(self) -> None:
         """A view that was asked for is here."""
         known, horizon = self._known, self._horizon
         if self._phase is _Phase.CHOOSING:
+            over, pinned = horizon.passed_over(), known.settings.pinned
             self._take(
-                choose_path(
-                    horizon.choice,
-                    known.grid,
-                    known.me,
-                    pinned=known.settings.pinned,
-                    exclude=horizon.passed_over(),
-                )
+                choose_path(horizon.choice, known.grid, known.me, pinned=pinned, exclude=over)
             )
         elif self._phase is _Phase.TAKING:
             self._phase = _Phase.SETTLING
@@ -124,10 +107,8 @@ class Joining:
             self._looks += 1
             better = None
             if known.settings.pinned is None and self._looks < MAX_LOOKS:
-                passed_over = horizon.passed_over()
-                better = resolve_collision(
-                    horizon.choice, known.grid, known.me, exclude=passed_over
-                )
+                over = horizon.passed_over()
+                better = resolve_collision(horizon.choice, known.grid, known.me, exclude=over)
             if better is None:
                 horizon.settle()
                 self._fetch()
@@ -179,17 +160,15 @@ class Joining:
             known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
 
     def _limit_s(self, missing: list[str]) -> float:
-        """When it is given up: later if all that is missing is on its way."""
-        known = self._known
-        is_coming = all(self._strand(module).is_moving for module in missing)
-        is_coming = is_coming and not self._reason and (self._has_shard or self._is_shard_asked)
+        """Return when it is given up: later if all that is missing is on its way."""
+        known, longest_s = self._known, LONGEST_S
+        limit_s = WITH_OTHERS_LIMIT_S if self._horizon.has_another(self.path or 0) else LIMIT_S
         if known.path is not None:
-            longest_s = LONGEST_MOVE_ROUNDS * known.schedule.duration_s
-            return self._since_s + max(MOVE_LIMIT_S, longest_s if is_coming else 0.0)
-        if is_coming:
-            return self._since_s + LONGEST_S
-        has_others = self._horizon.has_another(self.path or 0)
-        return self._since_s + (WITH_OTHERS_LIMIT_S if has_others else LIMIT_S)
+            limit_s = MOVE_LIMIT_S
+            longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
+        is_coming = all(self._strand(module).taking is not None for module in missing)
+        is_coming = is_coming and not self._reason and (self._has_shard or self._is_shard_asked)
+        return self._since_s + (longest_s if is_coming else limit_s)
 
     def _waits_for(self, missing: list[str]) -> str:
         if not self._has_shard:
@@ -197,15 +176,13 @@ class Joining:
         have = len(self._modules) - len(missing)
         return f"the state of {', '.join(missing)}: have {have} of {len(self._modules)}"
 
-    def on_path(self, event: PathReady | PathFailed) -> None:
-        """The shard is here, or nobody has it at the moment."""
-        if self._phase is not _Phase.FETCHING or event.path != self.path:
+    def on_path(self, path: int, reason: str = "") -> None:
+        """The shard is here, or there is a reason why nobody gave it."""
+        if self._phase is not _Phase.FETCHING or path != self.path:
             return
-        self._is_shard_asked = False
-        if isinstance(event, PathReady):
-            self._has_shard = True
-        else:
-            self._retry_s, self._reason = self._known.now_s + RETRY_S, event.reason
+        self._has_shard, self._is_shard_asked = not reason, False
+        if reason:
+            self._retry_s, self._reason = self._known.now_s + RETRY_S, reason
 
     def _start(self, path: int) -> None:
         """Train from what is here."""
@@ -219,7 +196,6 @@ class Joining:
         known.do(StartPath(path, tuple(heads.values())))
         for module in self._modules:
             self._strand(module).follow(Role.TRAINER)
-        self._horizon.begun(path)
         self._phase, self.has_begun = _Phase.IDLE, True
 
     def _leave_alone(self, reason: str) -> None:
@@ -256,7 +232,7 @@ class Joining:
             self._phase = _Phase.CHECKING
             self._horizon.look()
         left_s = self._since_s + LIMIT_S - known.now_s
-        if left_s > 0 or not math.isfinite(left_s):
+        if left_s > 0:
             known.do(Wait("the swarm's answer to a claim", left_s))
             return
         self._phase = _Phase.IDLE
@@ -266,7 +242,8 @@ class Joining:
 
     def train(self) -> None:
         """Say that the claimed path is in training."""
-        self._say("training")
+        assert self._chosen is not None
+        self._say("training", self._chosen.reason)
 
     def take_back(self, path: int) -> None:
         """Claim the path in training again, after a move that did not succeed."""
@@ -274,7 +251,6 @@ class Joining:
         self._claim_s = self._known.now_s
         self._chosen = Decision(path, "the move to another path failed")
         self._horizon.settle()
-        self._say("training")
 
     def stop(self) -> None:
         """Choose and want nothing any more; what was said last stands."""
@@ -285,12 +261,10 @@ class Joining:
     def pause(self, reason: str) -> None:
         """Claim nothing, and say why."""
         self.stop()
-        self._chosen = None
-        known = self._known
-        known.do(Say("paused", None, known.now_s, reason, known.settings.pinned is not None))
+        self._chosen, self._claim_s = None, self._known.now_s
+        self._say("paused", reason)
 
     def leave(self) -> None:
         """Withdraw the claim."""
         self.stop()
-        pinned = self._known.settings.pinned is not None
-        self._known.do(Say("leaving", self.path, self._claim_s, "", pinned))
+        self._say("leaving")

@@ -40,12 +40,10 @@ MOST_MAILBOXES, SILENT_ROUNDS = 256, 5
 
 
 class _Phase(Enum):
-    NEW = auto()
+    PAUSED = auto()
     JOINING = auto()
     TRAINING = auto()
-    THINKING = auto()
     PARTING = auto()
-    PAUSED = auto()
     SERVING = auto()
     LEAVING = auto()
     GONE = auto()
@@ -69,7 +67,7 @@ class Member:
         self._horizon = Horizon(known)
         self._joining = Joining(known, self._horizon, self._strand)
         self._copies = Copies(known, self.strands)
-        self._phase = _Phase.NEW
+        self._phase = _Phase.PAUSED if settings.trains else _Phase.SERVING
         self._pause_reason = ""
         self._moving: Decision | None = None
         self._part_s = 0.0
@@ -77,6 +75,7 @@ class Member:
         self._waits_since_s = -1.0
         self._rounds_on_path = 0
         self._thinks = False
+        """Waits for a new view of the swarm, to see whether another path needs this peer more."""
         self._has_successor = self._to_successor = False
         self._error = ""
         self.rounds_done = 0
@@ -86,16 +85,6 @@ class Member:
             of_module.setdefault(step.module, []).append(step)
         for head in held:
             self._strand(head.module).restore(head, of_module.get(head.module, ()))
-
-    @property
-    def path(self) -> int | None:
-        """The path in training."""
-        return self.known.path
-
-    @property
-    def heads(self) -> dict[str, Head]:
-        """The anchor of every module of the path in training."""
-        return {s.module: s.head for s in self._trained() if s.head is not None}
 
     def _strand(self, module: str) -> Strand:
         if module not in self.strands:
@@ -122,20 +111,24 @@ class Member:
                 self._on_turn(event)
             case e.Viewed():
                 self._on_view(event)
-            case e.LookFailed():
-                self._on_look_failed(event)
             case e.Probed():
                 known.reachable = event.reachable
             case e.Stepped():
                 self.rounds.stepped()
+            case e.PathReady():
+                self._joining.on_path(event.path)
             case e.LeaveWanted():
                 self._part_or_leave()
-            case e.PauseWanted() | e.ResumeWanted():
-                self._pause_or_resume(event.reason if isinstance(event, e.PauseWanted) else "")
+            case e.PauseWanted():
+                self._pause_or_resume(event.reason)
             case e.SuccessorReady():
                 self._has_successor = True
-            case e.PathReady() | e.PathFailed():
-                self._joining.on_path(event)
+            case e.Told():
+                self._on_told(event)
+            case e.Failed(action=a.Look()):
+                self._on_look_failed(event.reason)
+            case e.Failed(action=a.FetchPath(path=path)):
+                self._joining.on_path(path, event.reason)
             case _:
                 self._on_module(event)
         wanted = (known.path, self._joining.path)
@@ -146,41 +139,12 @@ class Member:
 
     def _on_module(self, event: e.Event) -> None:
         """Hand what concerns one module to its strand."""
-        match event:
-            case e.Told():
-                self._on_told(event)
-                return
-            case e.Computed() | e.StateFetched():
-                if event.head.module in self.strands:
-                    self.strands[event.head.module].here(event)
-                return
-            case e.Published():
-                strand = self.strands.get(event.row.module)
-                if strand is not None and strand.role is Role.TRAINER:
-                    strand.published(event)
-                return
-        strand = self.strands.get(getattr(event, "module", ""))
-        if strand is None:
-            return
-        match event:
-            case e.Answered():
-                strand.answered(event)
-                if event.held is not None:
-                    self._copies.answered(event.module, event.held.step)
-            case e.Gathered():
-                strand.gathered(event.file)
-            case e.GatherFailed():
-                strand.gather_failed(event)
-            case e.PublishFailed():
-                if not event.is_finite:
-                    self.known.do(a.Discard(event.module))
-                strand.publish_failed(event)
-            case e.ComputeFailed():
-                strand.compute_failed(event)
-            case e.FetchFailed():
-                strand.fetch_failed(event)
-            case e.Checked():
-                strand.checked(event)
+        about = event.action if isinstance(event, e.Failed) else event
+        strand = self.strands.get(getattr(about, "module", ""))
+        if strand is not None:
+            strand.handle(event)
+        if isinstance(event, e.Answered) and event.held is not None:
+            self._copies.answered(event.module, event.held.step)
 
     def _on_told(self, event: e.Told) -> None:
         if event.module not in self.strands:
@@ -197,8 +161,10 @@ class Member:
 
     def _on_view(self, event: e.Viewed) -> None:
         self._horizon.learn(event.view)
-        if event.is_answer:
-            self._on_look()
+        if event.is_answer and self._joining.is_claiming:
+            self._joining.on_view()
+        elif event.is_answer and self._thinks:
+            self._move_if_better()
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
         for strand in list(self.strands.values()):
@@ -209,22 +175,11 @@ class Member:
             if strand.role is Role.MAILBOX and not strand.is_wanted and strand.age_s > longest_s:
                 del self.strands[module]
 
-    def _on_look(self) -> None:
-        if self._joining.is_claiming:
-            self._joining.on_view()
-        elif self._phase is _Phase.THINKING:
-            self._phase = _Phase.TRAINING
-            self._move_if_better()
-        elif self._thinks and self._phase is _Phase.TRAINING:
-            self._thinks = False
-            self._move_if_better()
-
-    def _on_look_failed(self, event: e.LookFailed) -> None:
+    def _on_look_failed(self, reason: str) -> None:
         self._joining.on_look_failed()
-        self._thinks = False
-        if self._phase is _Phase.THINKING:
-            self._phase = _Phase.TRAINING
-            self.known.do(a.Warn(f"thinks about moving another time: {event.reason}"))
+        if self._thinks:
+            self._thinks = False
+            self.known.do(a.Warn(f"thinks about moving another time: {reason}"))
 
     # -- one turn
 
@@ -232,55 +187,56 @@ class Member:
         """Say what the shell does now: an inner step, or wait, or leave."""
         for strand in list(self.strands.values()):
             strand.on_time()
-        if self._phase is _Phase.NEW:
-            self._phase = _Phase.PAUSED if self.known.settings.trains else _Phase.SERVING
-            if self._pause_reason:
-                self._joining.pause(self._pause_reason)
         if self._phase is _Phase.PAUSED and not self._pause_reason:
             self._phase = _Phase.JOINING
             self._joining.begin()
         if self._phase is _Phase.JOINING:
             self._turn_joining()
+        self._act(turn)
+
+    def _act(self, turn: e.Turn) -> None:
         match self._phase:
             case _Phase.TRAINING:
                 self._turn_training(turn)
-            case _Phase.THINKING:
-                self.known.do(a.Wait("a new view of the swarm", 0.0))
-            case _Phase.SERVING:
-                self.known.do(a.Wait("", 0.0))
-            case _Phase.PAUSED:
-                self._turn_paused()
             case _Phase.PARTING:
                 self._turn_parting()
             case _Phase.LEAVING:
                 self._turn_leaving()
+            case _Phase.SERVING | _Phase.PAUSED:
+                self.known.do(a.Wait("", 0.0))
 
     def _turn_joining(self) -> None:
-        joining, before = self._joining, self._trained()
+        joining, path, before = self._joining, self.known.path, self._trained()
         joining.on_turn()
         if joining.has_begun:
             for strand in before:
                 if strand not in self._trained():
                     strand.follow(Role.KEEPER)
-            self._rounds_on_path = 0
-            self._phase = _Phase.TRAINING
-            self._enter_round()
-            joining.train()
-            assert self.known.path is not None
-            self.known.do(a.Begun(self.known.path, self.rounds.round_index))
-        elif joining.failure and self.known.path is None:
+            self._train()
+        elif joining.failure and path is None:
             self._error = joining.failure
             self._leave(to_successor=False)
-        elif joining.failure:
-            self._stay(joining.failure)
+        elif joining.failure and path is not None:
+            # The model of the present path is untouched.
+            self.known.do(a.Warn(f"stays on path {path}: {joining.failure}"))
+            joining.take_back(path)
+            self._train()
 
-    def _enter_round(self) -> None:
+    def _train(self) -> None:
+        assert self.known.path is not None
+        self._phase, self._rounds_on_path = _Phase.TRAINING, 0
         newest = max((s.link.round_index for s in self._trained()), default=-1)
         self.rounds.enter(self.known.now_s, newest + 1)
+        self._joining.train()
+        self.known.do(a.Begun(self.known.path, self.rounds.round_index))
 
     def _turn_training(self, turn: e.Turn) -> None:
         """Begin what is due, end what is over, then step or wait."""
         known, rounds = self.known, self.rounds
+        if self._thinks and known.schedule.fixed_steps:
+            # Counted rounds may be shorter than the time between two views.
+            known.do(a.Wait("a new view of the swarm", 0.0))
+            return
         if known.schedule.fixed_steps and known.now_s < rounds.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             if have == need:
@@ -290,19 +246,14 @@ class Member:
         self._close_rounds()
         if rounds.has_ended():
             self._end_round()
-            if self._phase is not _Phase.TRAINING:
-                if self._phase is _Phase.LEAVING:
-                    self._turn_leaving()
-                else:
-                    known.do(a.Wait("", 0.0))
-                return
-        if rounds.may_step(known.now_s):
+            self._act(turn)
+        elif rounds.may_step(known.now_s):
             self._waits_since_s = -1.0
             rank = None
             if rounds.steps_in_round == 0:
                 # Once a round, when claims have settled: replicas of a path draw other batches.
                 rank = lead_rank(known.view, known.me, known.path or 0)
-            known.do(a.TakeStep(rounds.slack_s(known.now_s), rank))
+            known.do(a.TakeStep(rank))
         else:
             self._wait_to_step()
 
@@ -324,26 +275,22 @@ class Member:
 
     def _wait_to_step(self) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
-        known, rounds = self.known, self.rounds
-        slack_s = rounds.slack_s(known.now_s)
-        if known.now_s < known.schedule.start_s:
-            known.do(a.Wait("the run to start", known.schedule.start_s - known.now_s))
-            return
+        known, opens_s = self.known, self.rounds.opens_s
+        now_s, start_s = known.now_s, known.schedule.start_s
         if self._waits_since_s < 0:
-            self._waits_since_s = known.now_s
-        if known.now_s - self._waits_since_s < SHORT_WAIT_S:
-            known.do(a.Wait("", 0.0, slack_s))
-            return
-        if known.now_s < rounds.opens_s:
+            self._waits_since_s = now_s
+        if now_s < start_s:
+            known.do(a.Wait("the run to start", start_s - now_s))
+        elif now_s - self._waits_since_s < SHORT_WAIT_S:
+            known.do(a.Wait("", 0.0))
+        elif now_s < opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
-            what = f"a trainer for every path: have {have} of {need}"
-            known.do(a.Wait(what, rounds.opens_s - known.now_s, slack_s))
-            return
-        waiting = [strand for strand in self._trained() if strand.is_open]
-        what = ", ".join(strand.waits_for() for strand in waiting)
-        until_s = max((s.boundary_s for s in waiting), default=known.now_s)
-        left_s = until_s + known.schedule.duration_s - known.now_s
-        known.do(a.Wait(what, max(0.0, left_s), slack_s))
+            known.do(a.Wait(f"a trainer for every path: have {have} of {need}", opens_s - now_s))
+        else:
+            waiting = [strand for strand in self._trained() if strand.is_open]
+            until_s = max((s.boundary_s for s in waiting), default=now_s)
+            what = ", ".join(strand.waits_for() for strand in waiting)
+            known.do(a.Wait(what, max(0.0, until_s + known.schedule.duration_s - now_s)))
 
     # -- the end of a round
 
@@ -365,35 +312,25 @@ class Member:
 
     def _think_of_moving(self) -> None:
         """See whether another path needs this peer more, after a look at more of them."""
-        if self.known.schedule.fixed_steps:
-            # Counted rounds may be shorter than the time between two views.
-            self._phase = _Phase.THINKING
-            self._horizon.look(anew=True)
-        elif self._horizon.is_whole:
+        is_counted, horizon = bool(self.known.schedule.fixed_steps), self._horizon
+        if horizon.is_whole and not is_counted:
             self._move_if_better()
-        elif self._horizon.is_worth_a_look(self._rounds_on_path):
+        elif is_counted or horizon.is_worth_a_look(self._rounds_on_path):
             self._thinks = True
-            self._horizon.look(anew=True)
+            horizon.look(anew=True)
 
     def _move_if_better(self) -> None:
+        self._thinks = False
         self._moving = self._horizon.better_path(self._rounds_on_path)
         if self._moving is not None:
             self._part()
-
-    def _stay(self, reason: str) -> None:
-        """Go on with the present path after a move failed: its model is untouched."""
-        assert self.known.path is not None
-        self._rounds_on_path = 0
-        self._phase = _Phase.TRAINING
-        self._joining.take_back(self.known.path)
-        self._enter_round()
-        self.known.do(a.Stay(self.known.path, reason))
 
     # -- parting: for another path, a pause, or for good
 
     def _part(self) -> None:
         """Contribute what was trained so far to the round that is under way, before it is gone."""
         self._phase, self._part_s = _Phase.PARTING, self.known.now_s
+        self._thinks = False
         if self.known.schedule.fixed_steps:
             return
         longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
@@ -424,7 +361,6 @@ class Member:
 
     def _pause(self) -> None:
         known = self.known
-        self.known.do(a.SaveAll())
         for strand in self._trained():
             strand.follow(Role.KEEPER)
         known.do(a.Pause(known.path, self._pause_reason))
@@ -437,10 +373,10 @@ class Member:
         was_wanted, self._pause_reason = bool(self._pause_reason), reason
         if not reason or was_wanted or self._leave_s is not None:
             return
-        if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
+        if self._phase in (_Phase.TRAINING, _Phase.PARTING):
             self._moving = None
             self._part()
-        elif self._phase is _Phase.JOINING:
+        elif self._phase in (_Phase.JOINING, _Phase.PAUSED):
             self._joining.stop()
             self._pause()
 
@@ -456,7 +392,7 @@ class Member:
         if self._leave_s is not None:
             return
         self._leave_s, self._moving = self.known.now_s, None
-        if self._phase in (_Phase.TRAINING, _Phase.THINKING, _Phase.PARTING):
+        if self._phase in (_Phase.TRAINING, _Phase.PARTING):
             self._part()
         else:
             self._leave(to_successor=False)

@@ -18,20 +18,20 @@ A round of a module, as it goes when nothing is wrong:
 3. The first mailbox holds all files that it awaits: `propose` makes the step and tells it.
 4. The others hear of it: `hear_steps`. It is on the heaviest chain, so all take it.
 
-What does not arrive is asked for: `ask_if_due`.
+What does not arrive is asked for: `_ask_if_due`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
 from dipaco.dht.chain import MAX_ROWS, Head, Row, Step
 from dipaco.dht.chain_book import ChainBook, Link
 
-from .actions import Ask, CarryOn, Gather, Publish, Put, Tell
-from .events import Answered, GatherFailed, Published, PublishFailed
+from .actions import Ask, CarryOn, Discard, Gather, Publish, Put, Tell
+from .events import Answered, Failed
 from .knowledge import Knowledge, mailbox_order
 
 # Steps whose contributors say who matters now.
@@ -40,8 +40,8 @@ RECENT_STEPS = 3
 ROUNDS_IN_VAIN = 2
 # Peers that take rows and files of a round.
 MAILBOXES = 2
-# A peer that cannot be called asks at these shares of `gather_s` after the boundary, then on.
-ASKS_OF_CLOSED = (0.45, 1.1, 1.5, 2.3)
+# A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
+FIRST_ASK_OF_CLOSED, ASKS_OF_CLOSED = 0.45, 0.65
 # Rows of so many rounds, and of so many peers in each, are remembered.
 REMEMBERED_ROUNDS, REMEMBERED_PEERS = 3, 512
 # A parent that is not known is asked for once in so many seconds.
@@ -59,7 +59,14 @@ class Role(Enum):
 
 
 class OuterRound:
-    """The rounds of one module. `Taking` (its subclass) moves the head along the chain."""
+    """The rounds of one module. `Strand` (its subclass) moves the head along the chain."""
+
+    heaviest: Callable[[], Link]
+    consider: Callable[[], None]
+    note_teller: Callable[[str, str], None]
+    note_held: Callable[[Head, str], None]
+    taking: object | None
+    """Another state that is about to be taken."""
 
     def __init__(self, known: Knowledge, module: str) -> None:
         self.known, self.module = known, module
@@ -78,7 +85,7 @@ class OuterRound:
         """Rounds in a row that brought no step."""
         self.last_told_s = known.now_s
         self.files: set[str] = set()
-        self._refused_files: set[str] = set()
+        self.refused_files: set[str] = set()
         self._rows: dict[tuple[int, str], dict[str, Row]] = {}
         self._asked_for: dict[str, float] = {}
         """File to when it was last wanted."""
@@ -97,11 +104,11 @@ class OuterRound:
         known = self.known
         if known.schedule.fixed_steps:
             round_index = self.link.round_index + 1
+        if not known.schedule.fixed_steps and known.now_s > boundary_s + known.gather_s:
+            return  # Slept through: others have stepped. The next round takes the work.
+        self.open_round(round_index, boundary_s, is_again=round_index == self.round_index)
         if round_index <= self.link.round_index:
             return  # Others' step of this round is here already.
-        if not known.schedule.fixed_steps and known.now_s > boundary_s + known.gather_s:
-            return  # Slept through: who is awake has stepped. The next round takes the work.
-        self.open_round(round_index, boundary_s, is_again=round_index == self.round_index)
         self.is_open = True
         own = self._rows.get((round_index, self.stand), {}).get(known.me)
         if own is None:
@@ -121,14 +128,15 @@ class OuterRound:
         for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
             for row in self._rows.pop(key).values():
                 self.files.discard(row.file)
-                self._refused_files.discard(row.file)
+                self.refused_files.discard(row.file)
                 self._asked_for.pop(row.file, None)
 
-    def published(self, event: Published) -> None:
+    def published(self, row: Row) -> None:
         """The own file is here, and the row that names it."""
-        self.files.add(event.row.file)
-        self._note(event.row)
-        self._spread(event.row)
+        if self.role is Role.TRAINER:
+            self.files.add(row.file)
+            self._note(row)
+            self._spread(row)
 
     def _spread(self, row: Row) -> None:
         """Make the step of the own row, if it is time; otherwise others hear of it."""
@@ -139,8 +147,10 @@ class OuterRound:
         if not self.known.can_be_called and boxes:
             self.known.do(Put(tuple(boxes[:MAILBOXES]), row))
 
-    def publish_failed(self, event: PublishFailed) -> None:
+    def publish_failed(self, event: Failed) -> None:
         """Nothing of this peer is in the round; others' step is taken all the same."""
+        if event.is_final:
+            self.known.do(Discard(self.module))
         if self.role is Role.TRAINER and self.known.trainers(self.module) <= {self.known.me}:
             self.carry_on(event.reason)
 
@@ -198,7 +208,7 @@ class OuterRound:
             row
             for row in rows
             if row.file not in self.files
-            and row.file not in self._refused_files
+            and row.file not in self.refused_files
             and now_s - self._asked_for.get(row.file, -math.inf) > self.known.gather_s
         ]
         if missing:
@@ -206,21 +216,6 @@ class OuterRound:
             boxes = [box for box in self.mailboxes() if box != self.known.me]
             others = tuple(dict.fromkeys((*others, *boxes)))
             self.known.do(Gather(self.module, tuple(missing), {r.file: others for r in missing}))
-
-    def gathered(self, file: str) -> None:
-        """A file is here and checked."""
-        self.files.add(file)
-        self._propose_if_due()
-
-    def gather_failed(self, event: GatherFailed) -> None:
-        """A file is no contribution, or nobody gave it; then it may be asked for again."""
-        self._asked_for.pop(event.file, None)
-        if event.is_refused:
-            self._refused_files.add(event.file)
-
-    def is_refused(self, row: Row) -> bool:
-        """Tell whether the file of a row came and was none."""
-        return row.file in self._refused_files
 
     # -- 3. propose
 
@@ -363,7 +358,9 @@ class OuterRound:
         """Return whose rows of this round are known, but for those whose files are on their way."""
         heard = {p for (r, _), found in self._rows.items() if r == self.round_index for p in found}
         here = self._rows.get((self.round_index, self.stand), {})
-        return heard - {p for p, row in here.items() if p not in rows and not self.is_refused(row)}
+        return heard - {
+            p for p, row in here.items() if p not in rows and row.file not in self.refused_files
+        }
 
     def _is_sure(self) -> bool:
         """Before a proposal out of turn or late, other mailboxes are asked: a step may have been
@@ -420,22 +417,20 @@ class OuterRound:
         self._unanswered.add(peer)
         self.known.do(Ask(peer, self.module, self.book.locator(self.heaviest().name)))
 
-    def ask_if_due(self) -> None:
+    def _ask_if_due(self) -> None:
         """Ask a mailbox for what this round brought, as long as it brought nothing here.
 
         A peer that cannot be called asks once in any case: nobody tells it of other chains.
         """
         known = self.known
-        if self.role is not Role.TRAINER or self.is_moving:
+        if self.role is not Role.TRAINER or self.taking is not None:
             return
         if not self.is_open and (known.can_be_called or self._asks):
             return
         passed_s = known.now_s - self.boundary_s
         due_s = known.gather_s + (3 + self._asks * 4) * known.grace_s
         if not known.can_be_called:
-            shares = ASKS_OF_CLOSED
-            number = min(self._asks, len(shares) - 1)
-            due_s = known.gather_s * (shares[number] + max(0, self._asks - number))
+            due_s = known.gather_s * (FIRST_ASK_OF_CLOSED + ASKS_OF_CLOSED * self._asks)
         if passed_s < due_s:
             return
         others = [box for box in self.mailboxes() if box != known.me][: 2 * MAILBOXES]
@@ -443,11 +438,7 @@ class OuterRound:
             self.ask(others[self._asks % len(others)])
         self._asks += 1
 
-    def answered(self, event: Answered) -> None:
-        """Take in what a peer answered."""
-        self._unanswered.discard(event.peer)
-        if event.is_silent:
-            return
+    def _hear_answer(self, event: Answered) -> None:
         if event.held is not None:
             self.note_held(event.held, event.peer)
         self.hear_steps(event.steps, event.peer)
@@ -457,35 +448,12 @@ class OuterRound:
             self._unanswered.add(event.peer)
             self.known.do(Ask(event.peer, self.module, locator))
 
-    def on_time(self) -> None:
-        """Time has passed."""
-        self.ask_if_due()
-        self._propose_if_due()
-
     # -- the chain
 
     @property
     def link(self) -> Link:
         """The step that this peer stands on."""
         return self.book.link(self.stand)
-
-    def heaviest(self) -> Link:
-        """Return the heaviest chain that may be taken; see `Taking`."""
-        return self.book.heaviest(self.module)
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether another state is about to be taken; see `Taking`."""
-        return False
-
-    def consider(self) -> None:
-        """Take the heaviest chain if it is not the own; see `Taking`."""
-
-    def note_teller(self, step: str, peer: str) -> None:
-        """Remember who told of a step; see `Taking`."""
-
-    def note_held(self, head: Head, peer: str) -> None:
-        """Remember which state a peer can serve; see `Taking`."""
 
     def waits_for(self) -> str:
         """Return what an open round waits for, for the person at the machine."""

@@ -30,16 +30,10 @@ class RoundSchedule:
 
     def __init__(self, rounds: RoundsConfig, grid: Grid, start_s: float) -> None:
         self.rounds, self.grid, self.start_s = rounds, grid, start_s
-
-    @property
-    def duration_s(self) -> float:
+        self.duration_s = rounds.duration_s
         """Seconds of a round; with fixed steps its limit."""
-        return self.rounds.duration_s
-
-    @property
-    def fixed_steps(self) -> int:
+        self.fixed_steps = rounds.inner_steps
         """Inner steps of a round in the fixed-steps mode, else 0."""
-        return self.rounds.inner_steps
 
     def round_at(self, now_s: float) -> int:
         """Return the round that `now_s` lies in by the clock; negative before the run starts."""
@@ -158,13 +152,6 @@ class Rounds:
     def stepped(self) -> None:
         """Count one inner step."""
         self.steps_in_round += 1
-
-    def slack_s(self, now_s: float) -> float:
-        """Return how long other work may keep the next inner step waiting."""
-        schedule = self._schedule
-        if schedule.fixed_steps:
-            return schedule.duration_s / 4
-        return min(self.next_boundary(level).time_s - now_s for level in self._levels)
 
     def next_boundary(self, level: str) -> Boundary:
         """Return the next boundary of a level by the clock."""

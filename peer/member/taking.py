@@ -7,23 +7,25 @@ done, steps are computed from their files or the state is fetched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.chain_book import Link
 
-from .actions import Adopt, Check, Compute, FetchState, Forget, Keep, Serve, Warn
-from .events import (
-    Answered,
-    Checked,
-    Computed,
-    ComputeFailed,
-    FetchFailed,
-    GatherFailed,
-    StateFetched,
+from .actions import (
+    Adopt,
+    Ask,
+    Check,
+    Compute,
+    FetchState,
+    Forget,
+    Gather,
+    Publish,
+    Serve,
+    Warn,
 )
+from .events import Answered, Checked, Event, Failed, Gathered, Published, StateHere
 from .knowledge import Knowledge, genesis_head
 from .outer_round import RECENT_STEPS, REMEMBERED_STEPS, OuterRound, Role
 
@@ -32,7 +34,7 @@ MUCH_WORSE_NATS = 0.5
 # Steps that are replayed at most: the files of older ones are gone anywhere.
 GREATEST_REPLAY = 3
 # What could not be had is left alone for so long.
-UNAVAILABLE_S, UNAVAILABLE_ROUNDS = 15.0, 4
+UNAVAILABLE_S = 15.0
 TELLERS = 8
 # A newcomer waits so long for holders to say what their chain is.
 ANSWER_LIMIT_S = 6.0
@@ -49,8 +51,6 @@ class _Taking:
     base: str = ""
     missing: dict[str, Row] = field(default_factory=dict)
     """Files that are not here yet."""
-    is_working: bool = False
-    """The shell computes or fetches."""
     head: Head | None = None
     """The state, once it is here."""
 
@@ -63,7 +63,7 @@ class Strand(OuterRound):
         self.is_wanted = False
         """A state is wanted to begin with; it waits in `ready`."""
         self.ready: Head | None = None
-        self._taking: _Taking | None = None
+        self.taking: _Taking | None = None
         self._kept: Head | None = None
         """The anchor before the present one, which is on the disk."""
         self._refused: set[str] = set()
@@ -77,8 +77,35 @@ class Strand(OuterRound):
         self._corrected = ""
         self._to_answer: set[str] = set()
         self._wanted_s = 0.0
-        self._waits = False
-        """A chain is heavier that is not taken yet: see `_is_early`."""
+
+    def handle(self, event: Event) -> None:
+        """Take note of what concerns this module."""
+        match event:
+            case Published():
+                self.published(event.row)
+            case Gathered():
+                self.files.add(event.file)
+                self._has_come(event.file)
+                self._propose_if_due()
+            case Answered():
+                self._to_answer.discard("" if event.has_more else event.peer)
+                self._unanswered.discard(event.peer)
+                self._hear_answer(event)
+            case StateHere():
+                self._here(event.head)
+            case Checked():
+                self._checked(event)
+            case Failed(action=Publish()):
+                self.publish_failed(event)
+            case Failed(action=Gather(rows=rows)):
+                self._gather_failed(rows[0].file, event.is_final)
+            case Failed(action=Ask(peer=peer)):
+                self._to_answer.discard(peer)
+                self._unanswered.discard(peer)
+            case Failed(action=Compute(steps=steps)):
+                self._compute_failed(steps[-1].name)
+            case Failed(action=FetchState(head=head)):
+                self._fetch_failed(head.step)
 
     # -- what is heaviest
 
@@ -88,18 +115,11 @@ class Strand(OuterRound):
         What was doubted counts again as soon as most of those who counted are in it.
         """
         now_s = self.known.now_s
-        if any(until_s <= now_s for until_s in self._unavailable.values()):
-            self._unavailable = {n: s for n, s in self._unavailable.items() if s > now_s}
-        without = self._refused | self._unavailable.keys()
+        without = self._refused | {n for n, s in self._unavailable.items() if s > now_s}
         best = self.book.heaviest(self.module, without)
         if self._doubted and not self._is_of_most(best.name):
             best = self.book.heaviest(self.module, without | self._doubted)
         return best
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether another state is about to be taken."""
-        return self._taking is not None
 
     def note_teller(self, step: str, peer: str) -> None:
         """Remember who told of a step: it may have the state."""
@@ -117,13 +137,12 @@ class Strand(OuterRound):
     def consider(self) -> None:
         """Take the heaviest chain if it is not the own, or if a first state is wanted."""
         best = self.heaviest()
-        if self._taking is not None:
-            taken = self.book.link(self._taking.target)
+        if self.taking is not None:
+            taken = self.book.link(self.taking.target)
             if best.rank >= taken.rank and taken.name not in self._refused | self._doubted:
                 return
             self._give_up()
-        self._waits = not self.is_wanted and self._is_early(best)
-        if self._waits:
+        if not self.is_wanted and self._is_early(best):
             return
         if self.role is Role.MAILBOX and not self.is_wanted:
             self._stand_on(best)
@@ -138,25 +157,17 @@ class Strand(OuterRound):
         """Tell whether holders that were asked for the chain may still answer."""
         return bool(self._to_answer) and self.known.now_s - self._wanted_s < ANSWER_LIMIT_S
 
-    def answered(self, event: Answered) -> None:
-        """Take in what a peer answered; a state that is wanted may wait for it."""
-        if not event.has_more:
-            self._to_answer.discard(event.peer)
-        super().answered(event)
-        if self.is_wanted and event.is_silent:
-            self.consider()
-
     def on_time(self) -> None:
         """Time has passed."""
         self._hurry()
-        super().on_time()
-        if self._waits or (self.is_wanted and self.ready is None and self._taking is None):
-            self.consider()
+        self._ask_if_due()
+        self._propose_if_due()
+        self.consider()
 
     def _hurry(self) -> None:
         """Go on with the round when a heavier chain takes long to get: its holder may be silent.
         What is on its way still comes, and is taken then."""
-        known, taking = self.known, self._taking
+        known, taking = self.known, self.taking
         if taking is None or self.is_wanted or taking.head is not None:
             return
         if known.now_s - taking.since_s < known.gather_s + 3 * known.grace_s:
@@ -164,9 +175,8 @@ class Strand(OuterRound):
         if taking.missing:
             self._fetch(self.book.link(taking.target))
         else:
-            self._taking = None
+            self.taking = None
             self._unavailable[taking.target] = known.now_s + UNAVAILABLE_S
-            self.consider()
 
     def _stand_on(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
@@ -182,17 +192,18 @@ class Strand(OuterRound):
             return
         steps = self.book.steps_between(base.step, best.name)
         rows = {row.file: row for step in steps for row in step.rows}
-        if any(self.is_refused(row) for row in rows.values()):
-            self._refuse(best.name, "a file in it is no contribution")
+        if any(row.file in self.refused_files for row in rows.values()):
+            self._refuse(best.name, self._refused, "a file in it is no contribution")
             return
         missing = {file: row for file, row in rows.items() if file not in self.files}
         if base.bytes and sum(row.bytes for row in missing.values()) > base.bytes:
             self._fetch(best)
             return
-        self._taking = _Taking(best.name, self.known.now_s, steps, base.step, missing)
+        self.taking = _Taking(best.name, self.known.now_s, steps, base.step, missing)
         if missing:
             self.gather(missing.values(), tuple(self._tellers.get(best.name, ())))
-        self._compute_if_whole()
+        else:
+            self.known.do(Compute(self.module, base.step, steps))
 
     def _base_for(self, best: Link) -> Head | None:
         """Return a state that is here and from which a few steps lead to `best`."""
@@ -203,41 +214,34 @@ class Strand(OuterRound):
                 return base
         return None
 
-    def _compute_if_whole(self) -> None:
-        taking = self._taking
-        if taking is not None and taking.steps and not taking.missing and not taking.is_working:
-            taking.is_working = True
+    def _has_come(self, file: str) -> None:
+        taking = self.taking
+        if taking is not None and taking.missing.pop(file, None) and not taking.missing:
             self.known.do(Compute(self.module, taking.base, taking.steps))
 
-    def gathered(self, file: str) -> None:
-        """A file is here: it may be the last one."""
-        self.files.add(file)
-        if self._taking is not None:
-            self._taking.missing.pop(file, None)
-            self._compute_if_whole()
-        super().gathered(file)
-
-    def gather_failed(self, event: GatherFailed) -> None:
-        """A file that a step needs is no contribution, or nobody has it: then the state is."""
-        super().gather_failed(event)
-        taking = self._taking
-        if taking is None or event.file not in taking.missing:
+    def _gather_failed(self, file: str, is_refused: bool) -> None:
+        """A file is no contribution, or nobody gave it; then it may be asked for again. A step
+        that needs it is refused, or its state fetched."""
+        self._asked_for.pop(file, None)
+        if is_refused:
+            self.refused_files.add(file)
+        taking = self.taking
+        if taking is None or file not in taking.missing:
             return
-        if event.is_refused:
-            self._give_up()
-            self._refuse(taking.target, "a file in it is no contribution")
+        if is_refused:
+            self._refuse(taking.target, self._refused, "a file in it is no contribution")
         else:
             self._fetch(self.book.link(taking.target))
 
-    def compute_failed(self, event: ComputeFailed) -> None:
+    def _compute_failed(self, step: str) -> None:
         """What was gathered is gone again, or no state comes out of it."""
-        if self._taking is not None and self._taking.target == event.step:
-            self._fetch(self.book.link(event.step))
+        if self.taking is not None and self.taking.target == step:
+            self._fetch(self.book.link(step))
 
     def _fetch(self, link: Link) -> None:
         """Fetch the state after a step from who holds it."""
         known, view = self.known, self.known.view
-        self._taking = _Taking(link.name, known.now_s, is_working=True)
+        self.taking = _Taking(link.name, known.now_s)
         if link.step is None:
             known.do(FetchState(genesis_head(self.module, link.name), ()))
             return
@@ -249,61 +253,49 @@ class Strand(OuterRound):
             # Somebody who told of the step may hold it, and says so when asked.
             for peer in holders[:2]:
                 self.ask(peer)
-            self._taking = None
-            self._leave_alone(link.name)
+            self.taking = None
+            self._unavailable[link.name] = known.now_s + UNAVAILABLE_S
             return
         exact = replace(
             head, version=link.version, weight=link.weight, round_index=link.round_index
         )
         known.do(FetchState(exact, holders))
 
-    def fetch_failed(self, event: FetchFailed) -> None:
+    def _fetch_failed(self, step: str) -> None:
         """Nobody gave the state: try again later, or what is heaviest by then."""
-        if self._taking is not None and self._taking.target == event.step:
-            self._taking = None
-            self._held.pop(event.step, None)
-            self._leave_alone(event.step)
-            self.consider()
-
-    def _leave_alone(self, step: str) -> None:
-        """What nobody announces is hardly there: some rounds pass before it is tried again."""
-        is_announced = bool(self.known.view.holders(self.module, step))
-        rounds_s = UNAVAILABLE_ROUNDS * self.known.schedule.duration_s
-        self._unavailable[step] = self.known.now_s + (
-            UNAVAILABLE_S if is_announced or self.is_wanted else rounds_s
-        )
+        if self.taking is not None and self.taking.target == step:
+            self.taking = None
+            self._held.pop(step, None)
+            self._unavailable[step] = self.known.now_s + UNAVAILABLE_S
 
     def _give_up(self) -> None:
-        taking, self._taking = self._taking, None
+        taking, self.taking = self.taking, None
         if taking is not None and taking.head is not None:
             self.known.do(Forget(self.module, taking.target))
 
-    def _refuse(self, step: str, reason: str) -> None:
-        """Take a step, and what stands on it, never again."""
-        self._refused.add(step)
-        self._warn_of_refusal(reason)
-
-    def _warn_of_refusal(self, reason: str) -> None:
+    def _refuse(self, step: str, among: set[str], reason: str) -> None:
+        """Do not take a step, nor what stands on it."""
+        self._give_up()
+        among.add(step)
         self.known.do(Warn(f"{self.module}: a state is refused: {reason}"))
-        self.consider()
 
     # -- a state is here
 
-    def here(self, event: Computed | StateFetched) -> None:
+    def _here(self, head: Head) -> None:
         """The state is here: check it where it comes from elsewhere, then take it."""
-        head, taking = event.head, self._taking
-        if self._corrected and head.step == self.stand and self.head is not None:
+        taking = self.taking
+        if head.step == self._corrected == self.stand:
             self._take(head)
             return
         is_late = self._unavailable.pop(head.step, None) is not None
         if is_late and taking is None and self.book.link(head.step).rank < self.link.rank:
-            taking = self._taking = _Taking(head.step, self.known.now_s)
+            taking = self.taking = _Taking(head.step, self.known.now_s)
         if taking is None or head.step != taking.target:
             # It may have been asked for twice, and be what the path begins with.
             if self.ready is None or self.ready.step != head.step:
                 self.known.do(Forget(self.module, head.step))
             return
-        taking.head, taking.is_working = head, False
+        taking.head = head
         if self._is_to_be_checked(head.step):
             self.known.do(Check(self.module, head.step))
         else:
@@ -317,17 +309,16 @@ class Strand(OuterRound):
         is_of_few = not self._is_good_link(self.book.link(step))
         return (self.role is Role.TRAINER or self.is_wanted) and (is_fork or is_of_few)
 
-    def checked(self, event: Checked) -> None:
+    def _checked(self, event: Checked) -> None:
         """Held-out documents say what the state is worth."""
-        taking = self._taking
+        taking = self.taking
         if taking is None or taking.head is None or event.step != taking.target:
             return
         before, after = event.loss_before, event.loss_after
         is_worse = before is not None and after is not None and not after < before + MUCH_WORSE_NATS
         if is_worse and not self._is_of_most(event.step):
-            self._give_up()
-            self._doubted.add(event.step)
-            self._warn_of_refusal(f"held-out loss {before:.3f}, with it {after:.3f}")
+            reason = f"held-out loss {before:.3f}, with it {after:.3f}"
+            self._refuse(event.step, self._doubted, reason)
         else:
             self._taken(taking.head)
 
@@ -339,13 +330,11 @@ class Strand(OuterRound):
             return False
         fork = self.book.ancestor(step, self.stand).name
         voters = self.book.contributors(fork, RECENT_STEPS) & self._trainers()
-        made: set[str] = set()
-        for found in self.book.steps_between(fork, step):
-            made |= found.peers
+        made = {p for found in self.book.steps_between(fork, step) for p in found.peers}
         return 2 * len(voters & made) >= len(voters)
 
     def _taken(self, head: Head) -> None:
-        self._taking = None
+        self.taking = None
         if self.is_wanted:
             if self.ready is not None and self.ready.step != head.step:
                 self.known.do(Forget(self.module, self.ready.step))
@@ -359,23 +348,10 @@ class Strand(OuterRound):
         known, before = self.known, self.stand
         is_next = self.book.stands_on(head.step, before)
         steps = self.book.steps_between(before, head.step) if is_next else ()
-        if self.role is Role.TRAINER:
-            is_round = self.is_open and head.round_index >= self.round_index
-            last = self.book.link(head.step).step
-            known.do(
-                Adopt(
-                    head,
-                    round_index=head.round_index if is_round else -1,
-                    rows=len(last.rows) if last is not None else 0,
-                    expected=len(self.awaited()),
-                    is_own_in=any(known.me in step.peers for step in steps),
-                    save=known.plan.rounds.save_every_rounds == 1
-                    or head.version % known.plan.rounds.save_every_rounds == 0,
-                )
-            )
-            self.is_open = self.is_open and not is_round
-        else:
-            known.do(Keep(head))
+        is_round = self.is_open and head.round_index >= self.round_index
+        self.is_open = self.is_open and not is_round
+        is_own_in = any(known.me in step.peers for step in steps)
+        known.do(Adopt(head, is_round, len(self.awaited()), is_own_in))
         if head.step != before:
             self._kept = self.head
         self.head, self.stand = head, head.step
@@ -384,6 +360,7 @@ class Strand(OuterRound):
         self.book.prune(self.module, head.step, REMEMBERED_STEPS)
         self._tellers = {n: t for n, t in self._tellers.items() if n in self.book}
         self._held = {n: h for n, h in self._held.items() if n in self.book}
+        self._unavailable = {n: s for n, s in self._unavailable.items() if n in self.book}
 
     # -- the view
 
@@ -392,10 +369,6 @@ class Strand(OuterRound):
         known, view = self.known, self.known.view
         if not view.covers_module(self.module):
             return
-        for step, until_s in list(self._unavailable.items()):
-            is_long = until_s > known.now_s + UNAVAILABLE_S
-            if is_long and view.holders(self.module, step):
-                del self._unavailable[step]
         mine = self.heaviest().rank
         heavier = {
             holding.peer_id: holding.head.rank
@@ -406,37 +379,27 @@ class Strand(OuterRound):
         }
         for peer in sorted(heavier, key=lambda peer: (heavier[peer], peer))[:2]:
             self.ask(peer, known.gather_s)
-        self.consider()
         self._compare_digests()
 
     def _compare_digests(self) -> None:
         """A digest that most others do not have is that of a broken machine: fetch theirs."""
         head, view = self.head, self.known.view
-        if head is None or self.is_moving or self._corrected == head.step:
+        if head is None or self.taking is not None or self._corrected == head.step:
             return
-        others = [
-            h.head.digest
-            for h in view.holdings.get(self.module, ())
-            if h.head.step == head.step and h.peer_id != self.known.me
-        ]
-        agreed = view.agreed_head(self.module, head.step)
-        if agreed is None or agreed.digest == head.digest or others.count(agreed.digest) < 2:
+        agreed, held = view.agreed_head(self.module, head.step), view.holdings.get(self.module, ())
+        holders = tuple(holding.peer_id for holding in held if holding.head == agreed)
+        if agreed is None or agreed.digest == head.digest or len(holders) < 2:
             return
         self._corrected = head.step
-        self.known.do(
-            Warn(
-                f"{self.module}: this machine computed another state than {len(others)} others; "
-                "its memory or processor may be broken; takes theirs"
-            )
-        )
-        self.known.do(FetchState(agreed, self.known.view.holders(self.module, head.step)))
+        what = f"{self.module}: this machine computed another state than {len(holders)} others"
+        self.known.do(Warn(f"{what}; its memory or processor may be broken; takes theirs"))
+        self.known.do(FetchState(agreed, holders))
 
     # -- roles
 
     def want(self) -> None:
         """Get a state to begin with; what is held is as good as the chain that it is of."""
-        self.is_wanted, self.ready, self._wanted_s = True, None, self.known.now_s
-        self.ready = self.head
+        self.is_wanted, self.ready, self._wanted_s = True, self.head, self.known.now_s
         self._to_answer = set(self._first_holders())
         for peer in sorted(self._to_answer):
             self.ask(peer)
@@ -453,7 +416,7 @@ class Strand(OuterRound):
     def is_settled(self) -> bool:
         """Whether a state to begin with is here, and nobody who was asked may know a heavier."""
         is_late = self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
-        is_open = bool(self._to_answer) or self._taking is not None
+        is_open = bool(self._to_answer) or self.taking is not None
         return self.ready is not None and (is_late or not is_open)
 
     def follow(self, role: Role) -> None:
@@ -489,4 +452,4 @@ class Strand(OuterRound):
     @property
     def age_s(self) -> float:
         """How long nobody has told anything of the module."""
-        return self.known.now_s - self.last_told_s if self.last_told_s > -math.inf else math.inf
+        return self.known.now_s - self.last_told_s

@@ -67,7 +67,7 @@ class Carrying:
         machine, conditions = self._machine, self._world.conditions
         machine.publish()
         if self._world.engine.chance(conditions.look_fails):
-            self._answer(30.0, events.LookFailed("the DHT did not answer for 30 s"))
+            self._answer(30.0, events.Failed(action, "the DHT did not answer"))
         else:
             machine.later(self._between(*conditions.look_s), machine.read, True, action.further)
 
@@ -110,8 +110,7 @@ class Carrying:
     def _ask(self, action: actions.Ask) -> None:
         def done(answer: Any) -> None:
             if answer is None:
-                silent = events.Answered(action.peer, action.module, is_silent=True)
-                self._machine.deliver(silent)
+                self._machine.deliver(events.Failed(action, "it does not answer"))
                 return
             steps, rows, has_more, held = answer
             rows, found = self._plausible(rows, steps)
@@ -146,39 +145,39 @@ class Carrying:
         for row in action.rows:
             others = action.others.get(row.file, ())
             if row.file in self._machine.store.files:
-                self._machine.later(0.02, self._came, action.module, row.file)
+                self._machine.later(0.02, self._came, row)
             elif row.file in self._sources:
                 self._sources[row.file].update(dict.fromkeys(others))
             else:
                 self._sources[row.file] = dict.fromkeys((row.peer, *others))
-                self._get(action.module, row.file, until_s, RETRY_S)
+                self._get(row, until_s, RETRY_S)
 
-    def _get(self, module: str, file: str, until_s: float, wait_s: float) -> None:
-        machine = self._machine
+    def _get(self, row: Row, until_s: float, wait_s: float) -> None:
+        machine, module, file = self._machine, row.module, row.file
 
         def done(answer: Any) -> None:
             # It may have been put here meanwhile.
             if answer is not None or file in machine.store.files:
-                self._came(module, file)
+                self._came(row)
             elif self._world.now_s < until_s:
-                machine.later(wait_s, self._get, module, file, until_s, 2 * wait_s)
+                machine.later(wait_s, self._get, row, until_s, 2 * wait_s)
             else:
                 count = len(self._sources.pop(file))
                 reason = f"none of {count} peers gave it"
-                machine.deliver(events.GatherFailed(module, file, reason, is_refused=False))
+                machine.deliver(events.Failed(actions.Gather(module, (row,)), reason))
 
         if file in machine.store.files:
             done(file)
         else:
             self._try_each(self._sources[file], "get", file, done)
 
-    def _came(self, module: str, file: str) -> None:
+    def _came(self, row: Row) -> None:
         """A file is here: check it, and tell the member."""
-        machine = self._machine
+        machine, module, file = self._machine, row.module, row.file
         self._sources.pop(file, None)
         if self._world.files[file].content == "garbage":
-            failed = events.GatherFailed(module, file, "it does not decode", is_refused=True)
-            machine.deliver(failed)
+            wanted = actions.Gather(module, (row,))
+            machine.deliver(events.Failed(wanted, "it does not decode", is_final=True))
             return
         machine.store.files.setdefault(file, self._world.now_s)
         self._gathered.add(file)
@@ -213,7 +212,7 @@ class Carrying:
         def done(answer: Any) -> None:
             if answer is None:
                 reason = f"could not fetch the shard of path {path}"
-                self._machine.deliver(events.PathFailed(path, reason))
+                self._machine.deliver(events.Failed(action, reason))
                 return
             self._machine.have_shard(path)
             self._machine.deliver(events.PathReady(path))
@@ -268,8 +267,7 @@ class Carrying:
         work.snapshot = machine.tokens
         delay_s = self._between(0.05, 0.5)
         if work.snapshot == work.base:
-            failed = events.PublishFailed(module, action.round_index, "nothing was trained")
-            self._answer(delay_s, failed)
+            self._answer(delay_s, events.Failed(action, "nothing was trained"))
             return
         row = machine.contribute(path, (module, action.round_index, action.parent), work)
         machine.later(delay_s, self._published, row)
@@ -278,7 +276,7 @@ class Carrying:
         self._machine.store.files[row.file] = self._world.now_s
         self._gathered.add(row.file)
         self._world.watch.published(self._machine, row)
-        self._machine.deliver(events.Published(row))
+        self._machine.deliver(events.Published(row.module, row))
 
     # -- states
 
@@ -301,13 +299,12 @@ class Carrying:
             delay_s = self._between(0.05, 0.4) * len(action.steps)
             machine.later(delay_s, self._computed, self._world.head_after(last.name, base))
             return
-        failed = events.ComputeFailed(action.module, last.name, reason)
-        self._answer(0.1, failed)
+        self._answer(0.1, events.Failed(action, reason))
 
     def _computed(self, head: Head) -> None:
         made = self._machine.seen_digest(head)
         self._machine.store.at_hand[head.step] = made
-        self._machine.deliver(events.Computed(made))
+        self._machine.deliver(events.StateHere(made.module, made))
 
     def _fetch_state(self, action: actions.FetchState) -> None:
         wanted, store = action.head, self._machine.store
@@ -316,7 +313,7 @@ class Carrying:
             found = self._world.head(store.book.genesis(wanted.module))
         if found is not None and wanted.digest in ("", found.digest):
             store.at_hand[found.step] = found
-            self._answer(self._between(0.02, 0.2), events.StateFetched(found))
+            self._answer(self._between(0.02, 0.2), events.StateHere(wanted.module, found))
             return
         place = f"{wanted.step}/{wanted.digest}"
         if place in self._coming:
@@ -327,11 +324,10 @@ class Carrying:
             self._coming.discard(place)
             if answer is None:
                 reason = f"none of {len(action.holders)} holders could serve it"
-                failed = events.FetchFailed(wanted.module, wanted.step, reason)
-                self._machine.deliver(failed)
+                self._machine.deliver(events.Failed(action, reason))
                 return
             store.at_hand[answer.step] = answer
-            self._machine.deliver(events.StateFetched(answer))
+            self._machine.deliver(events.StateHere(wanted.module, answer))
 
         self._try_each(action.holders, "state", wanted, done)
 
@@ -349,12 +345,14 @@ class Carrying:
     def _adopt(self, action: actions.Adopt) -> None:
         machine, head = self._machine, action.head
         work, found = machine.works.get(head.module), machine.store.find(head.module, head.step)
-        if work is None or found is None or found.digest != head.digest:
+        if found is None or found.digest != head.digest:
             self._wrong(f"adopts a state of {head.module} that is not at hand")
             return
-        before, work.anchor, work.base = work.anchor, head.step, work.snapshot
-        machine.store.hold(head, save=action.save)
-        self._world.watch.adopted(machine, action, before)
+        is_due = head.version % self._world.plan.rounds.save_every_rounds == 0
+        machine.store.hold(head, save=work is None or is_due)
+        if work is not None:
+            before, work.anchor, work.base = work.anchor, head.step, work.snapshot
+            self._world.watch.adopted(machine, action, before)
         machine.publish()
 
     def _forget(self, action: actions.Forget) -> None:
@@ -366,13 +364,6 @@ class Carrying:
             self._world.watch.ended(machine, action.module, "discard")
             machine.start_work(action.module, work.anchor)
             self._world.watch.started(machine)
-
-    def _keep(self, action: actions.Keep) -> None:
-        if self._machine.store.find(action.head.module, action.head.step) is None:
-            self._wrong(f"keeps a state of {action.head.module} that is not at hand")
-            return
-        self._machine.store.hold(action.head, save=True)
-        self._machine.publish()
 
     def _drop(self, action: actions.Drop) -> None:
         self._machine.store.drop(action.module)

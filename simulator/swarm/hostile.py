@@ -31,7 +31,7 @@ KINDS = (
     "miscomputes",
 )
 FLOOD = 40
-_CONTENTS: dict[str, Content] = {"poisons": "poison", "alone": "poison", "sends garbage": "garbage"}
+_CONTENTS: dict[str, Content] = {"poisons": "poison", "sends garbage": "garbage"}
 
 
 class Liar(Machine):

@@ -27,7 +27,6 @@ from dipaco.peer.member.events import (
     LeaveWanted,
     PauseWanted,
     Probed,
-    ResumeWanted,
     Stepped,
     Turn,
     Viewed,
@@ -207,11 +206,11 @@ class Machine:
 
     def ask_to_pause(self, *, pause: bool) -> None:
         """Say that the machine is needed, or that it is not needed any more."""
-        self.later(0.0, self.deliver, PauseWanted("needed") if pause else ResumeWanted())
+        self.later(0.0, self.deliver, PauseWanted("needed" if pause else ""))
 
     def ask_to_leave(self) -> None:
         """Press Ctrl+C."""
-        self.later(0.0, self.deliver, LeaveWanted("Ctrl+C was pressed"))
+        self.later(0.0, self.deliver, LeaveWanted())
 
     def _stop(self) -> None:
         """The member has left."""
@@ -278,18 +277,22 @@ class Machine:
             return
         elif isinstance(answers[0], TakeStep):
             self._waits = 0
-            self._begin_steps(answers[0].slack_s)
+            self._begin_steps()
             return
         self._is_waiting = True
         self._turns += 1
         self._waits += 1
         self.later(0.25 if self._waits < 8 else 1.0, self._turn, self._turns)
 
-    def _begin_steps(self, slack_s: float) -> None:
+    def _begin_steps(self) -> None:
         rounds = self.world.plan.rounds
         steps = 1
         if not rounds.inner_steps:
-            longest_s = min(slack_s, STRETCH_SHARE * rounds.duration_s)
+            now_s, schedule = self.believed_s, self.world.schedule
+            levels = self.world.grid.levels_in_time_order()
+            passed = ((level, schedule.passed(level, now_s)) for level in levels)
+            next_s = min(schedule.boundary(last + 1, level).time_s for level, last in passed)
+            longest_s = min(next_s - now_s, STRETCH_SHARE * rounds.duration_s)
             steps = max(1, int(longest_s / self.step_s))
         self._turns += 1
         self._stretch = _Stretch(self.world.now_s, steps, self._turns)
@@ -312,7 +315,7 @@ class Machine:
         self._stretch = None
         tokens = stretch.steps * self.world.tokens_per_step
         self.tokens += tokens
-        self._handle(Stepped(tokens))
+        self._handle(Stepped())
         while self._inbox and self.link.is_up:
             self._handle(self._inbox.popleft())
         self._turn(self._turns)

@@ -17,6 +17,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.member.actions import Action
 from dipaco.peer.member.events import Event
+from dipaco.peer.member.rounds import RoundSchedule
 
 from .directory import SimulatedDirectory
 from .engine import Engine
@@ -81,6 +82,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.grid = Grid(self.plan.model, self.plan.grid, self.plan.rounds.level_offsets)
+        self.schedule = RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s)
         self.network = Network(self.engine)
         self.directory = SimulatedDirectory(self.engine, self.network, self.plan, self.grid)
         self.run_id = self.plan.run_id

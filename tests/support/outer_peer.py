@@ -113,7 +113,7 @@ class Peer:
             heads = []
             for module in grid.modules_of_path(path):
                 found = self.do(a.FetchState(self.head0(module), ()))
-                assert isinstance(found, e.StateFetched)
+                assert isinstance(found, e.StateHere)
                 heads.append(found.head)
             states = self.outer.hold(tuple(heads))
             tokens = run.train_tokens(plan, path)
@@ -159,12 +159,16 @@ class Peer:
 
     def compute(self, base: str, *steps: Step) -> Head:
         event = self.do(a.Compute(steps[0].module, base, steps))
-        assert isinstance(event, e.Computed), event
+        assert isinstance(event, e.StateHere), event
         return event.head
 
     def adopt(self, head: Head, *, save: bool = False) -> None:
-        adopt = a.Adopt(head, head.round_index, 2, 2, True, save)
+        held = self.node.held
+        usual, held.save = held.save, held.save if save else lambda state: None
+        adopt = a.Adopt(head, True, 2, True)
         assert self.outer.carry_out(adopt) == (True, None)
+        self.wait_until_saved()
+        held.save = usual
 
     def wait_until_saved(self) -> None:
         self.outer._saving.submit(lambda: None).result(WAIT_S)
