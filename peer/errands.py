@@ -14,7 +14,6 @@ from typing import Any
 
 from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.dht.chain import Row, Step
-from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
 
 from .exchange.chain_store import ChainStore
@@ -47,7 +46,6 @@ class Errands:
         self._swarm, self._others, self._chains, self._files = swarm, others, chains, files
         self._status, self._report = status, report
         self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
-        self._reachable: Reachability = "unknown"
 
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
@@ -60,10 +58,7 @@ class Errands:
     # -- what others bring
 
     def see(self, view: SwarmView) -> None:
-        """Report that the swarm was read, and before it whether others can call this peer."""
-        if self._status.reachable != self._reachable:
-            self._reachable = self._status.reachable
-            self._report(e.Probed(self._reachable))
+        """Report that the swarm was read."""
         self._report(e.Viewed(view))
 
     def hear(

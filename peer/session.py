@@ -251,7 +251,7 @@ class Session:
         self.status.round_index = action.round_index
         self.events.emit(
             "training",
-            path=action.path,
+            path=self._trainer.path,
             path_step=self._trainer.path_step,
             round=action.round_index,
             modules={m: state.version for m, state in self._trainer.anchors().items()},
@@ -259,15 +259,15 @@ class Session:
         )
 
     def _move(self, action: a.Move) -> None:
-        self.events.emit(
-            "move", from_path=action.from_path, to_path=action.to_path, reason=action.reason
-        )
+        path, reason = self._trainer.path, action.reason
+        self.events.emit("move", from_path=path, to_path=action.path, reason=reason)
         self._optimizer.keep()
         self._background.watch("saving", self._saver.submit(self.node.held.save_all))
 
     def _pause(self, action: a.Pause) -> None:
         """Keep what a return needs, and give device and memory back."""
-        if action.path is not None:
+        path = self._trainer.path
+        if path is not None:
             self._optimizer.keep()
         self.node.held.save_all()
         self.node.held.forget_all()
@@ -276,7 +276,7 @@ class Session:
         self._set_waiting("")
         self._meter = RateMeter()
         self.status.tokens_per_s = 0.0
-        self.events.emit("paused", path=action.path, reason=action.reason)
+        self.events.emit("paused", path=path, reason=action.reason)
 
     # -- rounds
 
@@ -293,7 +293,7 @@ class Session:
     def _end_round(self, action: a.EndRound) -> None:
         ended = action.round_index
         self._progress.end_round(ended, self._last_loss)
-        if action.save:
+        if (ended + 1) % self.node.plan.rounds.save_every_rounds == 0:
             self._optimizer.save()
         self.events.emit(
             "round",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from dipaco.base.errors import NetworkError
 from dipaco.dht.chain import Row, Step, genesis_name
-from dipaco.dht.view import SwarmView
 from dipaco.peer.errands import Errands
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.exchange import Answer
@@ -109,10 +108,3 @@ def test_a_look_that_fails_is_told(peer: Peer) -> None:
 
     peer.swarm.on_refresh = fail
     assert peer.outcome(a.Look()) == e.Failed(a.Look(), "the DHT did not answer")
-
-
-def test_how_others_call_this_peer_is_told_before_the_view(peer: Peer) -> None:
-    peer.status.reachable = "outgoing"
-    peer.errands.see(SwarmView(now_s=1.0))
-    assert peer.reported.get(timeout=WAIT_S) == e.Probed("outgoing")
-    assert isinstance(peer.reported.get(timeout=WAIT_S), e.Viewed)

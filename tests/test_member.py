@@ -57,9 +57,7 @@ class Trainer:
     """One trainer's strand of the only module, at the boundary of round 0."""
 
     def __init__(self, me: str, peers: str, closed: str = "", **view: Any) -> None:
-        self.known = known = Knowledge(
-            MemberSettings(me, can_be_called=me not in closed), PLAN, GRID
-        )
+        self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
         known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
         known.now_s = BOUNDARY_S
         self.strand = strand = Strand(known, MODULE)

@@ -127,7 +127,6 @@ class StartPath(Action):
 class Begun(Action):
     """The path is in training, or goes on after a move failed: say so."""
 
-    path: int
     round_index: int
 
 
@@ -135,8 +134,7 @@ class Begun(Action):
 class Move(Action):
     """The member goes to another path: keep what a return needs."""
 
-    from_path: int
-    to_path: int
+    path: int
     reason: str
 
 
@@ -144,8 +142,6 @@ class Move(Action):
 class Pause(Action):
     """Nothing is trained until further notice: keep what a return needs, and free the device."""
 
-    path: int | None
-    """What was in training; None for nothing."""
     reason: str
 
 
@@ -265,7 +261,6 @@ class EndRound(Action):
 
     round_index: int
     next_round: int
-    save: bool
 
 
 @dataclass(frozen=True)

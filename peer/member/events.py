@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
 
 from .actions import Action
@@ -42,13 +41,6 @@ class Viewed(Event):
     view: SwarmView
     is_answer: bool = False
     """It was read after the last `Look`."""
-
-
-@dataclass(frozen=True)
-class Probed(Event):
-    """Other peers have tried to call this one: how they reach it."""
-
-    reachable: Reachability
 
 
 # -- the wire

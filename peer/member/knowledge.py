@@ -32,8 +32,6 @@ class MemberSettings:
     """Leave after so many rounds."""
     trains: bool = True
     """A bootstrap node trains nothing; it is a mailbox and keeps copies."""
-    can_be_called: bool = True
-    """False when it is known from the start that nobody can; otherwise `Probed` tells."""
     follows: bool = True
     """Move to a successor of the run."""
 
@@ -51,7 +49,6 @@ class Knowledge:
         self.has_view = False
         self.path: int | None = None
         """The path in training."""
-        self.reachable: Reachability = "unknown" if settings.can_be_called else "outgoing"
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
 
@@ -65,8 +62,8 @@ class Knowledge:
 
     @property
     def can_be_called(self) -> bool:
-        """Whether others can call this peer."""
-        return self.reachable not in CANNOT_BE_CALLED
+        """Whether others can call this peer, as far as it knows."""
+        return self.view.reachable(self.me) not in CANNOT_BE_CALLED
 
     def is_callable(self, peer: str) -> bool:
         """Tell whether others can call a peer that is in sight."""

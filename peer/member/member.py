@@ -111,8 +111,6 @@ class Member:
                 self._on_turn(event)
             case e.Viewed():
                 self._on_view(event)
-            case e.Probed():
-                known.reachable = event.reachable
             case e.Stepped():
                 self.rounds.stepped()
             case e.PathReady():
@@ -223,12 +221,11 @@ class Member:
             self._train()
 
     def _train(self) -> None:
-        assert self.known.path is not None
         self._phase, self._rounds_on_path = _Phase.TRAINING, 0
         newest = max((s.link.round_index for s in self._trained()), default=-1)
         self.rounds.enter(self.known.now_s, newest + 1)
         self._joining.train()
-        self.known.do(a.Begun(self.known.path, self.rounds.round_index))
+        self.known.do(a.Begun(self.rounds.round_index))
 
     def _turn_training(self, turn: e.Turn) -> None:
         """Begin what is due, end what is over, then step or wait."""
@@ -300,8 +297,7 @@ class Member:
         self.rounds_done += 1
         self._rounds_on_path += 1
         self.rounds.next_round()
-        is_saved = (ended + 1) % known.plan.rounds.save_every_rounds == 0
-        known.do(a.EndRound(ended, self.rounds.round_index, is_saved))
+        known.do(a.EndRound(ended, self.rounds.round_index))
         most = known.settings.max_rounds
         if most and self.rounds_done >= most:
             self._leave(to_successor=False)
@@ -349,8 +345,7 @@ class Member:
             self._leave(to_successor=False)
             self._turn_leaving()
         elif self._moving is not None:
-            assert self.known.path is not None
-            self.known.do(a.Move(self.known.path, self._moving.path, self._moving.reason))
+            self.known.do(a.Move(self._moving.path, self._moving.reason))
             decision, self._moving = self._moving, None
             self._phase = _Phase.JOINING
             self._joining.begin(decision)
@@ -363,7 +358,7 @@ class Member:
         known = self.known
         for strand in self._trained():
             strand.follow(Role.KEEPER)
-        known.do(a.Pause(known.path, self._pause_reason))
+        known.do(a.Pause(self._pause_reason))
         known.path = None
         self._phase = _Phase.PAUSED
         self._joining.pause(self._pause_reason)

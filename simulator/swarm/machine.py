@@ -26,7 +26,6 @@ from dipaco.peer.member.events import (
     Event,
     LeaveWanted,
     PauseWanted,
-    Probed,
     Stepped,
     Turn,
     Viewed,
@@ -174,7 +173,6 @@ class Machine:
         self._forget()
         self.world.say(self.peer, "!", f"starts with {len(self.store.disk)} states on disk")
         self.member = self.world.make_member(self)
-        self.later(0.0, self.deliver, Probed(self.reachable))
         self.later(0.0, self._turn, self._turns)
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
 
