@@ -22,7 +22,7 @@ Instruction = TakeStep | Wait | Left
 def start_member(node: Node, settings: MemberSettings) -> Member:
     """Return the member of a node, which knows what lies on this disk."""
     held = node.held.all()
-    steps = (step for head in held for step in node.chains.steps_to(head.module, head.step))
+    steps = [step for head in held for step in node.chains.steps_to(head.module, head.step)]
     return Member(settings, node.plan, node.grid, steps=steps, held=held)
 
 

@@ -334,6 +334,23 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     assert strand.heaviest().name == joined.name
 
 
+def test_a_step_of_few_is_taken_once_there_was_time_for_a_better_one() -> None:
+    """Nobody who is always first puts a state under the others; and a copy follows a lone trainer,
+    whose rows are told inside its steps alone."""
+    member = Trainer("D", "ABC")
+    strand, known = member.strand, member.known
+    strand.follow(Role.KEEPER)
+    known.path, known.now_s = None, BOUNDARY_S + 5 * DURATION_S
+    row = member.row("A", round_index=5)
+    step = Step.of([row])
+    strand.hear_steps([step], "A")
+    assert member.take(a.Gather) == []
+    member.wait(GATHER_S + 4 * GRACE_S)
+    assert [gather.rows for gather in member.take(a.Gather)] == [(row,)]
+    strand.handle(e.Gathered(MODULE, row.file))
+    assert [compute.steps for compute in member.take(a.Compute)] == [(step,)]
+
+
 def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain() -> None:
     member = Trainer("A", "AB")  # C and D have gone.
     strand = member.strand

@@ -66,13 +66,13 @@ def test_with_fixed_steps_the_next_steps_wait_for_the_outer_round() -> None:
     assert not rounds.may_step(1000.0)
     rounds.open(1000.0)
     assert rounds.may_step(1000.0)
-    rounds.stepped()
+    rounds.steps_in_round += 1
     assert [b.level for b in rounds.due(1000.1, 0.0)] == ["L0"]
     assert not rounds.may_step(1000.1)
     rounds.over("L0")
     assert rounds.may_step(1000.1)
     for _ in range(2):
-        rounds.stepped()
+        rounds.steps_in_round += 1
         for boundary in rounds.due(1000.2, 0.0):
             rounds.over(boundary.level)
     assert rounds.has_ended()

@@ -19,9 +19,6 @@ class Action:
     """Something to be done."""
 
 
-# -- the swarm
-
-
 @dataclass(frozen=True)
 class Say(Action):
     """Publish a claim in place of the last one."""
@@ -48,9 +45,6 @@ class Look(Action):
 
     further: tuple[int, ...] = ()
     """Buckets that are read this once, beside the scope."""
-
-
-# -- the wire
 
 
 @dataclass(frozen=True)
@@ -104,9 +98,6 @@ class Serve(Action):
     step: str
 
 
-# -- a path
-
-
 @dataclass(frozen=True)
 class FetchPath(Action):
     """Get the shard of a path and what goes with it. Answered by `PathReady`."""
@@ -143,9 +134,6 @@ class Pause(Action):
     """Nothing is trained until further notice: keep what a return needs, and free the device."""
 
     reason: str
-
-
-# -- states
 
 
 @dataclass(frozen=True)
@@ -250,9 +238,6 @@ class Drop(Action):
     """Stop to serve a copy, and remove it from the disk."""
 
     module: str
-
-
-# -- the loop
 
 
 @dataclass(frozen=True)

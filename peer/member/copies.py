@@ -37,7 +37,7 @@ class Copies:
     def __init__(self, known: Knowledge, strands: dict[str, Strand]) -> None:
         self._known, self._strands = known, strands
         self._asked: dict[tuple[str, str], float] = {}
-        self._waiting: dict[str, tuple[str, ...]] = {}
+        self.waiting: dict[str, tuple[str, ...]] = {}
         """Of a peer that leaves: modules that nobody has taken over yet, and who was asked."""
         self._asked_s = 0.0
         self.handed_over: set[str] = set()
@@ -117,42 +117,31 @@ class Copies:
     # -- leaving
 
     def hand_over(self) -> None:
-        """This peer leaves: have what hardly anybody else holds kept by others."""
+        """This peer leaves: have what nobody else announces kept by others."""
         known = self._known
         for module, strand in sorted(self._strands.items()):
             if strand.head is None or strand.link.version == 0:
                 continue
-            exact = {p for p in known.view.holders(module, strand.stand) if known.is_callable(p)}
-            exact -= {known.me}
-            order = known.keepers(module, HANDED_TO + 1)
-            asked = (*sorted(exact), *(p for p in order if p not in exact and p != known.me))
+            if set(known.view.holders(module, strand.stand)) - {known.me}:
+                self.handed_over.add(module)
+                continue
+            asked = tuple(p for p in known.keepers(module, HANDED_TO + 1) if p != known.me)
             if asked:
-                self._waiting[module] = asked[:HANDED_TO]
-                keep = tuple(p for p in asked[:HANDED_TO] if p not in known.trainers(module))
-                known.do(Tell(keep, module, steps=strand.last_step(), keep=True))
-
-    @property
-    def is_handing_over(self) -> bool:
-        """Whether some state is not known to be held by others."""
-        return bool(self._waiting)
+                self.waiting[module] = asked
+                known.do(Tell(asked, module, steps=strand.last_step(), keep=True))
 
     def ask_holders(self) -> None:
         """Ask those who should have taken a state whether they hold it by now."""
         if self._known.now_s - self._asked_s < HAND_OVER_ASK_S:
             return
         self._asked_s = self._known.now_s
-        for module, peers in sorted(self._waiting.items()):
-            locator = self._strands[module].book.locator(self._strands[module].stand)
+        for module, peers in sorted(self.waiting.items()):
+            strand = self._strands[module]
             for peer in peers:
-                self._known.do(Ask(peer, module, locator))
+                self._known.do(Ask(peer, module, strand.book.locator(strand.stand)))
 
     def answered(self, module: str, step: str) -> None:
         """A peer says which state it can serve."""
-        if module in self._waiting and self._strands[module].stand == step:
-            del self._waiting[module]
+        if module in self.waiting and self._strands[module].stand == step:
+            del self.waiting[module]
             self.handed_over.add(module)
-
-    @property
-    def left_behind(self) -> tuple[str, ...]:
-        """Modules that nobody has shown to hold."""
-        return tuple(sorted(self._waiting))

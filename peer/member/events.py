@@ -31,9 +31,6 @@ class Failed(Event):
     are no longer numbers."""
 
 
-# -- the swarm
-
-
 @dataclass(frozen=True)
 class Viewed(Event):
     """The swarm was read. Answers `Look`, and comes by itself once a refresh period."""
@@ -41,9 +38,6 @@ class Viewed(Event):
     view: SwarmView
     is_answer: bool = False
     """It was read after the last `Look`."""
-
-
-# -- the wire
 
 
 @dataclass(frozen=True)
@@ -84,9 +78,6 @@ class Gathered(Event):
     file: str
 
 
-# -- the loop
-
-
 @dataclass(frozen=True)
 class Turn(Event):
     """The shell is between two inner steps and asks what to do; at least four times a second.
@@ -108,9 +99,6 @@ class PathReady(Event):
     """Answers `FetchPath`: the shard of the path is here."""
 
     path: int
-
-
-# -- states
 
 
 @dataclass(frozen=True)
@@ -141,9 +129,6 @@ class Checked(Event):
     step: str
     loss_before: float | None
     loss_after: float | None
-
-
-# -- what its owner wants
 
 
 @dataclass(frozen=True)

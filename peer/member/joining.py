@@ -6,6 +6,7 @@ come for long, a newcomer takes another path, and a peer that moves goes on with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -48,8 +49,9 @@ class Joining:
         self._looks = 0
         self._claim_s = 0.0
         self._chosen: Decision | None = None
-        self._has_shard = self._is_shard_asked = False
-        self._retry_s = 0.0
+        self._has_shard = False
+        self._ask_s = math.inf
+        """When the shard is asked for; infinite once it was."""
         self._reason = ""
         self.has_begun = False
         """Whether a path can be trained now."""
@@ -127,30 +129,24 @@ class Joining:
         assert self._chosen is not None
         self._phase = _Phase.FETCHING
         self._since_s = self._known.now_s
-        self._has_shard = self._is_shard_asked = False
-        self._retry_s, self._reason = 0.0, ""
-        self._wanted: set[str] = set()
+        self._has_shard, self._ask_s, self._reason = False, 0.0, ""
 
     @property
     def _modules(self) -> tuple[str, ...]:
         return self._known.grid.modules_of_path(self._chosen.path) if self._chosen else ()
 
-    def _missing(self) -> list[str]:
-        return [module for module in self._modules if not self._strand(module).is_settled]
-
     def _turn_fetching(self) -> None:
         known, path = self._known, self.path
         assert path is not None
-        if not self._has_shard and not self._is_shard_asked and known.now_s >= self._retry_s:
-            self._is_shard_asked = True
+        if known.now_s >= self._ask_s:
+            self._ask_s = math.inf
             known.do(FetchPath(path))
-        for module in self._modules:
-            if module not in self._wanted and known.view.covers_module(module):
-                self._wanted.add(module)
-                strand = self._strand(module)
+        strands = [self._strand(module) for module in self._modules]
+        for strand in strands:
+            if not strand.is_wanted and known.view.covers_module(strand.module):
                 strand.want()
                 strand.consider()
-        missing = self._missing()
+        missing = [strand.module for strand in strands if not strand.is_settled]
         if self._has_shard and not missing:
             self._start(path)
         elif known.now_s > self._limit_s(missing):
@@ -167,7 +163,7 @@ class Joining:
             limit_s = MOVE_LIMIT_S
             longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
         is_coming = all(self._strand(module).taking is not None for module in missing)
-        is_coming = is_coming and not self._reason and (self._has_shard or self._is_shard_asked)
+        is_coming = is_coming and not self._reason and self._ask_s == math.inf
         return self._since_s + (longest_s if is_coming else limit_s)
 
     def _waits_for(self, missing: list[str]) -> str:
@@ -180,22 +176,18 @@ class Joining:
         """The shard is here, or there is a reason why nobody gave it."""
         if self._phase is not _Phase.FETCHING or path != self.path:
             return
-        self._has_shard, self._is_shard_asked = not reason, False
+        self._has_shard = not reason
         if reason:
-            self._retry_s, self._reason = self._known.now_s + RETRY_S, reason
+            self._ask_s, self._reason = self._known.now_s + RETRY_S, reason
 
     def _start(self, path: int) -> None:
         """Train from what is here."""
-        known = self._known
-        heads = {}
-        for module in self._modules:
-            head = self._strand(module).ready
-            assert head is not None
-            heads[module] = head
-        known.path = path
-        known.do(StartPath(path, tuple(heads.values())))
-        for module in self._modules:
-            self._strand(module).follow(Role.TRAINER)
+        strands = [self._strand(module) for module in self._modules]
+        heads = tuple(strand.ready for strand in strands if strand.ready is not None)
+        self._known.path = path
+        self._known.do(StartPath(path, heads))
+        for strand in strands:
+            strand.follow(Role.TRAINER)
         self._phase, self.has_begun = _Phase.IDLE, True
 
     def _leave_alone(self, reason: str) -> None:

@@ -6,14 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from random import Random
 
-from dipaco.dht.chain import Head
 from dipaco.dht.keeping import keepers
 from dipaco.dht.records import Reachability
 from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 
-from .actions import Action, Look
+from .actions import Action
 from .rounds import RoundSchedule
 
 # Ways to reach a peer on which nobody calls it: so much is nothing for a relay.
@@ -56,10 +55,6 @@ class Knowledge:
         """Want something done, after what was wanted before."""
         self.actions.append(action)
 
-    def look(self) -> None:
-        """Look at the swarm once more."""
-        self.do(Look())
-
     @property
     def can_be_called(self) -> bool:
         """Whether others can call this peer, as far as it knows."""
@@ -70,11 +65,8 @@ class Knowledge:
         if peer == self.me:
             return self.can_be_called
         claim, record = self.view.claims.get(peer), self.view.peers.get(peer)
-        if claim is None and record is None:
-            return False
-        if record is not None and record.state == "leaving":
-            return False
-        return self.view.reachable(peer) not in CANNOT_BE_CALLED
+        is_here = record.state != "leaving" if record is not None else claim is not None
+        return is_here and self.view.reachable(peer) not in CANNOT_BE_CALLED
 
     def trainers(self, module: str) -> frozenset[str]:
         """Return who trains a path through a module, this peer included if it does."""
@@ -99,19 +91,11 @@ class Knowledge:
 
     def keepers(self, module: str, count: int) -> tuple[str, ...]:
         """Return the callable peers that keep a module that they do not train, in order."""
-        trainers = self.claimants(module)
-        peers = [p for p in (*self.callable_others(), self.me) if p not in trainers]
-        return keepers(module, filter(self.is_callable, peers), count)
+        able = {*self.callable_others(), *([self.me] if self.can_be_called else [])}
+        return keepers(module, able - self.claimants(module), count)
 
 
 def mailbox_order(module: str, round_index: int, peers: frozenset[str] | set[str]) -> list[str]:
     """Order peers for one round of a module, without anybody agreeing on anything."""
-    return sorted(
-        peers,
-        key=lambda peer: hashlib.sha256(f"{module}/{round_index}/{peer}".encode()).digest(),
-    )
-
-
-def genesis_head(module: str, name: str) -> Head:
-    """Return the genesis of a module, whose digest the member does not know."""
-    return Head(module, name, 0, 0, -1, "", 0)
+    place = f"{module}/{round_index}/"
+    return sorted(peers, key=lambda peer: hashlib.sha256((place + peer).encode()).digest())

@@ -10,7 +10,7 @@ The outer round of a module is in `outer_round` and `taking`; this is the life a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from dipaco.dht.agreement import trained_in_sight
@@ -26,7 +26,7 @@ from .horizon import Horizon
 from .joining import Joining
 from .knowledge import Knowledge, MemberSettings
 from .outer_round import Role
-from .rounds import Boundary, Rounds
+from .rounds import Rounds
 from .taking import Strand
 
 # Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
@@ -58,7 +58,7 @@ class Member:
         plan: RunPlan,
         grid: Grid,
         *,
-        steps: Iterable[Step] = (),
+        steps: Sequence[Step] = (),
         held: Sequence[Head] = (),
     ) -> None:
         self.known = known = Knowledge(settings, plan, grid)
@@ -80,11 +80,8 @@ class Member:
         self._error = ""
         self.rounds_done = 0
         """Rounds that ended here."""
-        of_module: dict[str, list[Step]] = {}
-        for step in steps:
-            of_module.setdefault(step.module, []).append(step)
         for head in held:
-            self._strand(head.module).restore(head, of_module.get(head.module, ()))
+            self._strand(head.module).restore(head, [s for s in steps if s.module == head.module])
 
     def _strand(self, module: str) -> Strand:
         if module not in self.strands:
@@ -112,7 +109,7 @@ class Member:
             case e.Viewed():
                 self._on_view(event)
             case e.Stepped():
-                self.rounds.stepped()
+                self.rounds.steps_in_round += 1
             case e.PathReady():
                 self._joining.on_path(event.path)
             case e.LeaveWanted():
@@ -200,7 +197,9 @@ class Member:
                 self._turn_parting()
             case _Phase.LEAVING:
                 self._turn_leaving()
-            case _Phase.SERVING | _Phase.PAUSED:
+            case _Phase.PAUSED:
+                self._turn_paused()
+            case _Phase.SERVING:
                 self.known.do(a.Wait("", 0.0))
 
     def _turn_joining(self) -> None:
@@ -239,7 +238,10 @@ class Member:
             if have == need:
                 rounds.open(known.now_s)
         for boundary in rounds.due(known.now_s, turn.step_s):
-            self._begin_round(boundary)
+            for strand in self._trained():
+                if strand.level == boundary.level:
+                    strand.carry_on("no step came")
+                    strand.begin(boundary.round_index, boundary.time_s)
         self._close_rounds()
         if rounds.has_ended():
             self._end_round()
@@ -254,18 +256,11 @@ class Member:
         else:
             self._wait_to_step()
 
-    def _begin_round(self, boundary: Boundary) -> None:
-        for strand in self._trained():
-            if strand.level == boundary.level:
-                strand.carry_on("no step came")
-                strand.begin(boundary.round_index, boundary.time_s)
-
     def _close_rounds(self) -> None:
         """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
-        limit_s = self.known.schedule.duration_s
+        now_s, schedule = self.known.now_s, self.known.schedule
         for strand in self._trained():
-            fixed = self.known.schedule.fixed_steps
-            if fixed and strand.is_open and self.known.now_s > strand.boundary_s + limit_s:
+            if schedule.fixed_steps and now_s > strand.boundary_s + schedule.duration_s:
                 strand.carry_on("no step came within the limit")
             if not strand.is_open:
                 self.rounds.over(strand.level)
@@ -405,12 +400,12 @@ class Member:
     def _turn_leaving(self) -> None:
         known, copies = self.known, self._copies
         left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.now_s
-        if copies.is_handing_over and 0 < left_s <= LEAVE_BUDGET_S:
+        if copies.waiting and 0 < left_s <= LEAVE_BUDGET_S:
             copies.ask_holders()
             known.do(a.Wait("others to take over the newest states", left_s))
             return
-        if copies.left_behind:
+        if copies.waiting:
             what = "nobody took over the newest state in time; it stays on this disk"
-            known.do(a.Warn(f"{', '.join(copies.left_behind)}: {what}"))
+            known.do(a.Warn(f"{', '.join(sorted(copies.waiting))}: {what}"))
         self._phase = _Phase.GONE
         known.do(a.Left(tuple(sorted(copies.handed_over)), self._to_successor, self._error))

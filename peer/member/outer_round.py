@@ -288,15 +288,15 @@ class OuterRound:
         return link.step is not None and self.is_good(link.step.peers, link.parent)
 
     def _is_early(self, best: Link) -> bool:
-        """Tell whether a chain has a step of this round that few have made, and there is still time
-        for a better one: nobody who is always first puts a state under the others."""
-        known = self.known
-        if known.now_s > self.boundary_s + known.gather_s + 3 * known.grace_s:
-            newest = self.round_index
-        else:
-            newest = self.round_index - 1
+        """Tell whether a chain has a step that few have made, and there is still time for a better
+        one: nobody who is always first puts a state under the others."""
+        known, schedule = self.known, self.known.schedule
         for link in self.book.back_from(best.name):
-            if link.name == self.stand or link.round_index <= newest:
+            boundary_s = self.boundary_s
+            if not schedule.fixed_steps:
+                boundary_s = schedule.boundary(link.round_index, self.level).time_s
+            late_s = known.now_s - boundary_s - known.gather_s
+            if link.name == self.stand or late_s > 3 * known.grace_s:
                 return False
             if not self._is_good_link(link):
                 return True

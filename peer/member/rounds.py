@@ -68,6 +68,7 @@ class Rounds:
         self._levels = schedule.grid.levels_in_time_order()
         self.round_index = 0
         self.steps_in_round = 0
+        """Inner steps that were taken in it."""
         self.opens_s = schedule.start_s
         """When the first step may be taken at the latest."""
         self._came: dict[str, int] = {}
@@ -148,10 +149,6 @@ class Rounds:
         if now_s < self.opens_s:
             return False
         return not self._schedule.fixed_steps or self.steps_in_round < self._quota()
-
-    def stepped(self) -> None:
-        """Count one inner step."""
-        self.steps_in_round += 1
 
     def next_boundary(self, level: str) -> Boundary:
         """Return the next boundary of a level by the clock."""

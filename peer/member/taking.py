@@ -26,18 +26,18 @@ from .actions import (
     Warn,
 )
 from .events import Answered, Checked, Event, Failed, Gathered, Published, StateHere
-from .knowledge import Knowledge, genesis_head
+from .knowledge import Knowledge
 from .outer_round import RECENT_STEPS, REMEMBERED_STEPS, OuterRound, Role
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
 MUCH_WORSE_NATS = 0.5
 # Steps that are replayed at most: the files of older ones are gone anywhere.
 GREATEST_REPLAY = 3
-# What could not be had is left alone for so long.
-UNAVAILABLE_S = 15.0
+# What could not be had is left alone for so long, the first time, and doubled so often.
+UNAVAILABLE_S, MOST_DOUBLINGS = 15.0, 4
 TELLERS = 8
-# A newcomer waits so long for holders to say what their chain is.
-ANSWER_LIMIT_S = 6.0
+# A newcomer asks so many holders what their chain is, and waits so long.
+FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
 
 
 @dataclass
@@ -71,6 +71,7 @@ class Strand(OuterRound):
         self._doubted: set[str] = set()
         """Steps whose states made the held-out loss much worse."""
         self._unavailable: dict[str, float] = {}
+        self._fetches_in_vain = 0
         self._tellers: dict[str, dict[str, None]] = {}
         self._held: dict[str, Head] = {}
         """States as their holders say them, by step."""
@@ -176,7 +177,7 @@ class Strand(OuterRound):
             self._fetch(self.book.link(taking.target))
         else:
             self.taking = None
-            self._unavailable[taking.target] = known.now_s + UNAVAILABLE_S
+            self._leave_alone(taking.target)
 
     def _stand_on(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
@@ -208,7 +209,7 @@ class Strand(OuterRound):
     def _base_for(self, best: Link) -> Head | None:
         """Return a state that is here and from which a few steps lead to `best`."""
         for base in (self.ready or self.head, self._kept):
-            if base is None or best.version - base.version > GREATEST_REPLAY:
+            if base is None or not 0 < best.version - base.version <= GREATEST_REPLAY:
                 continue
             if self.book.stands_on(best.name, base.step):
                 return base
@@ -243,7 +244,8 @@ class Strand(OuterRound):
         known, view = self.known, self.known.view
         self.taking = _Taking(link.name, known.now_s)
         if link.step is None:
-            known.do(FetchState(genesis_head(self.module, link.name), ()))
+            # Nobody knows the digest of a genesis before it is here.
+            known.do(FetchState(Head(self.module, link.name, 0, 0, -1, "", 0), ()))
             return
         announced = view.agreed_head(self.module, link.name)
         head = announced or self._held.get(link.name)
@@ -254,7 +256,7 @@ class Strand(OuterRound):
             for peer in holders[:2]:
                 self.ask(peer)
             self.taking = None
-            self._unavailable[link.name] = known.now_s + UNAVAILABLE_S
+            self._leave_alone(link.name)
             return
         exact = replace(
             head, version=link.version, weight=link.weight, round_index=link.round_index
@@ -266,7 +268,12 @@ class Strand(OuterRound):
         if self.taking is not None and self.taking.target == step:
             self.taking = None
             self._held.pop(step, None)
-            self._unavailable[step] = self.known.now_s + UNAVAILABLE_S
+            self._leave_alone(step)
+
+    def _leave_alone(self, step: str) -> None:
+        """Go on without a state that nobody gives, twice as long as the last time."""
+        self._unavailable[step] = self.known.now_s + UNAVAILABLE_S * 2.0**self._fetches_in_vain
+        self._fetches_in_vain = min(self._fetches_in_vain + 1, MOST_DOUBLINGS)
 
     def _give_up(self) -> None:
         taking, self.taking = self.taking, None
@@ -334,6 +341,8 @@ class Strand(OuterRound):
         return 2 * len(voters & made) >= len(voters)
 
     def _taken(self, head: Head) -> None:
+        if self.taking is not None and not self.taking.steps:
+            self._fetches_in_vain = 0
         self.taking = None
         if self.is_wanted:
             if self.ready is not None and self.ready.step != head.step:
@@ -400,17 +409,14 @@ class Strand(OuterRound):
     def want(self) -> None:
         """Get a state to begin with; what is held is as good as the chain that it is of."""
         self.is_wanted, self.ready, self._wanted_s = True, self.head, self.known.now_s
-        self._to_answer = set(self._first_holders())
-        for peer in sorted(self._to_answer):
-            self.ask(peer)
-
-    def _first_holders(self) -> tuple[str, ...]:
-        view = self.known.view
-        found = sorted(
-            (h for h in view.holdings.get(self.module, ()) if h.peer_id != self.known.me),
+        held = sorted(
+            (h for h in self.known.view.holdings.get(self.module, ())),
             key=lambda h: (h.head.rank, not self.known.is_callable(h.peer_id), h.peer_id),
         )
-        return tuple(dict.fromkeys(h.peer_id for h in found))[:3]
+        others = dict.fromkeys(h.peer_id for h in held if h.peer_id != self.known.me)
+        self._to_answer = set(list(others)[:FIRST_ASKED])
+        for peer in sorted(self._to_answer):
+            self.ask(peer)
 
     @property
     def is_settled(self) -> bool:

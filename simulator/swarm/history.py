@@ -47,13 +47,13 @@ def real_member(machine: Machine) -> Decider:
     from dipaco.peer.member.member import Member
 
     world, store = machine.world, machine.store
-    steps = (
-        step
-        for head in store.held.values()
-        for step in store.book.steps_between(store.book.genesis(head.module), head.step)
-    )
-    settings = MemberSettings(machine.peer, trains=machine.trains)
     held = tuple(store.held.values())
+    steps = [
+        step
+        for head in held
+        for step in store.book.steps_between(store.book.genesis(head.module), head.step)
+    ]
+    settings = MemberSettings(machine.peer, trains=machine.trains)
     return Member(settings, world.plan, world.grid, steps=steps, held=held)
 
 
