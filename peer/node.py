@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore, SharedContent
@@ -47,6 +46,7 @@ from .exchange.contribution_files import ContributionFiles
 from .exchange.diagnosis import diagnose
 from .exchange.exchange import Exchange, ServedRun
 from .exchange.fetching import ContentFetcher, core_blobs
+from .exchange.hello import SOFTWARE
 from .exchange.known_peers import KnownPeers, peer_of
 from .exchange.transport import HivemindTransport
 from .exchange.verify import RowCheck
@@ -57,7 +57,6 @@ from .states import States
 
 logger = logging.getLogger("dipaco.peer.node")
 
-SOFTWARE = f"dipaco/{version('dipaco')}"
 MANIFEST_WAIT_S = 20.0
 ADDRESSES_LIMIT_S = 15.0
 # Of the addresses given, when there are several runs to choose from.

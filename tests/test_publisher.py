@@ -58,22 +58,23 @@ class Peer:
         self.background = Background()
         exchange: Any = FakeExchange()
         states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
-        self.publisher = Publisher(
-            self.directory,
-            self.plan,
-            self.grid,
-            RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s),
-            self.time.clock,
-            states,
-            self.blobs,
-            self.status,
+        node: Any = SimpleNamespace(
             me=ME,
-            software="dipaco/test",
-            manifest=b"manifest",
+            directory=self.directory,
+            plan=self.plan,
+            grid=self.grid,
+            schedule=RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s),
+            clock=self.time.clock,
+            held=states,
+            blobs=self.blobs,
+            fetcher=SimpleNamespace(all_blobs=tuple),
+            manifest=SimpleNamespace(envelope=b"manifest", plan=self.plan),
+            earlier_manifests=tuple,
             exchange=exchange,
-            background=self.background,
+            initial_peers=(),
         )
-        self.publisher.start(tuple)
+        self.publisher = Publisher(node, self.status, self.background)
+        self.publisher.start()
         self.publisher.refresh()
 
     def claim(self, path: int, *, pinned: bool = False) -> None:

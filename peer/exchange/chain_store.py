@@ -40,8 +40,8 @@ _MOST_ENTRY_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Told:
-    """What answers somebody who asks for a module."""
+class Answer:
+    """What a peer says to somebody who asks for a module."""
 
     steps: tuple[Step, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -163,12 +163,12 @@ class ChainStore:
             heads = self._modules[module].heads
             return next((head for head in heads if head.digest == digest), None)
 
-    def answer(self, module: str, locator: Sequence[str]) -> Told:
+    def answer(self, module: str, locator: Sequence[str]) -> Answer:
         """Return what fits in one answer to somebody whose chain has these names."""
         with self._lock:
             kept = self._modules.get(module)
             if kept is None:
-                return Told()
+                return Answer()
             steps, has_more = self._book.after(locator, kept.served, ANSWERED_STEPS)
             fitting, left = 0, ANSWERED_STEP_ROWS
             for step in steps:
@@ -177,7 +177,7 @@ class ChainStore:
                     break
                 fitting += 1
             rows = tuple(kept.rows.values())[-ANSWERED_ROWS:]
-            return Told(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
+            return Answer(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:
         """Return the admissions of those peers whose admission is known."""

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
@@ -19,11 +18,12 @@ from dipaco.base.errors import (
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.dht.chain import Head, Row, Step, pack_row, pack_step
+from dipaco.dht.chain import Row, Step, pack_row, pack_step
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.owner.uplink import Uplink
 
 from .calls import PROTOCOL_NAME, begin, call, conversation
+from .chain_store import Answer
 from .clock import ClockSample
 from .hello import Hello, clock_samples, say_hello
 from .loop_thread import LoopThread, run_blocking
@@ -66,16 +66,6 @@ TELLS_AT_ONCE = 64
 CHUNK_BYTES = 2**17
 # A contribution that nobody has yet is asked for again so soon, and then less and less often.
 RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a peer says of a module; checked."""
-
-    steps: tuple[Step, ...] = ()
-    rows: tuple[Row, ...] = ()
-    has_more: bool = False
-    held: Head | None = None
 
 
 class Exchange:
@@ -246,7 +236,10 @@ class Exchange:
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
     ) -> Answer | None:
-        """Ask which steps come after some; blocks. None: the peer is silent, or talks nonsense."""
+        """Ask which steps come after some; blocks. The answer is checked, and kept in the chains.
+
+        None: the peer is silent, or talks nonsense.
+        """
         run = self._run
         request = AskRequest(
             run=run.run_id, module=module, locator=[bytes.fromhex(name) for name in locator[:64]]

@@ -14,7 +14,8 @@ from typing import Any, get_args
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.dht.records import ClaimState, Reachability
 from dipaco.dht.status.metrics import Metric
-from dipaco.peer.node import SOFTWARE, Node
+from dipaco.peer.exchange.hello import SOFTWARE
+from dipaco.peer.node import Node
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import NodeSettings

@@ -180,7 +180,7 @@ class FakeFetcher:
     def all_blobs(self) -> tuple[str, ...]:
         return self.run_blobs
 
-    def has_blob(self, sha256: str) -> bool:
+    def has(self, sha256: str) -> bool:
         return sha256 in self.blobs_here
 
     def blob(self, sha256: str) -> Path:
