@@ -82,8 +82,6 @@ class PeerStatus:
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
-    bytes_up: int = 0
-    bytes_down: int = 0
     progress: dict[int, ProgressEntry] = field(default_factory=dict)
     round_index: int = 0
     """With fixed steps: the round that this peer is in."""
@@ -316,9 +314,7 @@ class Publisher:
 
     def _peer_record(self) -> PeerRecord:
         node, status = self._node, self._status
-        claim = status.claim
-        status.bytes_up = node.exchange.bytes_up
-        status.bytes_down = node.exchange.bytes_down
+        claim, uplink = status.claim, node.exchange.uplink
         now_round = max(0, node.schedule.round_at(self._clock.now()))
         if node.schedule.fixed_steps:
             now_round = status.round_index
@@ -338,8 +334,8 @@ class Publisher:
             waits_for=clean_text(status.waiting_for),
             reachable=status.reachable,
             addresses=status.addresses[:4],
-            bytes_up=status.bytes_up,
-            bytes_down=status.bytes_down,
+            bytes_up=uplink.sent_bytes,
+            bytes_down=uplink.received_bytes,
         )
 
     def _publish_peer(self, record: PeerRecord, life_s: float) -> None:

@@ -16,6 +16,7 @@ from dipaco.peer.exchange.chain_store import Answer, ChainStore
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.publisher import PeerStatus
+from support.exchanges import knows
 from support.fake_swarm import ME, FakeSwarm, peer_id
 
 OTHER, MODULE, RUN = peer_id(1), "L0.E0", "0123456789abcdef"
@@ -74,7 +75,7 @@ def test_what_others_say_is_told(peer: Peer) -> None:
 
 def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:
     assert peer.errands.carry_out(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
-    assert peer.chains.has_step(STEP.name)
+    assert knows(peer.chains, STEP.name)
     assert peer.others.told == []
     assert peer.errands.carry_out(a.Tell((OTHER,), MODULE, steps=(STEP,), keep=True))
     assert peer.others.told == [((OTHER,), MODULE, (), (STEP,), True)]

@@ -25,6 +25,8 @@ from typing import Protocol
 
 from dipaco.base.errors import ClockError
 
+from .known_peers import peer_of
+
 logger = logging.getLogger("dipaco.peer.exchange.clock")
 
 MAX_CLOCK_OFFSET_S = 5.0
@@ -148,11 +150,6 @@ class Clock:
         """Return swarm time as Unix seconds."""
         return self._look() + self._offset_s
 
-    def to_local(self, swarm_s: float) -> float:
-        """Return what this machine's clock says when it is `swarm_s` in the swarm."""
-        self._look()
-        return swarm_s - self._offset_s
-
     def _look(self) -> float:
         """Return this machine's time; if it has jumped, the offset makes up for it."""
         if self._steady_time is None:
@@ -228,7 +225,7 @@ def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock
     warning is logged.
     """
     clock = Clock(steady_time=_since_start_s)
-    ids = [address.rpartition("/p2p/")[2] for address in initial_peers if "/p2p/" in address]
+    ids = [peer_of(address) for address in initial_peers]
     if not clock.measure(neighbours, ids):
         logger.warning("no neighbour told its time; this machine's clock is used as it is")
     return clock

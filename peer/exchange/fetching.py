@@ -46,34 +46,24 @@ class ContentFetcher:
     """Finds holders in the DHT, fetches from them, and checks. Blocking; bounded."""
 
     def __init__(
-        self, directory: Directory, exchange: Exchange, blobs: BlobStore, scratch: BlobStore
+        self,
+        directory: Directory,
+        exchange: Exchange,
+        blobs: BlobStore,
+        scratch: BlobStore,
+        plan: RunPlan,
+        grid: Grid,
+        given_peers: Iterable[str] = (),
     ) -> None:
-        self._directory = directory
-        self._exchange = exchange
-        self.blobs = blobs
-        self._scratch = scratch
-        self._mirrors: tuple[str, ...] = ()
-        self._plan: RunPlan | None = None
-        self._grid: Grid | None = None
-        self._now: Callable[[], float] = time.time
+        """Peers whose addresses were given, `given_peers`, are asked directly."""
+        self._directory, self._exchange = directory, exchange
+        self.blobs, self._scratch = blobs, scratch
+        self._plan, self._grid = plan, grid
+        self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
-        self._all_blobs: tuple[str, ...] = ()
-        self._greatest: dict[str, int] = {}
-        self.given_peers: tuple[str, ...] = ()
-        """Peers whose addresses were given: they are asked directly."""
-
-    def use_plan(self, plan: RunPlan, grid: Grid, now: Callable[[], float]) -> None:
-        """Learn the run's mirrors, shapes and clock once its manifest is verified."""
-        self._plan = plan
-        self._now = now
-        self._mirrors = plan.mirrors
-        self._grid = grid
+        """Hears how far downloads are that take longer than some seconds."""
         self._all_blobs = core_blobs(plan)
         self._greatest = greatest_core_bytes(plan, grid)
-
-    def use_display(self, say: Callable[[str], None]) -> None:
-        """Say how far downloads are that take longer than some seconds."""
-        self.say = say
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
         stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
@@ -81,14 +71,12 @@ class ContentFetcher:
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
-        assert self._plan is not None
         shards = shard_bytes(index, self._plan.model)
         self._greatest |= shards
         self.use_blobs(shards)
 
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
-        assert self._grid is not None
         for module, digest in digests.items():
             self._greatest[digest] = greatest_state_bytes(self._grid.layout(module), 0)
         self.use_blobs(digests.values())
@@ -100,10 +88,6 @@ class ContentFetcher:
     def all_blobs(self) -> tuple[str, ...]:
         """Return the hashes that the run consists of."""
         return self._all_blobs
-
-    def has_blob(self, sha256: str) -> bool:
-        """Tell whether a blob is on this disk."""
-        return self.blobs.has(sha256)
 
     def blob(
         self,
@@ -129,7 +113,7 @@ class ContentFetcher:
                             self.blobs,
                             greatest_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
                             timeout_s=timeout_s,
-                            mirrors=self._mirrors,
+                            mirrors=self._plan.mirrors,
                             on_progress=self._progress(what),
                         )
                 if not is_my_turn:
@@ -162,14 +146,13 @@ class ContentFetcher:
         """Return whom to ask for a blob: those that announce it, and the given addresses too, as
         records may be kept from a newcomer."""
         found = self._directory.find_blob_holders(sha256)
-        return tuple(dict.fromkeys((*found, *self.given_peers)))
+        return tuple(dict.fromkeys((*found, *self._given_peers)))
 
     def state(self, wanted: Head, holders: Sequence[str]) -> ModuleState:
         """Fetch one module state by its digest and check it against the module's shape.
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
         """
-        assert self._grid is not None
         layout = self._grid.layout(wanted.module)
         paths = self._grid.paths_of_module(wanted.module)
 
@@ -213,7 +196,6 @@ class ContentFetcher:
 
         A holder's word for its weight is not taken: its steps are asked for from the genesis.
         """
-        assert self._plan is not None
         book = ChainBook(self._plan.run_id, [module])
         announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
         ranked = sorted(announced.values(), key=lambda head: head.rank)

@@ -15,14 +15,13 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dipaco.dht.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
 from dipaco.dht.record_errors import RecordError
 from dipaco.dht.records import HeldState
 from dipaco.dht.repetition import Complaints
-from dipaco.modules.plan import PROTOCOL_VERSION
 
 from .chain_store import ChainStore
 from .content import ContentShelf, ContentSource, OpenContent, Parts
@@ -103,11 +102,8 @@ OnTold = Callable[[str, str, tuple[Row, ...], tuple[Step, ...], bool], None]
 class ExchangeService:
     """Answers streams. Lives on the exchange's event loop."""
 
-    def __init__(
-        self, transport: Transport, software: str, protocol_version: int = PROTOCOL_VERSION
-    ) -> None:
-        self._transport, self._software = transport, software
-        self._protocol_version = protocol_version
+    def __init__(self, transport: Transport, me: Greeting) -> None:
+        self._transport, self._me = transport, me
         self.system_time: Callable[[], float] = time.time
         self.run: ServedRun | None = None
         self.on_told: OnTold = lambda peer, module, rows, steps, keep: None
@@ -121,8 +117,7 @@ class ExchangeService:
     @property
     def greeting(self) -> Greeting:
         """What this node says of itself."""
-        admission = self.run.admission if self.run is not None else None
-        return Greeting(self._software, self._protocol_version, admission)
+        return self._me if self.run is None else replace(self._me, admission=self.run.admission)
 
     def serve(self, run: ServedRun) -> None:
         """Answer about this run from now on."""
@@ -209,8 +204,8 @@ class ExchangeService:
         if request.admission is not None and self.run is not None:
             self.run.check.admit(peer, request.admission)
         return HelloReply(
-            protocol=self._protocol_version,
-            software=self._software[:64],
+            protocol=self._me.protocol,
+            software=self._me.software[:64],
             received_s=received_s,
             sent_s=self.system_time(),
             run=self.run.run_id if self.run is not None else None,
