@@ -207,8 +207,16 @@ def start_background(
     node: Node, status: PeerStatus, background: Background, events: EventLog
 ) -> tuple[Publisher, Keeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
-    events.begin_run(
-        node.manifest, node.me, name=status.name, software=SOFTWARE, device=status.device
+    # Which run the events that follow are of, and who tells them: so a log alone is enough.
+    events.emit(
+        "run",
+        run=node.run_id,
+        peer_id=node.me,
+        operator=node.manifest.operator_fingerprint,
+        plan=node.plan.model_dump(mode="json"),
+        name=status.name,
+        software=SOFTWARE,
+        device=status.device,
     )
     node.held.load_from_disk()
     node.serve_run()

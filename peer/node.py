@@ -191,8 +191,7 @@ class Node(Membership):
 
     def serve_run(self) -> None:
         """Let the exchange serve this run, and by hash what was served before it."""
-        earlier = self.earlier.held if self.earlier is not None else None
-        self.held.use_earlier(earlier)
+        self.held.earlier = self.earlier.held if self.earlier is not None else None
         self.exchange.serve_run(
             ServedRun(
                 self.run_id,

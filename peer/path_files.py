@@ -122,7 +122,7 @@ class PathFiles:
         rows = node.run_folder.validation_tokens(plan, path)
         check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
         reported = even_sample(rows, plan.rounds.validation_sequences)
-        return PathData(path, stream, _as_tensor(reported))
+        return PathData(path, stream, torch.from_numpy(np.asarray(reported, dtype=np.int64)))
 
     def genesis_state(self, module: str) -> ModuleState:
         """Return the state a module starts from: of the successor's index, or of the base.
@@ -205,7 +205,3 @@ class OptimizerFiles:
             keep()
         except DipacoError as error:
             logger.warning("optimizer state not kept: %s", error)
-
-
-def _as_tensor(rows: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(rows, dtype=np.int64))

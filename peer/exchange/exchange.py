@@ -41,7 +41,7 @@ from .messages import (
     decode,
     read_frame,
 )
-from .service import ExchangeService, OnTold, ServedRun, checked
+from .service import ExchangeService, OnTold, ServedRun, checked, peers_of
 from .transfer import (
     ContentAbsent,
     ContentStream,
@@ -184,14 +184,13 @@ class Exchange:
         """Tell peers of rows and steps; returns at once, what does not arrive is not reported."""
         run = self._run
         rows, steps = rows[:MAX_TOLD_ROWS], steps[-MAX_TOLD_STEPS:]
-        about = {row.peer for row in rows} | {row.peer for step in steps for row in step.rows}
         request = TellRequest(
             run=run.run_id,
             module=module,
             rows=[pack_row(row) for row in rows],
             steps=[pack_step(step) for step in steps],
             keep=keep,
-            admissions=self._admissions(run, about | {self.peer_id}),
+            admissions=self._admissions(run, peers_of(rows, steps) | {self.peer_id}),
         )
 
         async def tell_all() -> None:

@@ -248,11 +248,6 @@ class ContentFetcher:
         return None
 
 
-def path_values(grid: Grid) -> int:
-    """Return how many parameters one path has."""
-    return sum(grid.layout(level).size for level in grid.level_names)
-
-
 def core_blobs(plan: RunPlan) -> tuple[str, ...]:
     """Return the hashes that everybody needs, whatever its path."""
     blobs = plan.blobs
@@ -269,7 +264,7 @@ def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     blobs, model = plan.blobs, plan.model
     greatest = {
         blobs.shards: 2**16 + 1024 * grid.path_count,
-        blobs.base: 2**22 + 4 * path_values(grid),
+        blobs.base: 2**22 + 4 * grid.parameter_counts()["path"],
         blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
         # At most two numbers for each feature and path, in eight bytes.
         blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,
