@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from dipaco.base.errors import DipacoError
 from dipaco.dht.keeping import keepers
-from dipaco.dht.repetition import RecentFailures
 
 from .background import Background
 from .node import Node
@@ -38,7 +37,8 @@ class Keeper:
         self._node, self._publisher = node, publisher
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._failed = RecentFailures[str](RETRY_AFTER_S, monotonic)
+        self._monotonic = monotonic
+        self._retry_at: dict[str, float] = {}
         self._thread = background.thread("keeper", self._run)
 
     def start(self) -> None:
@@ -67,7 +67,8 @@ class Keeper:
             return
         present = view.present
         for sha256 in fetcher.all_blobs():
-            if sha256 in self._failed or node.blobs.has(sha256):
+            has_failed_lately = self._monotonic() < self._retry_at.get(sha256, 0.0)
+            if has_failed_lately or node.blobs.has(sha256):
                 continue
             if view.scope is not None and not view.scope.covers_peer(sha256, None):
                 continue  # Blobs are dealt out to buckets as peers without a path are.
@@ -76,7 +77,7 @@ class Keeper:
             try:
                 fetcher.blob(sha256)
             except DipacoError as error:
-                self._failed.add(sha256)
+                self._retry_at[sha256] = self._monotonic() + RETRY_AFTER_S
                 logger.info("could not copy a blob: %s", error)
                 continue
             self._publisher.announce_blobs()

@@ -354,7 +354,7 @@ def _open_run(
         blobs, states = files.blobs, files.states
         gate = open_gate(manifest, path)
         directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
-        directory.serve(manifest, grid)
+        directory.serve(grid)
         incoming = BlobStore(path / "incoming")
         given = map(peer_of, membership.initial_peers)
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming, plan, grid, given)

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from dipaco.base.errors import ConfigurationError, NetworkError
+from dipaco.dht.http_server import listen
 from dipaco.dht.ledger import Credit, exported
 from dipaco.dht.status import cli
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
-from dipaco.dht.status.serving import Sampler, interval_s, open_port, serve_swarm
+from dipaco.dht.status.serving import Sampler, interval_s, serve_swarm
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
@@ -280,7 +281,7 @@ def test_a_running_swarm_is_served_and_kept(
 ) -> None:
     plan = big_records(4, **ABOUT).plan
     file = tmp_path / "new" / "kept.sqlite"
-    listening = open_port("127.0.0.1", 0)
+    listening = listen("127.0.0.1", 0, "--serve")
     assert serve_swarm(lambda: statuses[0], plan, listening, file, None) == 0
     assert served["status"] == statuses[0]
     assert History(file, plan.run_id).at(statuses[0]["time_s"]) == statuses[0]
