@@ -139,12 +139,7 @@ class Errands:
             return
         self._report(
             e.Answered(
-                action.peer,
-                action.module,
-                answer.steps,
-                answer.rows,
-                answer.has_more,
-                answer.held,
+                action.peer, action.module, answer.steps, answer.rows, answer.has_more, answer.held
             )
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dipaco.base.errors import CorpusError, DipacoError
-from dipaco.modules.state import ModuleState, greatest_state_bytes
+from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.token_files import check_tokens, even_sample
@@ -140,11 +140,7 @@ class PathFiles:
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
         digests = node.run_folder.genesis_index(plan)
         assert digests is not None
-        node.fetcher.blob(
-            digests[module],
-            f"the genesis state of {module}",
-            max_bytes=greatest_state_bytes(node.grid.layout(module), 0),
-        )
+        node.fetcher.blob(digests[module], f"the genesis state of {module}")
         return node.run_folder.genesis_state(plan, module)
 
     def release(self) -> None:

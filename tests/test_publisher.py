@@ -18,7 +18,6 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from support.fake_swarm import (
@@ -277,7 +276,7 @@ def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_do
         raise ClockError("an hour ahead")
 
     monkeypatch.setattr(peer.time.clock, "measure", measure)
-    monkeypatch.setattr(Clock, "has_jumped", property(lambda _: has_jumped))
+    peer.time.clock.has_jumped = has_jumped
     failed = threading.Event()
     peer.background.on_failure(failed.set)
     peer.publisher.refresh()

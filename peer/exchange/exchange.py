@@ -129,11 +129,7 @@ class Exchange:
 
     def connected_peers(self) -> tuple[str, ...]:
         """Return the ids of the peers that are connected. Raises `NetworkError`."""
-
-        async def connected() -> tuple[str, ...]:
-            return tuple(await self._transport.connected())
-
-        return self._thread.call(connected(), CALL_TIMEOUT_S + 5.0)
+        return tuple(self._thread.call(self._transport.connected(), CALL_TIMEOUT_S + 5.0))
 
     @property
     def _run(self) -> ServedRun:

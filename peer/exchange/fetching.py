@@ -89,20 +89,13 @@ class ContentFetcher:
         """Return the hashes that the run consists of."""
         return self._all_blobs
 
-    def blob(
-        self,
-        sha256: str,
-        what: str = "a blob",
-        timeout_s: float = FETCH_TIMEOUT_S,
-        max_bytes: int | None = None,
-    ) -> Path:
-        """Return the file of a blob, fetched if needed.
+    def blob(self, sha256: str, what: str = "a blob") -> Path:
+        """Return the file of a blob, fetched if needed; its size is bounded.
 
-        Its size is bounded by what the run says of it, or else by `max_bytes`.
         Raises `NetworkError` when nobody can give it in time, naming `what`, and
         `IntegrityError` when all that was given had another hash.
         """
-        shared, until_s = self.blobs.shared, time.monotonic() + timeout_s
+        shared, until_s = self.blobs.shared, time.monotonic() + FETCH_TIMEOUT_S
         try:
             while not self.blobs.has(sha256):
                 with nullcontext(True) if shared is None else shared.turn(sha256) as is_my_turn:
@@ -111,15 +104,16 @@ class ContentFetcher:
                             sha256,
                             self._blob_sources(sha256),
                             self.blobs,
-                            greatest_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
-                            timeout_s=timeout_s,
+                            greatest_bytes=self._greatest.get(sha256, MAX_OTHER_BYTES),
+                            timeout_s=FETCH_TIMEOUT_S,
                             mirrors=self._plan.mirrors,
                             on_progress=self._progress(what),
                         )
                 if not is_my_turn:
                     if time.monotonic() > until_s:
                         raise NetworkError(
-                            f"another peer of this machine has not fetched it in {timeout_s:.0f} s"
+                            "another peer of this machine has not fetched it in "
+                            f"{FETCH_TIMEOUT_S:.0f} s"
                         )
                     time.sleep(TURN_S)
             return self.blobs.path(sha256)
