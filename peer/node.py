@@ -45,7 +45,7 @@ from .exchange.clock import Clock, measure_clock
 from .exchange.contribution_files import ContributionFiles
 from .exchange.diagnosis import diagnose
 from .exchange.exchange import Exchange, ServedRun
-from .exchange.fetching import ContentFetcher, core_blobs
+from .exchange.fetching import ContentFetcher
 from .exchange.hello import SOFTWARE
 from .exchange.known_peers import KnownPeers, peer_of
 from .exchange.transport import HivemindTransport
@@ -174,7 +174,7 @@ class Node(Membership):
         )
         node.fetcher.say = self.fetcher.say
         try:
-            for sha256 in core_blobs(node.plan):
+            for sha256 in node.fetcher.all_blobs():
                 if self.blobs.has(sha256):
                     node.blobs.add_file(self.blobs.path(sha256))
             self._hand_revocations_on(node)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -280,11 +280,9 @@ class Exchange:
 
         Peers are asked in an order of each fetcher's own, then mirrors.
         """
-        sources: list[Source] = list(self._sources(spread(sha256, peers, self.peer_id)))
-        sources += [MirrorSource(address) for address in mirrors]
         getting = download(
             sha256,
-            sources,
+            [*self._sources(spread(sha256, peers, self.peer_id)), *map(MirrorSource, mirrors)],
             into,
             max_bytes=greatest_bytes,
             timeout_s=timeout_s,
@@ -293,8 +291,8 @@ class Exchange:
         )
         return self._thread.call(getting, timeout_s + 5.0)
 
-    def _sources(self, peers: Iterable[str]) -> Iterator[Source]:
-        return (_PeerSource(self._transport, peer) for peer in peers)
+    def _sources(self, peers: Iterable[str]) -> list[Source]:
+        return [_PeerSource(self._transport, peer) for peer in peers]
 
     # -- gather
 
@@ -380,7 +378,7 @@ class Exchange:
             try:
                 path = await download(
                     row.file,
-                    list(self._sources(order)),
+                    self._sources(order),
                     files.incoming,
                     max_bytes=row.bytes,
                     timeout_s=max(1.0, left_s),

@@ -28,7 +28,7 @@ from .transfer import spread
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
-# Of blobs whose kind this file does not know: what this peer itself has added.
+# Of blobs that the run does not name.
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
 ASK_AGAIN = "start again, other holders are then asked too"
@@ -62,8 +62,8 @@ class ContentFetcher:
         self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
         """Hears how far downloads are that take longer than some seconds."""
-        self._all_blobs = core_blobs(plan)
         self._greatest = greatest_core_bytes(plan, grid)
+        """The most bytes of each blob of the run, by hash; replaced as a whole."""
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
         stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
@@ -71,23 +71,17 @@ class ContentFetcher:
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
-        shards = shard_bytes(index, self._plan.model)
-        self._greatest |= shards
-        self.use_blobs(shards)
+        self._greatest = self._greatest | shard_bytes(index, self._plan.model)
 
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
-        for module, digest in digests.items():
-            self._greatest[digest] = greatest_state_bytes(self._grid.layout(module), 0)
-        self.use_blobs(digests.values())
-
-    def use_blobs(self, hashes: Iterable[str]) -> None:
-        """Learn further blobs: those that lie here are announced and served with the others."""
-        self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *hashes)))
+        layout = self._grid.layout
+        sizes = {d: greatest_state_bytes(layout(module), 0) for module, d in digests.items()}
+        self._greatest = self._greatest | sizes
 
     def all_blobs(self) -> tuple[str, ...]:
         """Return the hashes that the run consists of."""
-        return self._all_blobs
+        return tuple(self._greatest)
 
     def blob(self, sha256: str, what: str = "a blob") -> Path:
         """Return the file of a blob, fetched if needed; its size is bounded.
@@ -242,15 +236,8 @@ class ContentFetcher:
         return None
 
 
-def core_blobs(plan: RunPlan) -> tuple[str, ...]:
-    """Return the hashes that everybody needs, whatever its path."""
-    blobs = plan.blobs
-    names = (blobs.shards, blobs.base, blobs.tokenizer, blobs.router, blobs.genesis)
-    return tuple(name for name in names if name is not None)
-
-
 def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
-    """Return what each of the core blobs can have at most, by hash.
+    """Return the most bytes of each blob that everybody needs, whatever its path, by hash.
 
     The manifest names them by their hashes alone. What they can be follows from the run's shape,
     with room for what JSON and file headers add.
