@@ -79,12 +79,12 @@ def _check_loss(value: float) -> float:
 Loss = Annotated[float, AfterValidator(_check_loss)]
 
 
-def clean_text(text: str, limit: int = 96) -> str:
+def clean_text(text: str) -> str:
     """Return `text` as a record can hold it: cut, and "?" for what may not stand in a record.
 
     For names that come from a driver or an operating system.
     """
-    return "".join(c if " " <= c <= "~" and c not in "[]" else "?" for c in text[:limit])
+    return "".join(c if " " <= c <= "~" and c not in "[]" else "?" for c in text[:96])
 
 
 class Record(BaseModel):

@@ -97,14 +97,6 @@ class SwarmView:
         """The peers that have not said goodbye, in order."""
         return sorted(peer for peer, record in self.peers.items() if not record.has_left)
 
-    def without(self, doubted: Iterable[str]) -> SwarmView:
-        """Return the view without the claims and the records of some peers."""
-        claims, peers = dict(self.claims), dict(self.peers)
-        for peer in doubted:
-            claims.pop(peer, None)
-            peers.pop(peer, None)
-        return replace(self, claims=claims, peers=peers)
-
     @cached_property
     def from_elsewhere(self) -> frozenset[str]:
         """Peers that claim or hold something here, and whose own record was not read."""
