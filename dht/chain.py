@@ -29,8 +29,6 @@ from .identity import (
 from .record_errors import MAX_COUNT, RecordError
 
 MAX_ROWS = 64
-# A step of 64 rows takes 14 kB; a row about 220 bytes.
-MAX_STEP_BYTES = 2**15
 GREATEST_ROUND = 2**31
 _ROW_PREFIX = b"dipaco-row/6\n"
 _STEP_PREFIX = b"dipaco-step/6\n"

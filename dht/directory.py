@@ -48,11 +48,6 @@ MAX_COMPLAINTS = 1024
 # What calling a peer at its addresses may take.
 CONNECT_LIMIT_S = 15.0
 RecordT = TypeVar("RecordT", bound=Record)
-_RECORDS: dict[str, type[Record]] = {
-    "modules": ModuleRecord,
-    "peers": PeerRecord,
-    "progress": ProgressRecord,
-}
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]
 
@@ -103,12 +98,11 @@ class Directory:
         """What is wrong when nothing can be read or written any more, else None."""
         return self._dht.failure
 
-    def serve(self, manifest: SignedManifest, grid: Grid) -> None:
+    def serve(self, grid: Grid) -> None:
         """Have this node store the records of the run for others. Raises `NetworkError`."""
         assert self.gate is not None, "a run has a gate"
         run = ServedRun(
             run_id=self.run_id,
-            operator=manifest.operator_fingerprint,
             modules_per_level=tuple(grid.config.modules_per_level),
             private_modules=grid.path_count if grid.has_private else 0,
             buckets=bucket_count(grid.path_count),
@@ -124,8 +118,13 @@ class Directory:
         return self._publish("modules", record.module, record, life_s)
 
     def withdraw_module(self, module: str) -> bool:
-        """Take back what was said of a module."""
-        return self._withdraw("modules", module)
+        """Overwrite what was said of a module by nothing, which ends a moment later than it did."""
+        name = self._name("modules", module)
+        with self._lock:
+            self._said.pop(name, None)
+        if name not in self._expirations:
+            return True
+        return self._store(name, None, 0.0)
 
     def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> bool:
         """Say what this peer is, in the bucket of its path."""
@@ -182,15 +181,6 @@ class Directory:
             self._said[name] = lasting, now_s + life_s
         return self._store(name, value, life_s)
 
-    def _withdraw(self, kind: str, item: str | None) -> bool:
-        """Overwrite a record by nothing, which ends a moment later than the record did."""
-        name = self._name(kind, item)
-        with self._lock:
-            self._said.pop(name, None)
-        if name not in self._expirations:
-            return True
-        return self._store(name, None, 0.0)
-
     def _name(self, kind: str, item: str | None) -> RecordName:
         key = record_key(kind, self.run_id, item)
         return key, record_subkey(kind, self.run_id, item, self._public_key)
@@ -224,10 +214,11 @@ class Directory:
 
     def _postponed(self, entries: list[_Entry]) -> list[_Entry]:
         """Return `entries` with expirations later than what the DHT holds in their place."""
-        held = self._dht.call(_get_expirations, tuple({entry.name[0] for entry in entries}))
+        held = self._dht.call(_look_up, tuple({entry.name[0] for entry in entries}))
         postponed = []
         for entry in entries:
-            last = held.get(entry.name, 0.0)
+            key, subkey = entry.name
+            _, last = held.get(key, {}).get(subkey, (None, 0.0))
             expiration = max(entry.expiration, math.nextafter(last, math.inf))
             self._expirations[entry.name] = expiration
             postponed.append(_Entry(entry.name, entry.value, expiration))
@@ -255,10 +246,7 @@ class Directory:
         found = self._get_many((*keys.values(), *lists))
         for key in lists:
             self._take_revocations(found.get(key))
-        parsed = {
-            (kind, item): self._parse_all(key, found.get(key), _RECORDS[kind])
-            for (kind, item), key in keys.items()
-        }
+        parsed = {place: self._parse_all(key, found.get(key)) for place, key in keys.items()}
         counted = None
         if self.gate is not None:
             seen = {record.peer_id for records in parsed.values() for record in records}
@@ -321,7 +309,8 @@ class Directory:
 
     def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
         """Return the peers, other than this one, that serve a blob."""
-        records = self._read("blobs", sha256, BlobRecord)
+        key = record_key("blobs", self.run_id, sha256)
+        records = self._parse_all(key, self._get_many((key,)).get(key))
         return tuple(r.peer_id for r in records if r.peer_id != self._identity.peer_id)
 
     def list_manifests(self) -> list[SignedManifest]:
@@ -370,15 +359,7 @@ class Directory:
         """
         self._dht.call(_ping_in_background, dict(addresses))
 
-    def _read(
-        self, kind: str, item: str | None, record_class: type[RecordT]
-    ) -> tuple[RecordT, ...]:
-        key = record_key(kind, self.run_id, item)
-        return self._parse_all(key, self._get_many((key,)).get(key), record_class)
-
-    def _parse_all(
-        self, key: str, entries: Mapping[Any, Any] | None, record_class: type[RecordT]
-    ) -> tuple[RecordT, ...]:
+    def _parse_all(self, key: str, entries: Mapping[Any, Any] | None) -> tuple[Record, ...]:
         """Return the records under `key`; what does not belong there is left out."""
         records = []
         for subkey, value in (entries or {}).items():
@@ -394,7 +375,6 @@ class Directory:
             except RecordError as error:
                 self._complain(key, "a record", error)
                 continue
-            assert isinstance(record, record_class)
             records.append(record)
         return tuple(sorted(records, key=lambda record: record.peer_id))
 
@@ -405,31 +385,19 @@ class Directory:
 
     def _get_many(self, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
         """Return the unexpired subkeys and values of dictionary keys, from the network."""
-        found = self._dht.call(_get_latest, keys)
-        return found if isinstance(found, dict) else {}
+        found = self._dht.call(_look_up, keys)
+        return {
+            key: {subkey: value for subkey, (value, _) in entries.items()}
+            for key, entries in found.items()
+        }
 
 
-async def _get_latest(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
-    """Runs in the DHT process: look all keys up at once, asking the network for the newest."""
-    return {
-        key: {subkey: item.value for subkey, item in entries.items()}
-        for key, entries in (await _look_up(node, keys)).items()
-    }
-
-
-async def _get_expirations(node: Any, keys: tuple[str, ...]) -> dict[RecordName, float]:
-    """Runs in the DHT process: return when the records under some keys expire."""
-    return {
-        (key, subkey): item.expiration_time
-        for key, entries in (await _look_up(node, keys)).items()
-        for subkey, item in entries.items()
-    }
-
-
-async def _look_up(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
+async def _look_up(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, tuple[Any, float]]]:
+    """Runs in the DHT process: ask the network for the newest under all keys at once, and until
+    when it is valid."""
     found = await node.get_many(keys, sufficient_expiration_time=math.inf)
     return {
-        key: entry.value
+        key: {subkey: (item.value, item.expiration_time) for subkey, item in entry.value.items()}
         for key, entry in found.items()
         if entry is not None and isinstance(entry.value, dict)
     }

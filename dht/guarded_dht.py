@@ -1,6 +1,6 @@
 """Hivemind's DHT, mended where it leaves processes behind, loses requests or waits for ever.
 
-A peer consists of the training process, the DHT process, one process per averager and p2pd.
+A peer consists of the training process, the DHT process and p2pd.
 Killed with SIGKILL, Hivemind's children would live on and go on answering for the dead peer. And
 a terminal sends Ctrl+C to all of them at once, so p2pd would be gone before the peer can say
 goodbye. Both are mended where the children start.
@@ -211,7 +211,7 @@ class GuardedDHT(DHT):
     def failure(self) -> str | None:
         """What is wrong when no call can be answered any more, else None.
 
-        An averager's process cannot tell, since the DHT process is no child of it.
+        Another process cannot tell, since the DHT process is no child of it.
         """
         if self._hung:
             return self._hung
@@ -306,8 +306,8 @@ class GuardedDHT(DHT):
             self.kill()
         raise NetworkError(f"{how}; start again")
 
-    async def replicate_p2p(self, kind: type[P2P] = P2P) -> P2P:
-        """Connect the running loop to this node's p2pd, as an object of the class `kind`.
+    async def replicate_p2p(self) -> P2P:
+        """Connect the running loop to this node's p2pd.
 
         Not cached as Hivemind's, which stays bound to the loop that asked first. Raises
         `NetworkError`.
@@ -315,7 +315,7 @@ class GuardedDHT(DHT):
         hold_tasks(asyncio.get_running_loop())
         daemon = self.call(_daemon_address)
         try:
-            return await asyncio.wait_for(kind.replicate(daemon), REPLICA_LIMIT_S)
+            return await asyncio.wait_for(P2P.replicate(daemon), REPLICA_LIMIT_S)
         except Exception as error:
             reason = str(error) or "it is silent"
             raise NetworkError(f"p2pd does not answer: {reason}") from error

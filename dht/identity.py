@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from dipaco.base.errors import AddressError, StorageError
+from dipaco.base.files import atomic_write
 
 logger = logging.getLogger("dipaco.dht.identity")
 
@@ -30,7 +31,6 @@ SIGNATURE_BYTES = 64
 # the seed and the 32 of the public key.
 _ED25519_PRIVATE = b"\x08\x01\x12\x40"
 _ED25519_PUBLIC = b"\x08\x01\x12\x20"
-_RSA_PRIVATE = b"\x08\x00\x12"
 # The id of a short key is the key itself, as a multihash of the kind "identity", 36 bytes long.
 PEER_ID_PREFIX = b"\x00\x24" + _ED25519_PUBLIC
 PEER_ID_CHARACTERS = 52
@@ -76,9 +76,8 @@ def load_or_create_identity(
 ) -> Identity:
     """Return the identity in `path`, made on first use and never overwritten (mode 400).
 
-    An RSA key, as earlier versions made them, is kept beside it and a new one made; `say` tells.
     Raises `AddressError` when another process uses it and does not leave within `patience_s`,
-    `StorageError` when it cannot be read.
+    `StorageError` when it cannot be read; `say` tells that it waits.
     """
     path = Path(path)
     # Two processes with one identity would take each other's connections.
@@ -90,7 +89,7 @@ def load_or_create_identity(
         patience_s,
     )
     try:
-        key = _read(path, say)
+        key = _read(path)
     except BaseException:
         os.close(lock)
         raise
@@ -172,11 +171,9 @@ def let_go(lock: int) -> None:
     os.close(lock)
 
 
-def _read(path: Path, say: Callable[[str], None]) -> Ed25519PrivateKey:
+def _read(path: Path) -> Ed25519PrivateKey:
     """Return the key in `path`. Called with the lock held."""
     try:
-        if path.exists() and path.read_bytes().startswith(_RSA_PRIVATE):
-            _set_aside(path, say)
         if not path.exists():
             _create(path)
         data = path.read_bytes()
@@ -192,35 +189,12 @@ def _read(path: Path, say: Callable[[str], None]) -> Ed25519PrivateKey:
     )
 
 
-def _set_aside(path: Path, say: Callable[[str], None]) -> None:
-    """Rename an earlier version's key, so that a new one can be made in its place."""
-    kept = path.with_name(path.name + ".rsa")
-    if kept.exists():
-        raise StorageError(
-            f"{path} is an RSA key of an earlier version, and {kept.name} exists; move the first "
-            "away to have a new identity made"
-        )
-    os.rename(path, kept)
-    say(
-        f"{path} was an RSA key of an earlier version; it is kept as {kept.name}, and this peer "
-        "has a new id, so its address is another one"
-    )
-
-
 def _create(path: Path) -> None:
     key = Ed25519PrivateKey.generate()
     seed = key.private_bytes(
         serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
     )
-    # Renamed when complete: a crash must not leave half an identity.
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(_ED25519_PRIVATE + seed + raw_public_key(key))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    atomic_write(path, _ED25519_PRIVATE + seed + raw_public_key(key), mode=0o400)
 
 
 def raw_public_key(key: Ed25519PrivateKey) -> bytes:

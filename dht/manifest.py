@@ -8,27 +8,26 @@ the hash of the plan alone; who signed is shown to the volunteer as the operator
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.base.errors import (
     ConfigurationError,
     ManifestError,
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.base.files import canonical_json
+from dipaco.base.files import atomic_write, canonical_json
 from dipaco.modules.config import parse_config
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, protocol_remedy
+
+from .identity import PUBLIC_KEY_BYTES, is_signed, raw_public_key
 
 MAX_MANIFEST_BYTES = 2**16
 _SIGNED_PREFIX = b"dipaco-manifest/1\n"
@@ -78,26 +77,26 @@ def _create_key(path: Path) -> Ed25519PrivateKey:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(pem)
-        file.flush()
-        os.fsync(file.fileno())
+    atomic_write(path, pem, mode=0o600)
     return key
 
 
 def operator_fingerprint(key: Ed25519PrivateKey) -> str:
     """Return the fingerprint under which volunteers know the owner of `key`."""
-    return hashlib.sha256(_raw(key.public_key())).hexdigest()[:16]
+    return _fingerprint(raw_public_key(key))
+
+
+def _fingerprint(public_key: bytes) -> str:
+    return hashlib.sha256(public_key).hexdigest()[:16]
 
 
 def sign_manifest(plan: RunPlan, key: Ed25519PrivateKey) -> bytes:
     """Return the JSON envelope of `plan`, signed."""
+    signature = key.sign(_SIGNED_PREFIX + plan.canonical_json())
     envelope = {
         "plan": plan.model_dump(mode="json"),
-        "operator": {"public_key": _encode(_raw(key.public_key()))},
-        "signature": _encode(key.sign(_SIGNED_PREFIX + plan.canonical_json())),
+        "operator": {"public_key": base64.b64encode(raw_public_key(key)).decode()},
+        "signature": base64.b64encode(signature).decode(),
     }
     return json.dumps(envelope, indent=1, sort_keys=True).encode() + b"\n"
 
@@ -127,8 +126,7 @@ def verify_manifest(
             f"the manifest of run {run_id} leaves out or respells parts of its plan; ask the "
             "operator to sign it again with `dipaco-bootstrap prepare`"
         )
-    fingerprint = hashlib.sha256(public_key).hexdigest()[:16]
-    return SignedManifest(plan, fingerprint, bytes(envelope), public_key)
+    return SignedManifest(plan, _fingerprint(public_key), bytes(envelope), public_key)
 
 
 def envelope_run_id(envelope: bytes) -> str:
@@ -149,7 +147,7 @@ def foreign_successor(envelope: bytes, manifest: SignedManifest) -> tuple[str, s
     version = values.get("protocol_version")
     if (
         values.get("successor_of") != manifest.plan.run_id
-        or hashlib.sha256(public_key).hexdigest()[:16] != manifest.operator_fingerprint
+        or _fingerprint(public_key) != manifest.operator_fingerprint
         or type(version) is not int
         or version == PROTOCOL_VERSION
     ):
@@ -170,25 +168,22 @@ def _verify_signature(envelope: bytes) -> tuple[Mapping[str, Any], bytes, str]:
     try:
         content = json.loads(envelope)
         values = content["plan"]
-        public_key = _decode(content["operator"]["public_key"])
-        signature = _decode(content["signature"])
-        if not isinstance(values, Mapping):
+        public_key = base64.b64decode(content["operator"]["public_key"], validate=True)
+        signature = base64.b64decode(content["signature"], validate=True)
+        if not isinstance(values, Mapping) or len(public_key) != PUBLIC_KEY_BYTES:
             raise TypeError
-        verifier = Ed25519PublicKey.from_public_bytes(public_key)
         signed = canonical_json(values)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ManifestError(
             "the manifest cannot be read: it is not a plan with a key and a signature"
         ) from None
     run_id = hashlib.sha256(signed).hexdigest()[:16]
-    try:
-        verifier.verify(signature, _SIGNED_PREFIX + signed)
-    except InvalidSignature:
+    if not is_signed(_SIGNED_PREFIX + signed, signature, public_key):
         raise ManifestError(
             f"the signature of run {str(values.get('name'))[:64]!r} ({run_id}) is wrong: the "
             "manifest was changed after it was signed; do not train it, ask the operator for a "
             "new one"
-        ) from None
+        )
     return values, public_key, run_id
 
 
@@ -202,21 +197,6 @@ def _check_version(values: Mapping[str, Any], older: bool) -> None:
             f"run {str(values.get('name'))[:64]!r} speaks protocol {version}, this installation "
             f"speaks {PROTOCOL_VERSION}; {protocol_remedy(version)}"
         )
-
-
-def _raw(key: Ed25519PublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-
-
-def _encode(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError("not base64") from error
 
 
 def next_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> SignedManifest | None:

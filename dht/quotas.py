@@ -50,7 +50,6 @@ QUOTAS = {
     "peers": Quota(64, 16_384, 2**24),
     "progress": Quota(256, 16_384, 2**24),
     "blobs": Quota(2048, 16_384, 2**24),
-    "requests": Quota(64, 64, 2**17),
     "manifests": Quota(SERVED_RUNS, SERVED_RUNS, 2**20),
     "revocations": Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
 }
@@ -63,8 +62,6 @@ class ServedRun:
     """A run whose records a node stores, and which keys it has."""
 
     run_id: str
-    operator: str
-    """The fingerprint of its operator."""
     modules_per_level: tuple[int, ...]
     private_modules: int
     """As many as paths if anything is private to a path, else 0."""
@@ -188,8 +185,6 @@ class _Held:
     sender: bytes | None
     """The peer that passed it on; None for a first-hand record."""
     kind_box: _Box
-    owner: bytes | None
-    """By whom it counts: its owner's key, or its invitation."""
 
 
 @dataclass
@@ -342,10 +337,9 @@ class HeldRecords:
             return None
         if entry is not None and not entry.box.fits(size, is_passed, old):
             return None
-        owner = address.public_key
-        if old is None and not self._has_room_for_one_more(address, owner, passed_by):
+        if old is None and not self._has_room_for_one_more(address, passed_by):
             return None
-        return _Held(address, size, expiration_time, passed_by, kind_box, owner)
+        return _Held(address, size, expiration_time, passed_by, kind_box)
 
     def _is_unwanted(self, address: Address, value: bytes) -> bool:
         try:
@@ -353,11 +347,9 @@ class HeldRecords:
         except Exception:  # As in `_admitted`.
             return True
 
-    def _has_room_for_one_more(
-        self, address: Address, owner: bytes | None, passed_by: bytes | None
-    ) -> bool:
+    def _has_room_for_one_more(self, address: Address, passed_by: bytes | None) -> bool:
         """Tell whether an owner may have one more record, and its sender hand one more over."""
-        kind = address.kind.name
+        kind, owner = address.kind.name, address.public_key
         if owner is not None:
             of_owner = self._of_owner.get((owner, kind), 0)
             if of_owner >= QUOTAS[kind].of_owner:
@@ -378,7 +370,7 @@ class HeldRecords:
         for box in (entry.box, held.kind_box):
             (box.add if sign > 0 else box.remove)(name, held)
         self.record_count += sign
-        owner = held.owner, held.address.kind.name
+        owner = held.address.public_key, held.address.kind.name
         self._of_owner[owner] = self._of_owner.get(owner, 0) + sign
         if not self._of_owner[owner]:
             del self._of_owner[owner]
@@ -410,5 +402,5 @@ class HeldRecords:
 
 
 def _is_passed_on(address: Address, sender: bytes) -> bool:
-    """Tell whether somebody else than its owner sent a record; manifests and requests have none."""
+    """Tell whether somebody else than its owner sent a record; some have none."""
     return address.public_key is not None and PEER_ID_PREFIX + address.public_key != sender

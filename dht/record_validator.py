@@ -21,12 +21,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
 from .admission import read_revocations
-from .identity import (
-    SIGNATURE_BYTES,
-    Identity,
-    is_signed,
-    raw_public_key,
-)
+from .identity import SIGNATURE_BYTES, Identity, is_signed, raw_public_key
 from .manifest import envelope_run_id
 from .record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
 from .records import OtherProtocolError, RecordError
@@ -197,10 +192,7 @@ def _check_revocations(address: Address, envelope: Any) -> None:
         raise RecordError(f"a list of revoked invitations was stored as version {address.item}")
 
 
-_CHECKS = {
-    "manifests": _check_manifest,
-    "revocations": _check_revocations,
-}
+_CHECKS = {"manifests": _check_manifest, "revocations": _check_revocations}
 
 
 def record_validators(identity: Identity) -> list[RecordValidatorBase]:

@@ -13,12 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from dipaco.modules.config import RoundsConfig
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .chain import Head
 from .record_errors import MAX_COUNT
@@ -84,12 +79,12 @@ def _check_loss(value: float) -> float:
 Loss = Annotated[float, AfterValidator(_check_loss)]
 
 
-def clean_text(text: str, limit: int = 96) -> str:
+def clean_text(text: str) -> str:
     """Return `text` as a record can hold it: cut, and "?" for what may not stand in a record.
 
     For names that come from a driver or an operating system.
     """
-    return "".join(c if " " <= c <= "~" and c not in "[]" else "?" for c in text[:limit])
+    return "".join(c if " " <= c <= "~" and c not in "[]" else "?" for c in text[:96])
 
 
 class Record(BaseModel):
@@ -274,6 +269,18 @@ class ProgressEntry(BaseModel):
     shard_sequences: Count = 1
     """By which the held-out losses of the paths are weighted."""
     train_loss: Loss
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Mean negative log-likelihood in nats of the held-out split; None if not scored."""
+        return self.validation_nll / self.validation_tokens if self.validation_tokens else None
+
+    def scored_as(self, other: ProgressEntry) -> ProgressEntry:
+        """Return this with the held-out score of another entry of the path."""
+        if other is self:
+            return self
+        score = {name: getattr(other, name) for name in ("validation_nll", "validation_tokens")}
+        return self.model_copy(update=score)
 
 
 class ProgressRecord(Record):

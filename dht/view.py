@@ -40,23 +40,6 @@ GREATEST_ROUND = 2**31
 
 
 @dataclass(frozen=True)
-class PathService:
-    """How far a path is, as its latest trainer saw it."""
-
-    last_round: int
-    tokens: int
-    validation_nll: float
-    validation_tokens: int
-    train_loss: float
-    shard_sequences: int = 1
-
-    @property
-    def validation_loss(self) -> float | None:
-        """Mean negative log-likelihood in nats of the held-out split; None if not scored."""
-        return self.validation_nll / self.validation_tokens if self.validation_tokens else None
-
-
-@dataclass(frozen=True)
 class SwarmView:
     """Everything fresh and plausible that the DHT shows of a run."""
 
@@ -64,7 +47,7 @@ class SwarmView:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     peers: Mapping[str, PeerRecord] = field(default_factory=dict)
     holdings: Mapping[str, tuple[Holding, ...]] = field(default_factory=dict)
-    progress: Mapping[int, PathService] = field(default_factory=dict)
+    progress: Mapping[int, ProgressEntry] = field(default_factory=dict)
     duration_s: float = math.inf
     """Seconds of a round."""
     scope: Scope | None = None
@@ -113,14 +96,6 @@ class SwarmView:
     def present(self) -> list[str]:
         """The peers that have not said goodbye, in order."""
         return sorted(peer for peer, record in self.peers.items() if not record.has_left)
-
-    def without(self, doubted: Iterable[str]) -> SwarmView:
-        """Return the view without the claims and the records of some peers."""
-        claims, peers = dict(self.claims), dict(self.peers)
-        for peer in doubted:
-            claims.pop(peer, None)
-            peers.pop(peer, None)
-        return replace(self, claims=claims, peers=peers)
 
     @cached_property
     def from_elsewhere(self) -> frozenset[str]:
@@ -417,7 +392,7 @@ def is_plausible_head(head: Head, plan: RunPlan, now_s: float) -> bool:
 
 def merged_progress(
     records: Iterable[ProgressRecord], path_count: int, latest_round: int
-) -> dict[int, PathService]:
+) -> dict[int, ProgressEntry]:
     """Keep the newest entry of every path: the latest round, then the most tokens.
 
     Held-out scores are the newest there are, which may be of an earlier round. A peer trains one
@@ -443,13 +418,5 @@ def merged_progress(
                 if known is None or (last_round, entry.tokens) > (known.last_round, known.tokens):
                     scored[path] = entry
     return {
-        path: PathService(
-            last_round=entry.last_round,
-            tokens=entry.tokens,
-            validation_nll=scored.get(path, entry).validation_nll,
-            validation_tokens=scored.get(path, entry).validation_tokens,
-            train_loss=entry.train_loss,
-            shard_sequences=entry.shard_sequences,
-        )
-        for path, entry in sorted(newest.items())
+        path: entry.scored_as(scored.get(path, entry)) for path, entry in sorted(newest.items())
     }

@@ -31,11 +31,12 @@ from .background import Background
 from .check.doctor import contributions_limit, fitting_batch
 from .check.machine import look_for_gpu_hardware
 from .check.needs import too_slow
+from .exchange.hello import SOFTWARE
 from .exchange.known_peers import KnownPeers
 from .exchange.reachability import ReachabilityWatch
 from .guests import RevocationList, given_invitation
 from .keeper import Keeper
-from .node import SOFTWARE, Node, join_run, visible_addresses
+from .node import Node, join_run, visible_addresses
 from .owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
 from .owner.uplink import Uplink
 from .publisher import PeerStatus, Publisher
@@ -206,42 +207,27 @@ def start_background(
     node: Node, status: PeerStatus, background: Background, events: EventLog
 ) -> tuple[Publisher, Keeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
-    events.begin_run(
-        node.manifest, node.me, name=status.name, software=SOFTWARE, device=status.device
+    # Which run the events that follow are of, and who tells them: so a log alone is enough.
+    events.emit(
+        "run",
+        run=node.run_id,
+        peer_id=node.me,
+        operator=node.manifest.operator_fingerprint,
+        plan=node.plan.model_dump(mode="json"),
+        name=status.name,
+        software=SOFTWARE,
+        device=status.device,
     )
     node.held.load_from_disk()
     node.serve_run()
     status.addresses = visible_addresses(node.dht)
-    publisher = Publisher(
-        node.directory,
-        node.plan,
-        node.grid,
-        node.schedule,
-        node.clock,
-        node.held,
-        node.blobs,
-        status,
-        me=node.me,
-        software=SOFTWARE,
-        manifest=node.manifest.envelope,
-        exchange=node.exchange,
-        background=background,
-        earlier_manifests={m.plan.run_id: m.envelope for m in node.earlier_manifests()},
-        initial_peers=node.initial_peers,
-    )
-    keeper = Keeper(
-        node.plan,
-        publisher,
-        node.fetcher,
-        me=node.me,
-        background=background,
-    )
+    publisher = Publisher(node, status, background)
+    keeper = Keeper(node, publisher, background)
     publisher.add_annex(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, publisher, background, events)
     known = KnownPeers(node.cache_folder)
     publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))
-
-    publisher.start(node.fetcher.all_blobs)
+    publisher.start()
     publisher.refresh()
     keeper.start()
     return publisher, keeper

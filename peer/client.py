@@ -13,7 +13,6 @@ from dipaco.dht.chain import Head, Step
 from dipaco.dht.coverage import whole_scope
 from dipaco.dht.manifest import newest_run
 from dipaco.dht.view import SwarmView
-from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
 
@@ -50,6 +49,8 @@ class ReadOnlyClient:
                 client_mode=True,
             )
             self._node.load_shard_index()
+            self.plan, self.grid, self.folder = self._node.plan, self._node.grid, self._node.folder
+            """The verified plan of the run, its grid, and a folder that `RunFolder` can open."""
         except BaseException:
             self._remove_temporary()
             raise
@@ -70,21 +71,6 @@ class ReadOnlyClient:
         if self._temporary is not None:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._temporary)
-
-    @property
-    def plan(self) -> RunPlan:
-        """The verified plan of the run."""
-        return self._node.plan
-
-    @property
-    def grid(self) -> Grid:
-        """The run's grid."""
-        return self._node.grid
-
-    @property
-    def folder(self) -> Path:
-        """A run folder (manifest and blobs) that `RunFolder` can open."""
-        return self._node.folder
 
     def view(self) -> SwarmView:
         """Read the swarm once and keep the answer, so that all modules are of one moment."""

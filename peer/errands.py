@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dipaco.base.errors import DipacoError, NetworkError
@@ -19,10 +19,9 @@ from dipaco.dht.view import SwarmView
 from .exchange.chain_store import ChainStore
 from .exchange.contribution_files import ContributionFiles
 from .exchange.exchange import Exchange
-from .interfaces import Swarm
 from .member import actions as a
 from .member import events as e
-from .publisher import Activity, PeerStatus
+from .publisher import Activity, PeerStatus, Publisher
 
 logger = logging.getLogger("dipaco.peer.errands")
 
@@ -35,17 +34,17 @@ class Errands:
 
     def __init__(
         self,
-        swarm: Swarm,
+        publisher: Publisher,
         others: Exchange,
         chains: ChainStore,
         files: ContributionFiles,
         status: PeerStatus,
         report: Callable[[e.Event], None],
-        executor: Executor | None = None,
     ) -> None:
-        self._swarm, self._others, self._chains, self._files = swarm, others, chains, files
+        self._publisher, self._others = publisher, others
+        self._chains, self._files = chains, files
         self._status, self._report = status, report
-        self._executor = executor or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
+        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
 
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
@@ -64,13 +63,8 @@ class Errands:
     def hear(
         self, peer: str, module: str, rows: tuple[Row, ...], steps: tuple[Step, ...], keep: bool
     ) -> None:
-        """Report what a peer tells; it was checked."""
-        self._learn(rows, steps)
+        """Report what a peer tells; it was checked and is in the chains."""
         self._report(e.Told(peer, module, rows, steps, keep))
-
-    def _learn(self, rows: tuple[Row, ...], steps: tuple[Step, ...]) -> None:
-        self._chains.note_rows(rows)
-        self._chains.add_verified(steps)
 
     # -- what the member wants
 
@@ -82,11 +76,12 @@ class Errands:
             case a.Warn():
                 logger.warning("%s", action.text)
             case a.Watch():
-                self._swarm.watch(action.scope)
+                self._publisher.watch(action.scope)
             case a.Look():
                 self._submit(self._look, action)
             case a.Tell():
-                self._learn(action.rows, action.steps)
+                self._chains.note_rows(action.rows)
+                self._chains.add_verified(action.steps)
                 if action.peers:
                     self._others.tell(
                         action.peers, action.module, action.rows, action.steps, action.keep
@@ -120,16 +115,15 @@ class Errands:
             reason=action.reason,
             pinned=action.pinned,
         )
-        self._swarm.announce()
+        self._publisher.announce()
 
     def _look(self, action: a.Look) -> None:
-        self._report(e.Viewed(self._swarm.refresh(action.further), is_answer=True))
+        self._report(e.Viewed(self._publisher.refresh(action.further), is_answer=True))
 
     def _ask(self, action: a.Ask) -> None:
         answer = self._others.ask(action.peer, action.module, action.locator)
         if answer is None:
             raise NetworkError(f"{action.peer} does not answer")
-        self._learn(answer.rows, answer.steps)
         said = (answer.steps, answer.rows, answer.has_more, answer.held)
         self._report(e.Answered(action.peer, action.module, *said))
 

@@ -116,8 +116,8 @@ class RevocationList:
         self._gate, self._file = gate, folder / REVOCATIONS
         self._written: bytes | None = None
 
-    def publish(self, directory: Directory, life_s: float) -> None:
-        """Look for a newer list on the disk, and store it again when it is time to."""
+    def read(self, directory: Directory) -> None:
+        """Look for a newer list on the disk, store the newest again, and keep it on the disk."""
         try:
             found = self._file.read_bytes() if self._file.exists() else self._written
             if found is not None and found != self._written:
@@ -126,9 +126,6 @@ class RevocationList:
         except (OSError, RecordError) as error:
             logger.warning("%s is not used: %s", self._file, error)
         directory.publish_revocations()
-
-    def read(self, directory: Directory) -> None:
-        """Keep what was read with the view."""
         envelope = self._gate.envelope
         if envelope is None or envelope == self._written:
             return
@@ -137,6 +134,3 @@ class RevocationList:
             atomic_write(self._file, [envelope])
         except StorageError as error:
             logger.warning("revoked invitations kept in memory only: %s", error)
-
-    def withdraw(self, directory: Directory) -> None:
-        """Nothing: the list stays when this node goes."""

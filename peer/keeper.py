@@ -13,12 +13,10 @@ from collections.abc import Callable
 
 from dipaco.base.errors import DipacoError
 from dipaco.dht.keeping import keepers
-from dipaco.dht.repetition import RecentFailures
-from dipaco.dht.view import SwarmView
-from dipaco.modules.plan import RunPlan
 
 from .background import Background
-from .interfaces import Fetcher, Swarm
+from .node import Node
+from .publisher import Publisher
 
 logger = logging.getLogger("dipaco.peer.keeper")
 
@@ -31,21 +29,16 @@ class Keeper:
 
     def __init__(
         self,
-        plan: RunPlan,
-        swarm: Swarm,
-        fetcher: Fetcher,
-        *,
-        me: str,
+        node: Node,
+        publisher: Publisher,
         background: Background,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._plan = plan
-        self._swarm = swarm
-        self._fetcher = fetcher
-        self._me = me
+        self._node, self._publisher = node, publisher
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._failed = RecentFailures[str](RETRY_AFTER_S, monotonic)
+        self._monotonic = monotonic
+        self._retry_at: dict[str, float] = {}
         self._thread = background.thread("keeper", self._run)
 
     def start(self) -> None:
@@ -60,33 +53,32 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._wake.wait(self._swarm.period_s)
+            self._wake.wait(self._publisher.period_s)
             if not self._stopping.is_set():
                 self.keep()
 
     def keep(self) -> None:
-        """Fetch what is assigned to this peer."""
+        """Fetch the blobs of the run that are assigned to this peer, one a turn."""
+        node, fetcher = self._node, self._node.fetcher
         try:
-            view = self._swarm.view
-            self._keep_blobs(view)
+            view = self._publisher.view
         except DipacoError as error:
             logger.debug("keeper: %s", error)
-
-    def _keep_blobs(self, view: SwarmView) -> None:
-        """Fetch the blobs of the run that are assigned to this peer, one a turn."""
-        peers = tuple(view.present)
-        for sha256 in self._fetcher.all_blobs():
-            if sha256 in self._failed or self._fetcher.has_blob(sha256):
+            return
+        present = view.present
+        for sha256 in fetcher.all_blobs():
+            has_failed_lately = self._monotonic() < self._retry_at.get(sha256, 0.0)
+            if has_failed_lately or node.blobs.has(sha256):
                 continue
             if view.scope is not None and not view.scope.covers_peer(sha256, None):
                 continue  # Blobs are dealt out to buckets as peers without a path are.
-            if self._me not in keepers(sha256, peers, self._plan.rounds.copies):
+            if node.me not in keepers(sha256, present, node.plan.rounds.copies):
                 continue
             try:
-                self._fetcher.blob(sha256)
+                fetcher.blob(sha256)
             except DipacoError as error:
-                self._failed.add(sha256)
+                self._retry_at[sha256] = self._monotonic() + RETRY_AFTER_S
                 logger.info("could not copy a blob: %s", error)
                 continue
-            self._swarm.announce_blobs()
+            self._publisher.announce_blobs()
             return

@@ -2,7 +2,7 @@
 
 `join_run` does the steps of joining in order and stops at the first that fails with one clear
 line. Peers (`session.py`), bootstrap nodes (`dipaco.bootstrap.serve`) and read-only clients
-(`client.py`) stand on it. A `Membership` is a place in the swarm, a `Node` a run on top of it;
+(`client.py`) stand on it. A `Membership` is a place in the swarm, a `Node` one with a run;
 `Node.open_successor` puts the next run on the same place, so nobody leaves the swarm to move.
 """
 
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore, SharedContent
@@ -46,7 +45,8 @@ from .exchange.clock import Clock, measure_clock
 from .exchange.contribution_files import ContributionFiles
 from .exchange.diagnosis import diagnose
 from .exchange.exchange import Exchange, ServedRun
-from .exchange.fetching import ContentFetcher, core_blobs
+from .exchange.fetching import ContentFetcher
+from .exchange.hello import SOFTWARE
 from .exchange.known_peers import KnownPeers, peer_of
 from .exchange.transport import HivemindTransport
 from .exchange.verify import RowCheck
@@ -57,7 +57,6 @@ from .states import States
 
 logger = logging.getLogger("dipaco.peer.node")
 
-SOFTWARE = f"dipaco/{version('dipaco')}"
 MANIFEST_WAIT_S = 20.0
 ADDRESSES_LIMIT_S = 15.0
 # Of the addresses given, when there are several runs to choose from.
@@ -72,7 +71,9 @@ class Membership:
     dht: GuardedDHT
     exchange: Exchange
     clock: Clock
+    """The swarm's time."""
     initial_peers: tuple[str, ...] = ()
+    """The addresses that this process joined through."""
 
     def close(self) -> None:
         """Stop the exchange and the DHT; bounded."""
@@ -82,11 +83,10 @@ class Membership:
             self.dht.shutdown()
 
 
-@dataclass
-class Node:
+@dataclass(kw_only=True)
+class Node(Membership):
     """A joined process with its run. Close it with `close`."""
 
-    membership: Membership
     directory: Directory
     manifest: SignedManifest
     plan: RunPlan
@@ -131,31 +131,6 @@ class Node:
         return genesis_name(self.run_id, module)
 
     @property
-    def identity(self) -> Identity:
-        """The key of this process."""
-        return self.membership.identity
-
-    @property
-    def dht(self) -> GuardedDHT:
-        """The DHT process."""
-        return self.membership.dht
-
-    @property
-    def exchange(self) -> Exchange:
-        """What serves and fetches content."""
-        return self.membership.exchange
-
-    @property
-    def clock(self) -> Clock:
-        """The swarm's time."""
-        return self.membership.clock
-
-    @property
-    def initial_peers(self) -> tuple[str, ...]:
-        """The addresses that this process joined through."""
-        return self.membership.initial_peers
-
-    @property
     def me(self) -> str:
         """This peer's id."""
         return self.identity.peer_id
@@ -190,16 +165,16 @@ class Node:
         """
         path = self.cache_folder / manifest.plan.run_id
         node = _open_run(
-            self.membership,
+            self,
             manifest,
             path,
             self.cache_folder,
             shared=self.blobs.shared,
             earlier=self,
         )
-        node.fetcher.use_display(self.fetcher.say)
+        node.fetcher.say = self.fetcher.say
         try:
-            for sha256 in core_blobs(node.plan):
+            for sha256 in node.fetcher.all_blobs():
                 if self.blobs.has(sha256):
                     node.blobs.add_file(self.blobs.path(sha256))
             self._hand_revocations_on(node)
@@ -216,8 +191,7 @@ class Node:
 
     def serve_run(self) -> None:
         """Let the exchange serve this run, and by hash what was served before it."""
-        earlier = self.earlier.held if self.earlier is not None else None
-        self.held.use_earlier(earlier)
+        self.held.earlier = self.earlier.held if self.earlier is not None else None
         self.exchange.serve_run(
             ServedRun(
                 self.run_id,
@@ -242,7 +216,7 @@ class Node:
 
     def close(self) -> None:
         """Stop the exchange and the DHT, and let go of all folders; bounded."""
-        self.membership.close()
+        super().close()
         node: Node | None = self
         while node is not None:
             node.release()
@@ -325,12 +299,7 @@ def join_run(
     except BaseException:
         identity.release()
         raise
-    exchange = Exchange(
-        HivemindTransport(dht, uplink),
-        software=SOFTWARE,
-        protocol_version=PROTOCOL_VERSION,
-        uplink=uplink,
-    )
+    exchange = Exchange(HivemindTransport(dht, uplink))
     membership = Membership(identity, dht, exchange, Clock(), initial_peers)
     try:
         exchange.start()
@@ -349,7 +318,7 @@ def join_run(
             write_manifest=run_folder is None,
             only_reads=client_mode,
         )
-        node.fetcher.use_display(say)
+        node.fetcher.say = say
         node.serve_run()
         return node
     except BaseException:
@@ -385,11 +354,10 @@ def _open_run(
         blobs, states = files.blobs, files.states
         gate = open_gate(manifest, path)
         directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
-        directory.serve(manifest, grid)
+        directory.serve(grid)
         incoming = BlobStore(path / "incoming")
-        fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming)
-        fetcher.use_plan(plan, grid, membership.clock.now)
-        fetcher.given_peers = tuple(peer_of(a) for a in membership.initial_peers)
+        given = map(peer_of, membership.initial_peers)
+        fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming, plan, grid, given)
         chains = ChainStore(plan.run_id, grid.modules(), None if only_reads else path / "chains")
         check = RowCheck(
             plan,
@@ -399,7 +367,11 @@ def _open_run(
             now=membership.clock.now,
         )
         return Node(
-            membership=membership,
+            identity=membership.identity,
+            dht=membership.dht,
+            exchange=membership.exchange,
+            clock=membership.clock,
+            initial_peers=membership.initial_peers,
             directory=directory,
             manifest=manifest,
             plan=plan,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from dipaco.base.errors import CorpusError, DipacoError
-from dipaco.modules.state import ModuleState, greatest_state_bytes
+from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.token_files import check_tokens, even_sample
@@ -122,7 +122,7 @@ class PathFiles:
         rows = node.run_folder.validation_tokens(plan, path)
         check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
         reported = even_sample(rows, plan.rounds.validation_sequences)
-        return PathData(path, stream, _as_tensor(reported))
+        return PathData(path, stream, torch.from_numpy(np.asarray(reported, dtype=np.int64)))
 
     def genesis_state(self, module: str) -> ModuleState:
         """Return the state a module starts from: of the successor's index, or of the base.
@@ -140,11 +140,7 @@ class PathFiles:
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
         digests = node.run_folder.genesis_index(plan)
         assert digests is not None
-        node.fetcher.blob(
-            digests[module],
-            f"the genesis state of {module}",
-            max_bytes=greatest_state_bytes(node.grid.layout(module), 0),
-        )
+        node.fetcher.blob(digests[module], f"the genesis state of {module}")
         return node.run_folder.genesis_state(plan, module)
 
     def release(self) -> None:
@@ -205,7 +201,3 @@ class OptimizerFiles:
             keep()
         except DipacoError as error:
             logger.warning("optimizer state not kept: %s", error)
-
-
-def _as_tensor(rows: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(rows, dtype=np.int64))

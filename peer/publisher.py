@@ -11,11 +11,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ClockError, DipacoError, NetworkError
 from dipaco.dht.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.dht.directory import Directory
@@ -35,14 +34,11 @@ from dipaco.dht.records import (
     refresh_period_s,
 )
 from dipaco.dht.view import SwarmView
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 
 from .background import Background
-from .exchange.clock import Clock
-from .exchange.exchange import Exchange
-from .member.rounds import RoundSchedule
-from .states import States
+from .exchange.hello import SOFTWARE
+from .exchange.known_peers import peer_of
+from .node import Node
 
 logger = logging.getLogger("dipaco.peer.publisher")
 
@@ -86,8 +82,6 @@ class PeerStatus:
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
-    bytes_up: int = 0
-    bytes_down: int = 0
     progress: dict[int, ProgressEntry] = field(default_factory=dict)
     round_index: int = 0
     """With fixed steps: the round that this peer is in."""
@@ -96,62 +90,24 @@ class PeerStatus:
 
 
 class Annex(Protocol):
-    """Further records that are renewed and read with the others, on the publisher's thread."""
-
-    def publish(self, directory: Directory, life_s: float) -> None:
-        """Publish what there is; it lives for `life_s`."""
-        ...
+    """Further records that are read, and renewed, after the others, on the publisher's thread."""
 
     def read(self, directory: Directory) -> None:
-        """Read what others published."""
-        ...
-
-    def withdraw(self, directory: Directory) -> None:
-        """Take back what was published: the peer leaves the run."""
+        """Read what others published, and publish what there is."""
         ...
 
 
 class Publisher:
     """The background thread, see the module's docstring. Used by peers and bootstrap nodes."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        plan: RunPlan,
-        grid: Grid,
-        schedule: RoundSchedule,
-        clock: Clock,
-        held: States,
-        blobs: BlobStore,
-        status: PeerStatus,
-        *,
-        me: str,
-        software: str,
-        manifest: bytes,
-        exchange: Exchange,
-        background: Background,
-        earlier_manifests: Mapping[str, bytes] | None = None,
-        initial_peers: Sequence[str] = (),
-    ) -> None:
-        self._directory = directory
-        self._plan = plan
-        self._grid = grid
-        self._schedule = schedule
-        self._clock = clock
-        self._held = held
-        self._blobs = blobs
-        self._status = status
-        self._me = me
-        self._software = software
-        self._manifest = manifest
-        self._earlier_manifests = dict(earlier_manifests or {})
+    def __init__(self, node: Node, status: PeerStatus, background: Background) -> None:
+        self._node, self._status, self._background = node, status, background
+        self._directory, self._clock = node.directory, node.clock
         self._annexes: list[Annex] = []
         self._listeners: list[Callable[[SwarmView], None]] = []
-        self._exchange = exchange
-        self._background = background
-        self.period_s = refresh_period_s(plan.rounds)
-        self._buckets = bucket_count(grid.path_count)
-        self._scope = scope_of((), (home_bucket(me, None, self._buckets),), grid)
+        self.period_s = refresh_period_s(node.plan.rounds)
+        self._buckets = bucket_count(node.grid.path_count)
+        self._scope = scope_of((), (home_bucket(node.me, None, self._buckets),), node.grid)
         self._further: set[int] = set()
         self._wide_view: SwarmView | None = None
         # What stands in the DHT of this peer, by module and by bucket.
@@ -168,22 +124,20 @@ class Publisher:
         self._clock_countdown = CLOCK_PERIODS
         self._withdrawing = False
         self._addresses: dict[str, tuple[str, ...]] = {}
-        for address in initial_peers:
-            peer = address.rpartition("/p2p/")[2]
+        for address in node.initial_peers:
+            peer = peer_of(address)
             self._addresses[peer] = (*self._addresses.get(peer, ()), address)
         self._known_peers: deque[str] = deque(self._addresses, maxlen=REMEMBERED_PEERS)
-        self._all_blobs: Callable[[], tuple[str, ...]] = tuple
         self._view: SwarmView | None = None
         self._thread = background.thread("publisher", self._run)
         background.on_failure(self._wake_waiting)
 
-    def start(self, all_blobs: Callable[[], tuple[str, ...]]) -> None:
-        """Begin; `all_blobs` gives the hashes that this run consists of."""
-        self._all_blobs = all_blobs
+    def start(self) -> None:
+        """Begin."""
         self._thread.start()
 
     def add_annex(self, annex: Annex) -> None:
-        """Renew and read the records of `annex` from the next refresh on."""
+        """Read and renew the records of `annex` from the next refresh on."""
         self._annexes.append(annex)
 
     def on_view(self, listener: Callable[[SwarmView], None]) -> None:
@@ -207,7 +161,7 @@ class Publisher:
         With fixed steps a round may take a fraction of a second, and who is in which round is read
         again with every change: a view that is rounds old tells nobody whom to wait for.
         """
-        if self._schedule.fixed_steps:
+        if self._node.schedule.fixed_steps:
             with self._refreshed:
                 self._wants_to_read = True
         self._changed.set()
@@ -303,8 +257,6 @@ class Publisher:
                     self._directory.publish_peer(record.goodbye(), bucket, life_s)
                 for said in self._said_of.values():
                     self._directory.publish_module(said.goodbye(), life_s)
-                for annex in self._annexes:
-                    annex.withdraw(self._directory)
         except DipacoError as error:
             logger.info("could not say goodbye: %s", error)
 
@@ -324,7 +276,7 @@ class Publisher:
 
     def _measure_clock(self) -> None:
         try:
-            self._clock.measure(self._exchange)
+            self._clock.measure(self._node.exchange)
         except ClockError as error:
             if self._clock.has_jumped:
                 # Hivemind's part of this machine goes by the wrong time; nothing here can mend it.
@@ -339,7 +291,7 @@ class Publisher:
             return
         present = view.peers.keys() | view.from_elsewhere
         known = set(self._known_peers)
-        self._known_peers.extend(sorted(present - known - {self._me}))
+        self._known_peers.extend(sorted(present - known - {self._node.me}))
         missing = [peer for peer in self._known_peers if peer not in present]
         if not missing:
             return
@@ -351,32 +303,25 @@ class Publisher:
             self._known_peers.append(peer)
 
     def _publish(self) -> None:
-        with self._directory.together():
-            self._publish_all()
-
-    def _publish_all(self) -> None:
         """Publish everything; the directory leaves out what stands there unchanged."""
         life_s = record_life_s(self.period_s)
-        record = self._peer_record()
-        self._publish_peer(record, life_s)
-        self._publish_modules(record, life_s)
-        self._publish_progress()
-        for annex in self._annexes:
-            annex.publish(self._directory, life_s)
-        self._publish_blobs(life_s)
+        with self._directory.together():
+            record = self._peer_record()
+            self._publish_peer(record, life_s)
+            self._publish_modules(record, life_s)
+            self._publish_progress()
+            self._publish_blobs(life_s)
 
     def _peer_record(self) -> PeerRecord:
-        status = self._status
-        claim = status.claim
-        status.bytes_up = self._exchange.bytes_up
-        status.bytes_down = self._exchange.bytes_down
-        now_round = max(0, self._schedule.round_at(self._clock.now()))
-        if self._schedule.fixed_steps:
+        node, status = self._node, self._status
+        claim, uplink = status.claim, node.exchange.uplink
+        now_round = max(0, node.schedule.round_at(self._clock.now()))
+        if node.schedule.fixed_steps:
             now_round = status.round_index
         return PeerRecord(
-            peer_id=self._me,
-            protocol=self._plan.protocol_version,
-            software=self._software,
+            peer_id=node.me,
+            protocol=node.plan.protocol_version,
+            software=SOFTWARE,
             device=clean_text(status.device),
             name=status.name,
             team=status.team,
@@ -389,12 +334,12 @@ class Publisher:
             waits_for=clean_text(status.waiting_for),
             reachable=status.reachable,
             addresses=status.addresses[:4],
-            bytes_up=status.bytes_up,
-            bytes_down=status.bytes_down,
+            bytes_up=uplink.sent_bytes,
+            bytes_down=uplink.received_bytes,
         )
 
     def _publish_peer(self, record: PeerRecord, life_s: float) -> None:
-        home = home_bucket(self._me, record.path, self._buckets)
+        home = home_bucket(self._node.me, record.path, self._buckets)
         self._directory.publish_peer(record, home, life_s)
         for bucket in self._said_in.keys() - {home}:
             # Whoever sees this peer there learns that it did not crash; the record expires.
@@ -404,13 +349,13 @@ class Publisher:
 
     def _publish_modules(self, record: PeerRecord, life_s: float) -> None:
         """Say under the key of each module what this peer has to do with it."""
-        held = {state.module: state for state in self._held.all()}
+        held = {state.module: state for state in self._node.held.all()}
         modules = set(held)
         if record.path is not None and record.state in ("joining", "training"):
-            modules.update(self._grid.modules_of_path(record.path))
+            modules.update(self._node.grid.modules_of_path(record.path))
         for module in sorted(modules):
             said = ModuleRecord(
-                peer_id=self._me,
+                peer_id=self._node.me,
                 module=module,
                 state=record.state,
                 path=record.path,
@@ -435,10 +380,10 @@ class Publisher:
         entries = sorted(self._status.progress.values(), key=lambda e: -e.last_round)
         by_bucket: dict[int, list[ProgressEntry]] = {}
         for entry in entries[:MAX_ENTRIES]:
-            bucket = home_bucket(self._me, entry.path, self._buckets)
+            bucket = home_bucket(self._node.me, entry.path, self._buckets)
             by_bucket.setdefault(bucket, []).append(entry)
         for bucket, found in sorted(by_bucket.items()):
-            record = ProgressRecord(peer_id=self._me, entries=tuple(found))
+            record = ProgressRecord(peer_id=self._node.me, entries=tuple(found))
             self._directory.publish_progress(record, bucket, PROGRESS_LIFE_S)
 
     def _publish_blobs(self, life_s: float) -> None:
@@ -447,25 +392,24 @@ class Publisher:
         if self._blob_countdown > 0:
             return
         self._blob_countdown = BLOB_PERIODS
-        manifest_life_s = max(MANIFEST_LIFE_S, life_s * BLOB_PERIODS)
-        self._directory.publish_manifest(self._manifest, manifest_life_s)
-        # A peer that was away finds the newest run by them, and a tool the one that it names.
-        for run_id, envelope in self._earlier_manifests.items():
-            self._directory.publish_manifest(envelope, manifest_life_s, run_id)
-        for sha256 in self._all_blobs():
-            if self._blobs.has(sha256):
-                record = BlobRecord(
-                    peer_id=self._me, sha256=sha256, bytes=self._blobs.path(sha256).stat().st_size
-                )
+        node, manifest_life_s = self._node, max(MANIFEST_LIFE_S, life_s * BLOB_PERIODS)
+        # By those of earlier runs a peer that was away finds the newest, and a tool the one that
+        # it names.
+        for m in (node.manifest, *node.earlier_manifests()):
+            self._directory.publish_manifest(m.envelope, manifest_life_s, m.plan.run_id)
+        for sha256 in node.fetcher.all_blobs():
+            if node.blobs.has(sha256):
+                size = node.blobs.path(sha256).stat().st_size
+                record = BlobRecord(peer_id=node.me, sha256=sha256, bytes=size)
                 self._directory.publish_blob(record, life_s * BLOB_PERIODS)
 
     def _read(self, further: Collection[int]) -> None:
         directory, scope = self._directory, self._scope
         wide = directory.read_view(
-            self._plan, self._grid, self._clock.now(), scope.with_buckets(further)
+            self._node.plan, self._node.grid, self._clock.now(), scope.with_buckets(further)
         )
         self._wide_view = wide if further else None
-        self._view = wide.narrowed(scope, self._grid)
+        self._view = wide.narrowed(scope, self._node.grid)
         for listener in self._listeners:
             listener(self._view)
         for annex in self._annexes:

@@ -87,12 +87,7 @@ class NodeSettings(Settings):
     ] = None
     max_upload_mbps: Annotated[
         float | None,
-        Option(
-            "upload at most, in Mbit/s (default: all there is)",
-            "MBPS",
-            least=0.1,
-            common=True,
-        ),
+        Option("upload at most, in Mbit/s (default: all there is)", "MBPS", least=0.1, common=True),
     ] = None
     address_file: Annotated[
         Path | None, Option("write the addresses of this node to FILE", "FILE")
@@ -151,10 +146,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = ()
     check: Annotated[
         bool,
-        Option(
-            "do not join: say whether a peer can run here",
-            common=True,
-        ),
+        Option("do not join: say whether a peer can run here", common=True),
     ] = False
     json: Annotated[bool, Option("with --check: one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
@@ -178,12 +170,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         bool, Option("do not compile the model (CUDA only)", flag="--no-compile")
     ] = True
     hours: Annotated[
-        str | None,
-        Option(
-            "train at these hours only: 22-7 or 22:30-7:15",
-            "H-H",
-            common=True,
-        ),
+        str | None, Option("train at these hours only: 22-7 or 22:30-7:15", "H-H", common=True)
     ] = None
     on_battery: Annotated[
         Literal["pause", "run"], Option("on a battery, train nothing or go on", common=True)
@@ -210,16 +197,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         ),
     ] = None
     max_upload_gb_hour: Annotated[
-        float | None,
-        Option("the same for an hour, until the next one begins", "GB", least=0.001),
+        float | None, Option("the same for an hour, until the next one begins", "GB", least=0.001)
     ] = None
     name: Annotated[
-        str,
-        Option(
-            "what status calls this peer, 32 characters",
-            "NAME",
-            common=True,
-        ),
+        str, Option("what status calls this peer, 32 characters", "NAME", common=True)
     ] = ""
     team: Annotated[
         str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")

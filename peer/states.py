@@ -65,11 +65,8 @@ class States:
         self._waiting: dict[str, dict[str, ModuleState]] = {}
         """By module and step, the latest last."""
         self._recent: dict[str, tuple[float, ModuleState]] = {}
-        self._earlier: States | None = None
-
-    def use_earlier(self, earlier: States | None) -> None:
-        """Serve by hash also what is held of the run that this one succeeds."""
-        self._earlier = earlier
+        self.earlier: States | None = None
+        """What is held of the run that this one succeeds, also served by hash."""
 
     def load_from_disk(self) -> tuple[Head, ...]:
         """Take up what an earlier life left; what no chain here leads to is left alone."""
@@ -256,4 +253,4 @@ class States:
             state = recent[1] if recent is not None else None
         if state is not None:
             return tuple(state_chunks(state))
-        return self._earlier.lookup(sha256) if self._earlier is not None else None
+        return self.earlier.lookup(sha256) if self.earlier is not None else None

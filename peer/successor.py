@@ -42,12 +42,6 @@ class SuccessorWatch:
         self._ready: Node | None = None
         self._told: set[str] = set()
 
-    def publish(self, directory: Directory, life_s: float) -> None:
-        """Nothing: the manifests are renewed by the peers of the runs."""
-
-    def withdraw(self, directory: Directory) -> None:
-        """Nothing was published."""
-
     def read(self, directory: Directory) -> None:
         """Look for a successor of the run. On the publisher's thread."""
         newest = newest_run(self._node.manifest, directory.list_manifests())

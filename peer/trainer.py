@@ -123,11 +123,6 @@ class PathTrainer:
         """Tokens of one inner step."""
         return self.plan.inner.batch_sequences * self.plan.model.sequence_length
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules of the current path, in level order."""
-        return tuple(self._modules)
-
     def anchor(self, module: str) -> ModuleState:
         """Return the anchor of one of the path's modules."""
         return self._modules[module].anchor

@@ -230,7 +230,7 @@ def test_only_the_operator_revokes(gate: Gate, envelope: Any) -> None:
 
 def served(gate: Gate) -> HeldRecords:
     held = HeldRecords(lambda: NOW_S)
-    held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
+    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
     return held
 
 
@@ -272,9 +272,9 @@ def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> N
     assert not keep(9, foreign)
     assert not store(held, 1, {"admission": admission(1)})
     assert keep(3, lists[2])
-    held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
+    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
     gate.revoke(lists[2])
-    held.serve(ServedRun(RUN, "0" * 16, (2, 3), 4, 2, gate))
+    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
     assert held.record_count == 1
 
 

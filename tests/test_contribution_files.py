@@ -46,7 +46,7 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     again.prune(MODULE, 5)
     assert [again.find(row.file) is not None for row in rows] == [False] * 3 + [True] * 2
     again.remove(rows[4].file)
-    again.drop(MODULE)
+    again.prune(MODULE, 100)
     assert not list((tmp_path / "files" / MODULE).iterdir())
 
 

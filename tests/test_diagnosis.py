@@ -10,6 +10,7 @@ from dipaco.base.errors import ClockError, ProtocolVersionError, UnreachableErro
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.exchange import service
 from dipaco.peer.exchange.diagnosis import diagnose, examine
+from dipaco.peer.exchange.hello import Greeting
 from support.exchange_nodes import NOBODY, Nodes, set_ahead
 
 pytestmark = pytest.mark.swarm
@@ -49,7 +50,7 @@ def test_each_address_of_a_peer_has_its_own_reason() -> None:
 
 
 def test_a_wrong_clock_is_told_before_all_else(nodes: Nodes) -> None:
-    server = nodes.serving(protocol_version=PROTOCOL_VERSION + 1)
+    server = nodes.serving(Greeting(protocol=PROTOCOL_VERSION + 1))
     set_ahead(server, 3600.0)
     with pytest.raises(ClockError, match=r"3600\.\d s behind that of .*timedatectl"):
         diagnose(nodes.addresses)

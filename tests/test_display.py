@@ -15,6 +15,7 @@ from dipaco.base.errors import NetworkError
 from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.peer.member.rounds import RoundSchedule
+from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.display import Display, Given, LivePanel
 from rich.console import Console
@@ -23,12 +24,19 @@ from support.swarm_views import record
 
 
 def lines_of(
-    status: PeerStatus, *events: tuple[str, dict[str, Any]], others: int = 0, width: int = 80
+    status: PeerStatus,
+    *events: tuple[str, dict[str, Any]],
+    others: int = 0,
+    width: int = 80,
+    sent_bytes: int = 0,
 ) -> list[str]:
     """Return the panel's lines in the middle of round 5, after some events."""
     plan = make_plan(name="a-run-with-a-rather-long-name")
     grid = Grid(plan.model, plan.grid)
+    uplink = Uplink()
+    uplink.sent_bytes = sent_bytes
     node = SimpleNamespace(
+        exchange=SimpleNamespace(uplink=uplink),
         plan=plan,
         me="me",
         grid=grid,
@@ -64,7 +72,6 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> N
         device="NVIDIA GeForce RTX 4090 Laptop GPU",
         tokens_per_s=12345.6,
         reachable="outgoing",
-        bytes_up=123_456_789,
     )
     lines = lines_of(
         status,
@@ -74,6 +81,7 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> N
         ("commit", {"module": "L0.E0", "own_tokens": 1000}),
         ("commit", {"module": "L0.E0", "own_tokens": 1000}),
         others=3,
+        sent_bytes=123_456_789,
     )
     assert all(len(line) <= 80 for line in lines)
     text = text_of(lines)

@@ -39,8 +39,10 @@ from support.exchanges import (
     Peers,
     admission,
     chain_of,
+    knows,
     meet,
     row_of,
+    rows_in,
     wait_for,
 )
 from support.peers import RUN, key, peer
@@ -81,9 +83,9 @@ def test_what_is_told_is_checked_kept_and_handed_on(peers: Peers) -> None:
     wait_for(lambda: other.told.calls)
     # A copy is not to be kept of what is not believed.
     assert other.told.calls == [(one.peer, MODULE, (good,), (step,), False)]
-    assert other.chains.recent_rows(MODULE) == (good,)
-    assert other.chains.has_step(step.name)
-    assert not other.chains.has_step(later.name)
+    assert rows_in(other.chains, MODULE) == (good,)
+    assert knows(other.chains, step.name)
+    assert not knows(other.chains, later.name)
     one.exchange.tell([other.peer], MODULE, [], [step], keep=True)
     wait_for(lambda: len(other.told.calls) == 2)
     assert other.told.calls[-1][3:] == ((step,), True)
@@ -99,7 +101,7 @@ def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
     one.exchange.tell([other.peer], MODULE, [row_of(0)])
     wait_for(lambda: other.told.calls)
     assert [call[0] for call in other.told.calls] == [one.peer]
-    assert not other.chains.has_step(step.name)
+    assert not knows(other.chains, step.name)
     other.gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
     one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
     assert one.exchange.ask(other.peer, MODULE, [GENESIS]) is not None
@@ -158,8 +160,8 @@ def test_content_arrives_whole_and_resumes(peers: Peers, blobs: BlobStore) -> No
     blobs.partial_path(SHA).write_bytes(CONTENT[:1_000_001])
     assert get(one, blobs, holder) == CONTENT
     sent = len(CONTENT) - 1_000_001
-    assert sent < one.exchange.bytes_down < sent + 1000
-    assert holder.exchange.bytes_up == one.exchange.bytes_down
+    assert sent < one.exchange.uplink.received_bytes < sent + 1000
+    assert holder.exchange.uplink.sent_bytes == one.exchange.uplink.received_bytes
     assert get(one, blobs, holder, sha=hashlib.sha256(b"").hexdigest()) == b""
 
 
@@ -174,14 +176,14 @@ def test_a_holder_that_dies_in_the_middle_is_replaced_by_another(
 
     def kill_the_sender(done: int, total: int) -> None:
         if done > 2**21 and not killed:
-            sender = max(holders, key=lambda holder: holder.exchange.bytes_up)
+            sender = max(holders, key=lambda holder: holder.exchange.uplink.sent_bytes)
             killed.append(sender.peer)
             peers.network.kill(sender.peer)
 
     assert get(one, blobs, *holders, sha=sha, on_progress=kill_the_sender) == large
     assert killed
     # Nothing is fetched twice, but for what was under way.
-    assert one.exchange.bytes_down < len(large) + 2**21
+    assert one.exchange.uplink.received_bytes < len(large) + 2**21
 
 
 def test_what_is_wrong_absent_or_too_large_is_refused(peers: Peers, blobs: BlobStore) -> None:
@@ -320,7 +322,7 @@ def test_what_is_malformed_gets_no_answer_and_one_line(
         assert raw(other, one, body) == b""
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len([line for line in told if f"from {other.peer}: " in line]) == 1
-    assert one.exchange.bytes_up == 0
+    assert one.exchange.uplink.sent_bytes == 0
     assert other.exchange.hello(one.peer).run == RUN
 
 
@@ -397,7 +399,7 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(
     answers = [flood() for _ in range(12)]
     assert answers[0] > 2**15
     assert answers[-1] == 0
-    assert holder.exchange.bytes_up < 2**18 + 2**17
+    assert holder.exchange.uplink.sent_bytes < 2**18 + 2**17
     meet(other, holder)
     answer = other.exchange.ask(holder.peer, MODULE, [GENESIS])
     assert answer is not None

@@ -135,7 +135,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(
 
     def kill(done: int, total: int) -> None:
         if done > 2**21 and not killed:
-            killed.append(max(holders, key=lambda holder: holder.exchange.bytes_up))
+            killed.append(max(holders, key=lambda holder: holder.exchange.uplink.sent_bytes))
             killed[0].dht.kill()
 
     blobs = BlobStore(tmp_path / "blobs")
@@ -145,7 +145,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(
     )
     assert path.read_bytes() == CONTENT
     assert killed
-    assert reader.exchange.bytes_down < 1.3 * len(CONTENT)
+    assert reader.exchange.uplink.received_bytes < 1.3 * len(CONTENT)
     # Whoever is gone is not waited for.
     began_s = time.monotonic()
     assert reader.exchange.ask(killed[0].peer, MODULE, [GENESIS], timeout_s=3.0) is None

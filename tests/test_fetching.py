@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.modules.grid import Grid
 from dipaco.peer.exchange import fetching
 from dipaco.peer.exchange.fetching import ContentFetcher
+from support.make_plan import make_plan
 
 SHA = "a" * 64
 
@@ -32,7 +34,9 @@ class _Swarm:
 
 def _fetcher(swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ContentFetcher:
     monkeypatch.setattr(fetching, "NEEDED_AGAIN_S", 0.0)
-    return ContentFetcher(swarm, swarm, BlobStore(folder / "blobs"), BlobStore(folder / "scratch"))
+    plan = make_plan()
+    stores = BlobStore(folder / "blobs"), BlobStore(folder / "scratch")
+    return ContentFetcher(swarm, swarm, *stores, plan, Grid(plan.model, plan.grid))
 
 
 def test_a_holder_that_has_just_gone_ends_no_program(

@@ -230,7 +230,7 @@ def test_it_stays_within_its_bound(tmp_path: Path) -> None:
 
 def test_a_flood_takes_the_time_before_it_not_away(tmp_path: Path) -> None:
     bound = 200_000
-    history = History(tmp_path / "run.sqlite", RUN, most_bytes=bound, is_thinned=False)
+    history = History(tmp_path / "run.sqlite", RUN, most_bytes=bound)
     for step in range(100):
         history.write(status_of_moment(START_S + step, mark=step))
     random = Random(0)

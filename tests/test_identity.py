@@ -19,7 +19,7 @@ from dipaco.dht.identity import (
     public_key_of_peer_id,
     take_lock,
 )
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,30 +102,6 @@ def test_a_signature_is_of_one_message_and_one_key(tmp_path: Path) -> None:
     for nonsense in (b"", b"x" * 31, b"\xff" * 32):
         assert not is_signed(b"message", signature, nonsense)
     identity.release()
-
-
-def test_an_rsa_key_of_an_earlier_version_is_kept_beside_a_new_one(tmp_path: Path) -> None:
-    path, kept = tmp_path / "identity.key", tmp_path / "identity.key.rsa"
-    P2P.generate_identity(str(path))
-    earlier = path.read_bytes()
-    said: list[str] = []
-    identity = load_or_create_identity(path, said.append)
-    assert identity.peer_id.startswith("12D3KooW")
-    identity.release()
-    assert kept.read_bytes() == earlier
-    assert said == [
-        f"{path} was an RSA key of an earlier version; it is kept as identity.key.rsa, and this "
-        "peer has a new id, so its address is another one"
-    ]
-    again = load_or_create_identity(path, said.append)
-    again.release()
-    assert again.peer_id == identity.peer_id
-    assert len(said) == 1
-    path.unlink()
-    P2P.generate_identity(str(path))
-    with pytest.raises(StorageError, match="identity.key.rsa exists; move the first away"):
-        load_or_create_identity(path)
-    assert kept.read_bytes() == earlier
 
 
 def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:

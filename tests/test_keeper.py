@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from dipaco.dht.view import SwarmView
@@ -32,14 +34,14 @@ class Peer:
         )
         self.background = Background()
         self.now_s = 0.0
-        self.keeper = Keeper(
-            make_plan(rounds=RoundsConfig(copies=3)),
-            self.swarm,
-            self.fetcher,
+        node: Any = SimpleNamespace(
             me=ME,
-            background=self.background,
-            monotonic=lambda: self.now_s,
+            plan=make_plan(rounds=RoundsConfig(copies=3)),
+            fetcher=self.fetcher,
+            blobs=self.fetcher,
         )
+        swarm: Any = self.swarm
+        self.keeper = Keeper(node, swarm, self.background, monotonic=lambda: self.now_s)
 
 
 def test_one_blob_a_turn() -> None:
@@ -86,7 +88,7 @@ def test_an_unforeseen_exception_on_its_thread_is_not_silent() -> None:
     def break_down(sha256: str) -> bool:
         raise KeyError("x")
 
-    peer.fetcher.has_blob = break_down  # type: ignore[method-assign]
+    peer.fetcher.has = break_down  # type: ignore[method-assign]
     peer.fetcher.run_blobs = ("1" * 64,)
     peer.keeper.start()
     assert failed.wait(WAIT_S)

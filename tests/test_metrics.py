@@ -76,11 +76,12 @@ def test_a_large_swarm_has_as_many_samples_as_a_small_one() -> None:
 
 
 def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], float]:
-    metrics = PeerMetrics(Uplink(None))
+    uplink = Uplink()
+    uplink.received_bytes = 7
+    metrics = PeerMetrics(uplink)
     node = SimpleNamespace(
         grid=SimpleNamespace(modules=lambda: ("L0.E0", "L0.E1", "L1.E0", "P3")),
         held=SimpleNamespace(all=lambda: ("one", "two")),
-        exchange=SimpleNamespace(bytes_down=7),
         schedule=SimpleNamespace(fixed_steps=0, round_at=lambda now_s: 5),
         clock=SimpleNamespace(now=lambda: 0.0),
     )

@@ -12,8 +12,8 @@ from functools import lru_cache
 from dipaco.dht.coverage import scope_of
 from dipaco.dht.keeping import keepers
 from dipaco.dht.policy import choose_path, lead_rank, resolve_collision, should_move
-from dipaco.dht.records import Claim
-from dipaco.dht.view import PathService, SwarmView
+from dipaco.dht.records import Claim, ProgressEntry
+from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
 from hypothesis import given, settings
@@ -55,6 +55,10 @@ def claim(
     )
 
 
+def progress(path: int, last_round: int) -> ProgressEntry:
+    return ProgressEntry.model_construct(path=path, last_round=last_round)
+
+
 def view_of(
     claims: Iterable[Claim] = (),
     last_rounds: dict[int, int] | None = None,
@@ -64,7 +68,7 @@ def view_of(
     return SwarmView(
         now_s=now_s,
         claims={c.peer_id: c for c in claims},
-        progress={p: PathService(r, 1, 1.0, 1, 1.0) for p, r in (last_rounds or {}).items()},
+        progress={p: progress(p, r) for p, r in (last_rounds or {}).items()},
         duration_s=DURATION_S,
         **fields,  # type: ignore[arg-type]
     )

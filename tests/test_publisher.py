@@ -18,7 +18,6 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.member.rounds import RoundSchedule
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from support.fake_swarm import (
@@ -58,22 +57,23 @@ class Peer:
         self.background = Background()
         exchange: Any = FakeExchange()
         states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
-        self.publisher = Publisher(
-            self.directory,
-            self.plan,
-            self.grid,
-            RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s),
-            self.time.clock,
-            states,
-            self.blobs,
-            self.status,
+        node: Any = SimpleNamespace(
             me=ME,
-            software="dipaco/test",
-            manifest=b"manifest",
+            directory=self.directory,
+            plan=self.plan,
+            grid=self.grid,
+            schedule=RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s),
+            clock=self.time.clock,
+            held=states,
+            blobs=self.blobs,
+            fetcher=SimpleNamespace(all_blobs=tuple),
+            manifest=SimpleNamespace(envelope=b"manifest", plan=self.plan),
+            earlier_manifests=tuple,
             exchange=exchange,
-            background=self.background,
+            initial_peers=(),
         )
-        self.publisher.start(tuple)
+        self.publisher = Publisher(node, self.status, self.background)
+        self.publisher.start()
         self.publisher.refresh()
 
     def claim(self, path: int, *, pinned: bool = False) -> None:
@@ -276,7 +276,7 @@ def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_do
         raise ClockError("an hour ahead")
 
     monkeypatch.setattr(peer.time.clock, "measure", measure)
-    monkeypatch.setattr(Clock, "has_jumped", property(lambda _: has_jumped))
+    peer.time.clock.has_jumped = has_jumped
     failed = threading.Event()
     peer.background.on_failure(failed.set)
     peer.publisher.refresh()

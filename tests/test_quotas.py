@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.dht import bounded_protocol, quotas
 from dipaco.dht.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
-from dipaco.dht.manifest import operator_fingerprint, sign_manifest
+from dipaco.dht.manifest import sign_manifest
 from dipaco.dht.quotas import (
     KEY_BYTES,
     KEY_RECORDS,
@@ -36,7 +36,7 @@ from support.make_plan import make_plan
 from support.peers import OpenGate
 
 OTHER_RUN = "fedcba9876543210"
-RUN = ServedRun(RUN_ID, "0" * 16, (2, 3), 4, 2, OpenGate(RUN_ID))
+RUN = ServedRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
 FRIEND = PEER_ID_PREFIX + b"f" * 32
 NOW = 1_000.0
 # Small, so that floods are short.
@@ -196,9 +196,7 @@ def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
         return records.store_subkey(where, subkey, value, NOW + 60, FRIEND)
 
     assert sum(announce(number) for number in range(1, 40)) == OTHER_MANIFESTS
-    records.serve(
-        ServedRun(make_plan(seed=0).run_id, operator_fingerprint(key), (2,), 0, 1, OpenGate())
-    )
+    records.serve(ServedRun(make_plan(seed=0).run_id, (2,), 0, 1, OpenGate()))
     assert announce(0)
     assert not announce(41)
 

@@ -22,6 +22,7 @@ from dipaco.peer.exchange.reachability import (
     SOON_S,
     CallingBack,
     ReachabilityWatch,
+    hosts_of,
     probe,
     tcp_address,
     to_call,
@@ -52,11 +53,16 @@ def test_what_has_no_host_and_port_is_not_called(address: str) -> None:
 
 def test_only_hosts_from_which_a_caller_comes_are_called() -> None:
     other_port = "/ip4/8.8.8.8/tcp/9"
-    places = to_call([VICTIM, PUBLIC, HOME, other_port, PUBLIC], ["/ip4/8.8.8.8/tcp/50000"])
+    places = to_call(
+        [VICTIM, PUBLIC, HOME, other_port, PUBLIC], hosts_of(["/ip4/8.8.8.8/tcp/50000"])
+    )
     assert [(str(host), port) for host, port in places] == [("8.8.8.8", 4001), ("8.8.8.8", 9)]
-    assert to_call([VICTIM], [RELAY]) == ()
-    assert len(to_call([f"/ip4/8.8.8.8/tcp/{port}" for port in range(1, 100)], [PUBLIC])) == 4
-    assert len(to_call(["/ip6/2001:db8::5/tcp/7"], ["/ip6/2001:db8::5/tcp/1"])) == 1
+    assert to_call([VICTIM], hosts_of([RELAY])) == ()
+    assert (
+        len(to_call([f"/ip4/8.8.8.8/tcp/{port}" for port in range(1, 100)], hosts_of([PUBLIC])))
+        == 4
+    )
+    assert len(to_call(["/ip6/2001:db8::5/tcp/7"], hosts_of(["/ip6/2001:db8::5/tcp/1"]))) == 1
 
 
 # -- who is asked

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from dipaco.base.errors import ConfigurationError, NetworkError
+from dipaco.dht.http_server import listen
 from dipaco.dht.ledger import Credit, exported
 from dipaco.dht.status import cli
 from dipaco.dht.status.history import History
 from dipaco.dht.status.service import PAGE, Board, Credits, StatusService
-from dipaco.dht.status.serving import Sampler, interval_s, open_port, serve_swarm
+from dipaco.dht.status.serving import Sampler, interval_s, serve_swarm
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
@@ -49,7 +50,7 @@ def history(statuses: list[dict[str, Any]]) -> Iterator[History]:
 def client(history: History, statuses: list[dict[str, Any]]) -> Iterator[TestClient]:
     board = Board(15.0)
     board.put(statuses[-1])
-    with TestClient(StatusService(history, board).application()) as client:
+    with TestClient(StatusService(history, board, Credits()).application()) as client:
         yield client
 
 
@@ -165,18 +166,14 @@ def test_metrics_of_the_newest_status(client: TestClient, history: History) -> N
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert "dipaco_swarm_round 20.0" in answer.text
-    with TestClient(StatusService(history).application()) as replay:
-        assert replay.get("/metrics").status_code == 503
 
 
-def test_a_replay_has_no_present(history: History, statuses: list[dict[str, Any]]) -> None:
-    with TestClient(StatusService(history).application()) as client:
-        found = client.get("/api/status").json()
-        assert (found["live"], found["status"]) == (False, statuses[-1])
-        assert client.get("/api/series").json()["live"] is False
-    empty = History(None, "ab" * 8)
-    with TestClient(StatusService(empty).application()) as client:
-        assert client.get("/api/status").status_code == 404
+def test_before_the_first_reading_there_is_nothing() -> None:
+    service = StatusService(History(None, "ab" * 8), Board(15.0), Credits())
+    with TestClient(service.application()) as client:
+        assert client.get("/metrics").status_code == 503
+        assert client.get("/api/status").json()["status"] is None
+        assert client.get("/api/status", params={"at": 5}).status_code == 404
         assert client.get("/api/series").json()["series"]["round"] == []
 
 
@@ -200,7 +197,7 @@ def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> Non
 
     history, board = History(None, statuses[0]["run"]["id"]), Board(5.0)
     sampler = Sampler(read, history, board, 5.0)
-    with TestClient(StatusService(history, board).application()) as client:
+    with TestClient(StatusService(history, board, Credits()).application()) as client:
         assert client.get("/api/status").json()["status"] is None
         assert reads == 0
         said = []
@@ -230,7 +227,7 @@ def test_the_page_follows_a_run_into_its_successor(
     history, board = History(file, first["run"]["id"]), Board(5.0)
     reads = iter((first, then))
     sampler = Sampler(lambda: next(reads), history, board, 5.0)
-    with TestClient(StatusService(history, board).application()) as client:
+    with TestClient(StatusService(history, board, Credits()).application()) as client:
         for status in (first, then):
             sampler.sample()
             assert client.get("/api/status").json()["status"]["run"] == status["run"]
@@ -280,7 +277,7 @@ def test_a_running_swarm_is_served_and_kept(
 ) -> None:
     plan = big_records(4, **ABOUT).plan
     file = tmp_path / "new" / "kept.sqlite"
-    listening = open_port("127.0.0.1", 0)
+    listening = listen("127.0.0.1", 0, "--serve")
     assert serve_swarm(lambda: statuses[0], plan, listening, file, None) == 0
     assert served["status"] == statuses[0]
     assert History(file, plan.run_id).at(statuses[0]["time_s"]) == statuses[0]

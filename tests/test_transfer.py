@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class FakeHolder:
     offsets: list[int] = field(default_factory=list)
     sent: int = 0
 
-    async def open(self, sha256: str, offset: int) -> ContentStream:
+    async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
         self.offsets.append(offset)
         if self.hangs:
             await asyncio.sleep(3600)
@@ -69,12 +69,12 @@ class FakeHolder:
         if offset > len(self.content):
             raise OffsetBeyondEnd
         total = self.claims_bytes if self.claims_bytes is not None else len(self.content)
-        return FakeStream(self, offset, total)
+        return FakeStream(self, offset), total
 
 
 class FakeStream:
-    def __init__(self, holder: FakeHolder, offset: int, total_bytes: int) -> None:
-        self.holder, self.offset, self.total_bytes = holder, offset, total_bytes
+    def __init__(self, holder: FakeHolder, offset: int) -> None:
+        self.holder, self.offset = holder, offset
         self.has_sent = False
         self.left = holder.breaks_after if holder.breaks_after is not None else 2**60
 
@@ -102,22 +102,19 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetch(
-    blobs: BlobStore,
-    *holders: Source,
-    sha: str = SHA,
-    max_bytes: int = 2**30,
-    timeout_s: float = 120.0,
-    on_bytes: Callable[[int], None] = lambda count: None,
+    blobs: BlobStore, *holders: Source, sha: str = SHA, slots: int = 2, **options: Any
 ) -> Path:
-    return asyncio.run(
-        download(sha, holders, blobs, max_bytes=max_bytes, timeout_s=timeout_s, on_bytes=on_bytes)
-    )
+    options = {"max_bytes": 2**30, "timeout_s": 120.0, **options}
+    free = asyncio.Semaphore(slots)
+    return asyncio.run(download(sha, holders, blobs, slots=free, **options))
 
 
 def test_content_arrives_and_is_counted(blobs: BlobStore) -> None:
-    counted: list[int] = []
-    assert fetch(blobs, FakeHolder(), on_bytes=counted.append).read_bytes() == CONTENT
-    assert sum(counted) == len(CONTENT)
+    told: list[int] = []
+    file = fetch(blobs, FakeHolder(), on_progress=lambda done, total: told.append(total - done))
+    assert file.read_bytes() == CONTENT
+    assert told == [len(CONTENT) - BLOCK_BYTES * n for n in range(len(told))]
+    assert 0 < told[-1] < BLOCK_BYTES
     assert not blobs.partial_path(SHA).exists()
     holder = FakeHolder()
     fetch(blobs, holder)
@@ -252,8 +249,8 @@ def test_a_fast_sender_does_not_pass_the_deadline(
             clock.now_s += 0.1
             return await super().read(count)
 
-    async def send(sha256: str, offset: int) -> ContentStream:
-        return Stream(holder, offset, len(CONTENT))
+    async def send(sha256: str, offset: int) -> tuple[ContentStream, int]:
+        return Stream(holder, offset), len(CONTENT)
 
     holder.open = send  # type: ignore[method-assign]
     with pytest.raises(NetworkError, match="in time.*still sending"):
@@ -291,16 +288,7 @@ def test_a_slow_copy_is_given_up_while_other_copies_wait(
     monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.1)
     drips = FakeHolder("drips", drips=True)
     with pytest.raises(NetworkError, match="too slowly"):
-        asyncio.run(
-            download(
-                SHA,
-                [drips],
-                blobs,
-                max_bytes=2**30,
-                timeout_s=3600.0,
-                others_wait=lambda: True,
-            )
-        )
+        fetch(blobs, drips, timeout_s=3600.0, slots=1)
     assert len(drips.offsets) == 1
 
 
@@ -318,7 +306,7 @@ def test_who_waits_for_busy_holders_takes_no_slot(blobs: BlobStore, tmp_path: Pa
         slots = asyncio.Semaphore(1)
         liar, told = FakeHolder(busy_times=10**6), asyncio.Event()
 
-        async def stay_busy(sha256: str, offset: int) -> ContentStream:
+        async def stay_busy(sha256: str, offset: int) -> tuple[ContentStream, int]:
             told.set()
             raise SourceBusy(3600.0)
 
@@ -346,7 +334,7 @@ def test_after_a_mixed_file_a_busy_liar_costs_nothing(blobs: BlobStore) -> None:
     liar = FakeHolder("peer Liar", content=b"?" * len(CONTENT), breaks_after=BLOCK_BYTES)
     honest = FakeHolder("peer Honest", breaks_after=BLOCK_BYTES * 2)
 
-    async def turn_busy(sha256: str, offset: int) -> ContentStream:
+    async def turn_busy(sha256: str, offset: int) -> tuple[ContentStream, int]:
         stream = await FakeHolder.open(liar, sha256, offset)
         liar.busy_times = 10**6
         return stream
@@ -360,8 +348,10 @@ def test_many_at_once_fetch_once(blobs: BlobStore) -> None:
     holder = FakeHolder()
 
     async def all_at_once() -> Sequence[Path]:
+        options: dict[str, Any] = {"max_bytes": 2**30, "timeout_s": 120.0}
+        slots = asyncio.Semaphore(9)
         return await asyncio.gather(
-            *(download(SHA, [holder], blobs, max_bytes=2**30, timeout_s=120.0) for _ in range(5))
+            *(download(SHA, [holder], blobs, slots=slots, **options) for _ in range(5))
         )
 
     assert set(asyncio.run(all_at_once())) == {blobs.path(SHA)}

@@ -83,9 +83,9 @@ class StatusSettings(RunSettings):
             raise ConfigurationError(
                 f"--serve needs {error.name}; install it with pip install 'dipaco[serve]'"
             ) from None
-        from .serving import open_port
+        from dipaco.dht.http_server import listen
 
-        return open_port(self.host, self.serve)
+        return listen(self.host, self.serve, "--serve")
 
 
 def run(settings: StatusSettings) -> int:

@@ -90,14 +90,12 @@ class History:
         run_id: str,
         *,
         most_bytes: int = DEFAULT_BYTES,
-        is_thinned: bool = True,
     ) -> None:
         """Open the file, or make it; None is a history in memory.
 
         Raises StorageError for a file of another run or another program, and for a damaged one.
         """
         self._most_bytes = most_bytes
-        self._is_thinned = is_thinned
         self._lock = threading.RLock()
         self._writes = 0
         self._connect(path, run_id)
@@ -178,7 +176,7 @@ class History:
                 marks = ", ".join("?" * len(values))
                 self._file.execute(f"INSERT OR REPLACE INTO moments VALUES ({marks})", values)
             self._writes += 1
-            if self._is_thinned and self._writes % THIN_EVERY == 0:
+            if self._writes % THIN_EVERY == 0:
                 self.thin(status["time_s"])
             elif self.bytes > self._most_bytes:
                 self._shrink()

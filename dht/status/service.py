@@ -25,7 +25,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from .history import History
 from .metrics import CONTENT_TYPE, swarm_text
@@ -133,21 +133,17 @@ class Credits:
 
 
 class StatusService:
-    """The endpoints. Without a board what is newest in the history is shown."""
+    """The endpoints."""
 
-    def __init__(
-        self, history: History, board: Board | None = None, credits: Credits | None = None
-    ) -> None:
-        self._history = history
-        self._board = board
-        self._credits = credits or Credits()
+    def __init__(self, history: History, board: Board, credits: Credits) -> None:
+        self._history, self._board, self._credits = history, board, credits
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = _policy(self._page)
         self._kept: OrderedDict[str, Answer] = OrderedDict()
         self._lock = threading.Lock()
 
-    def application(self, further: Sequence[BaseRoute] = ()) -> Starlette:
-        """Return the application, for a server or a test, with `further` routes."""
+    def application(self) -> Starlette:
+        """Return the application, for a server or a test."""
         return Starlette(
             routes=[
                 Route("/", self.page),
@@ -158,7 +154,6 @@ class StatusService:
                 Route("/api/peer/{id}", self.peer),
                 Route("/api/path/{id}", self.path),
                 Route("/api/module/{id}", self.module),
-                *further,
             ],
             exception_handlers={HTTPException: _say_error, Exception: _say_failure},
         )
@@ -179,12 +174,12 @@ class StatusService:
     async def status(self, request: Request) -> Response:
         """Return the swarm as it is, or as it was `at` a moment."""
         at_s = _moment(request)
-        if at_s is None and self._board is not None:
+        if at_s is None:
             return _answer(request, self._board.answer)
         return await self._worked_out(request, f"status {at_s}", lambda: self._at(at_s))
 
-    def _at(self, at_s: float | None) -> Values:
-        status = self._history.at(math.inf if at_s is None else at_s)
+    def _at(self, at_s: float) -> Values:
+        status = self._history.at(at_s)
         if status is None:
             raise HTTPException(404, "nothing has been kept yet; ask again later")
         return {"live": False, "interval_s": 0, "error": None, "status": status}
@@ -200,7 +195,6 @@ class StatusService:
         def read() -> Values:
             span = self._history.span()
             return {
-                "live": self._board is not None,
                 "ledger": self._credits.answer is not None,
                 "span": None if span is None else vars(span),
                 "series": self._history.series(begin_s, end_s, points),
@@ -217,7 +211,7 @@ class StatusService:
 
     async def metrics(self, request: Request) -> Response:
         """Return the newest status as Prometheus reads it."""
-        status = self._board.status if self._board is not None else None
+        status = self._board.status
         if status is None:
             raise HTTPException(503, "nothing has been read yet; ask again later")
         return Response(swarm_text(status), headers={"content-type": CONTENT_TYPE})
@@ -274,7 +268,7 @@ class StatusService:
                 begin["time_s"].append(status["time_s"])
                 for column in columns:
                     begin[column].append(found.get(column) if found else None)
-            newest = self._board.status if at_s is None and self._board is not None else None
+            newest = self._board.status if at_s is None else None
             status_then = newest or self._history.at(end_s)
             now = find(status_then) if status_then else None
             if now is None and seen is None:

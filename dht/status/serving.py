@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import DipacoError, StorageError
-from dipaco.dht.http_server import listen, serve_until_told
+from dipaco.dht.http_server import serve_until_told
 from dipaco.dht.ledger import read_ledger
 from dipaco.dht.records import refresh_period_s
 from dipaco.modules.plan import RunPlan
@@ -141,11 +141,6 @@ def _serve(service: StatusService, listening: socket.socket, names: tuple[str, .
     shown = f"[{host}]" if ":" in host else host
     say(f"serving at http://{shown}:{port}")
     serve_until_told(service.application(), listening, names)
-
-
-def open_port(host: str, port: int) -> socket.socket:
-    """Return the socket of the page. Raises AddressError."""
-    return listen(host, port, "--serve")
 
 
 def say(line: str) -> None:

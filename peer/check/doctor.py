@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, replace
 
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
@@ -77,48 +77,43 @@ def examine_all(settings: PeerSettings) -> Iterator[c.Check]:
     yield from c.check_cache_is_free(settings.cache_folder, is_running)
     taken = ports_taken(settings.listen_maddrs())
     yield c.check_ports(settings.listen_maddrs(), taken, peer_is_running=is_running)
-    report = SwarmReport()
-    for step in _swarm_checks(settings, system, port_is_free=not taken):
-        if isinstance(step, SwarmReport):
-            report = step
-        else:
-            yield step
+    report = yield from _swarm_checks(settings, system, port_is_free=not taken)
     yield from _machine_checks(settings, system, report.plan, report.shards)
 
 
 def _swarm_checks(
     settings: PeerSettings, system: m.System, *, port_is_free: bool
-) -> Iterator[c.Check | SwarmReport]:
-    """Yield what the swarm says, and at the end the report."""
+) -> Generator[c.Check, None, SwarmReport]:
+    """Yield what the swarm says, and return the report, which is empty when nothing was found."""
     if not settings.initial_peers:
         yield c.ok("swarm", "no address was given: only this machine is looked at")
-        return
+        return SwarmReport()
     try:
         findings = ask_neighbours(settings)
     except DipacoError as error:
         yield c.problem("network", str(error), "start again with --debug", type(error))
-        return
+        return SwarmReport()
     answers = [(f.address, "" if f.hello else str(f.error)) for f in findings]
     yield c.check_neighbours(answers)
     answered = [finding for finding in findings if finding.hello is not None]
     if not answered:
-        return
+        return SwarmReport()
     offset_s = statistics.median(finding.clock_offset_s for finding in answered)
     clock = c.check_clock(offset_s, len(answered), system)
     yield clock
     if clock.verdict == "problem":
-        return
+        return SwarmReport()
     report = ask_swarm(settings, port_is_free=port_is_free)
     if report.plan is None:
         assert report.failure is not None
         yield c.problem("run", str(report.failure), "ask the operator", type(report.failure))
-        return
+        return report
     plan = report.plan
     yield c.ok("run", f"'{plan.name}' ({plan.run_id}), {needs.grid_of(plan).path_count} paths")
     if port_is_free:
         yield c.check_reachability(report.addresses, report.reachable, settings.port or 0, system)
     yield c.check_line(needs.round_mbit_per_s(plan, needs.grid_of(plan)))
-    yield report
+    return report
 
 
 def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int | None:

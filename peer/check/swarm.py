@@ -15,6 +15,7 @@ from dipaco.dht.addresses import split_operator
 from dipaco.dht.node import check_port_is_free
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.diagnosis import Finding, examine
+from dipaco.peer.exchange.known_peers import peer_of
 from dipaco.peer.exchange.reachability import probe
 from dipaco.peer.node import Node, join_run, visible_addresses
 from dipaco.peer.settings import PeerSettings
@@ -24,7 +25,6 @@ from dipaco.peer.settings import PeerSettings
 class SwarmReport:
     """What was found; `failure` says why there is no run."""
 
-    findings: tuple[Finding, ...] = ()
     plan: RunPlan | None = None
     shards: ShardIndex | None = None
     failure: DipacoError | None = None
@@ -90,7 +90,7 @@ def _look_around(node: Node, settings: PeerSettings) -> SwarmReport:
 
 def how_reached(node: Node, addresses: tuple[str, ...]) -> str:
     """Have others call this machine back, as a peer does."""
-    given = [address.rpartition("/p2p/")[2] for address in node.initial_peers]
+    given = map(peer_of, node.initial_peers)
     try:
         others = (*given, *node.exchange.connected_peers())
     except NetworkError:

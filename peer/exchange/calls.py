@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from dipaco.base.errors import NetworkError, ProtocolVersionError
@@ -34,27 +33,18 @@ async def call(
     Raises `NetworkError` when it does not answer or answers nonsense, and `ProtocolVersionError`
     when it is reached but knows no such service.
     """
-    async with conversation(transport, peer, request, reply, timeout_s) as (_, answer):
-        return answer
-
-
-@contextlib.asynccontextmanager
-async def conversation(
-    transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
-) -> AsyncIterator[tuple[Stream, ReplyT]]:
-    """Yield a stream on which a peer has replied to a request, for what follows. Raises as `call`
-    does, until the reply; what the body raises goes through."""
     stream, answer = await begin(transport, peer, request, reply, timeout_s)
-    try:
-        yield stream, answer
-    finally:
-        stream.close()
+    stream.close()
+    return answer
 
 
 async def begin(
     transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
 ) -> tuple[Stream, ReplyT]:
-    """Open a stream, send a request and read the reply; the caller closes the stream."""
+    """Open a stream, send a request and read the reply; the caller closes the stream.
+
+    Raises as `call` does.
+    """
     try:
         return await _unless_reset(transport, peer, request, reply, timeout_s)
     except MessageError as error:

@@ -40,8 +40,8 @@ _MOST_ENTRY_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Told:
-    """What answers somebody who asks for a module."""
+class Answer:
+    """What a peer says to somebody who asks for a module."""
 
     steps: tuple[Step, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -163,12 +163,12 @@ class ChainStore:
             heads = self._modules[module].heads
             return next((head for head in heads if head.digest == digest), None)
 
-    def answer(self, module: str, locator: Sequence[str]) -> Told:
+    def answer(self, module: str, locator: Sequence[str]) -> Answer:
         """Return what fits in one answer to somebody whose chain has these names."""
         with self._lock:
             kept = self._modules.get(module)
             if kept is None:
-                return Told()
+                return Answer()
             steps, has_more = self._book.after(locator, kept.served, ANSWERED_STEPS)
             fitting, left = 0, ANSWERED_STEP_ROWS
             for step in steps:
@@ -177,7 +177,7 @@ class ChainStore:
                     break
                 fitting += 1
             rows = tuple(kept.rows.values())[-ANSWERED_ROWS:]
-            return Told(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
+            return Answer(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:
         """Return the admissions of those peers whose admission is known."""
@@ -197,35 +197,16 @@ class ChainStore:
                 raise KeyError(step)
             return self._book.steps_between(self._book.genesis(module), step)
 
-    def has_step(self, step: str) -> bool:
-        """Tell whether a step or genesis is known."""
-        with self._lock:
-            return step in self._book
-
     def locator(self, module: str, step: str | None = None) -> tuple[str, ...]:
         """Return some names of the chain to `step`, or of the heaviest known."""
         with self._lock:
             return self._book.locator(step or self._book.heaviest(module).name)
-
-    def best(self, module: str, steps: Iterable[str]) -> str | None:
-        """Return the heaviest of some steps as the chains here say, leaving out unknown ones."""
-        with self._lock:
-            known = [self._book.link(step) for step in steps if step in self._book]
-            found = min(
-                (k for k in known if k.module == module), key=lambda k: k.rank, default=None
-            )
-            return None if found is None else found.name
 
     def weight(self, step: str) -> tuple[int, int, int]:
         """Return version, weight and round of a known step. Raises KeyError."""
         with self._lock:
             link = self._book.link(step)
             return link.version, link.weight, link.round_index
-
-    def recent_rows(self, module: str) -> tuple[Row, ...]:
-        """Return the rows heard lately, oldest first."""
-        with self._lock:
-            return tuple(self._modules[module].rows.values())
 
     # -- the log
 

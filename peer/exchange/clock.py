@@ -25,6 +25,8 @@ from typing import Protocol
 
 from dipaco.base.errors import ClockError
 
+from .known_peers import peer_of
+
 logger = logging.getLogger("dipaco.peer.exchange.clock")
 
 MAX_CLOCK_OFFSET_S = 5.0
@@ -126,32 +128,19 @@ class Clock:
         steady_time: Callable[[], float] | None = None,
     ) -> None:
         """`steady_time` is one that nobody sets; without it no jump is noticed."""
-        self._offset_s = offset_s
+        self.offset_s = offset_s
+        """Swarm time minus this machine's time."""
         self._system_time = system_time
         self._steady_time = steady_time
         self._is_set = False
         self._lock = threading.Lock()
         self._apart_s: float | None = None
-        self._has_jumped = False
-
-    @property
-    def offset_s(self) -> float:
-        """Swarm time minus this machine's time."""
-        return self._offset_s
-
-    @property
-    def has_jumped(self) -> bool:
+        self.has_jumped = False
         """Whether this machine's clock was set, and no neighbour has said yet how right it is."""
-        return self._has_jumped
 
     def now(self) -> float:
         """Return swarm time as Unix seconds."""
-        return self._look() + self._offset_s
-
-    def to_local(self, swarm_s: float) -> float:
-        """Return what this machine's clock says when it is `swarm_s` in the swarm."""
-        self._look()
-        return swarm_s - self._offset_s
+        return self._look() + self.offset_s
 
     def _look(self) -> float:
         """Return this machine's time; if it has jumped, the offset makes up for it."""
@@ -169,8 +158,8 @@ class Clock:
             jump_s = 0.0 if self._apart_s is None else apart_s - self._apart_s
             self._apart_s = apart_s
             if abs(jump_s) >= LEAST_JUMP_S:
-                self._offset_s -= jump_s
-                self._has_jumped = True
+                self.offset_s -= jump_s
+                self.has_jumped = True
                 logger.warning(
                     "this machine's clock was set %s by %.1f s; other peers are asked for the time",
                     *("ahead" if jump_s > 0 else "back", abs(jump_s)),
@@ -207,13 +196,13 @@ class Clock:
                 *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, REMEDY),
             )
             target_s = min(max(target_s, -MAX_DOUBTFUL_S), MAX_DOUBTFUL_S)
-        if self._is_set and not self._has_jumped:
-            least_s, most_s = self._offset_s - MAX_STEP_S, self._offset_s + MAX_STEP_S
+        if self._is_set and not self.has_jumped:
+            least_s, most_s = self.offset_s - MAX_STEP_S, self.offset_s + MAX_STEP_S
             target_s = min(max(target_s, least_s), most_s)
-        self._is_set, self._has_jumped = True, False
-        if abs(target_s - self._offset_s) >= LEAST_STEP_S:
+        self._is_set, self.has_jumped = True, False
+        if abs(target_s - self.offset_s) >= LEAST_STEP_S:
             logger.debug("clock offset %+.3f s by %d neighbours", target_s, len(offsets))
-            self._offset_s = target_s
+            self.offset_s = target_s
 
 
 def _since_start_s() -> float:
@@ -228,7 +217,7 @@ def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock
     warning is logged.
     """
     clock = Clock(steady_time=_since_start_s)
-    ids = [address.rpartition("/p2p/")[2] for address in initial_peers if "/p2p/" in address]
+    ids = [peer_of(address) for address in initial_peers]
     if not clock.measure(neighbours, ids):
         logger.warning("no neighbour told its time; this machine's clock is used as it is")
     return clock

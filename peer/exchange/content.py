@@ -1,13 +1,11 @@
-"""What the exchange serves: content named by its SHA-256, opened once for all who fetch it."""
+"""What the exchange serves: content named by its SHA-256."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -60,53 +58,24 @@ class OpenContent:
             self._file.close()
 
 
-@dataclass
-class _Shared:
-    """Content that several uploads read; the last one closes it."""
-
-    opening: asyncio.Future[OpenContent | None]
-    users: int = 0
-
-
-class ContentShelf:
-    """Opens content for uploads, the same content once. Used on the exchange's loop only."""
-
-    def __init__(self) -> None:
-        self.source: ContentSource | None = None
-        self._shared: dict[str, _Shared] = {}
-
-    @contextlib.asynccontextmanager
-    async def open(self, sha256: str) -> AsyncIterator[OpenContent | None]:
-        """Yield the content with this hash, or None when it is not held here."""
-        shared = self._shared.get(sha256)
-        if shared is None:
-            opening = asyncio.ensure_future(run_blocking(self._find, sha256))
-            shared = self._shared[sha256] = _Shared(opening)
-        shared.users += 1
-        try:
-            # Shielded: this upload may be cancelled while others wait for the same content.
-            yield await asyncio.shield(shared.opening)
-        finally:
-            shared.users -= 1
-            if shared.users == 0:
-                del self._shared[sha256]
-                shared.opening.add_done_callback(_close)
-
-    def _find(self, sha256: str) -> OpenContent | None:
-        source = self.source
-        try:
-            found = source.lookup(sha256) if source is not None else None
-            return OpenContent(found) if found is not None else None
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            logger.warning("content %s cannot be served: %s", sha256[:12], error)
-            logger.debug("lookup failed", exc_info=True)
-            return None
-
-
-def _close(opening: asyncio.Future[OpenContent | None]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        content = opening.result()
+@contextlib.asynccontextmanager
+async def opened(source: ContentSource | None, sha256: str) -> AsyncIterator[OpenContent | None]:
+    """Yield the content with this hash, or None when it is not held here."""
+    content = None if source is None else await run_blocking(_find, source, sha256)
+    try:
+        yield content
+    finally:
         if content is not None:
             content.close()
+
+
+def _find(source: ContentSource, sha256: str) -> OpenContent | None:
+    try:
+        found = source.lookup(sha256)
+        return OpenContent(found) if found is not None else None
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        logger.warning("content %s cannot be served: %s", sha256[:12], error)
+        logger.debug("lookup failed", exc_info=True)
+        return None

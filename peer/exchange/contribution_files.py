@@ -72,44 +72,38 @@ class ContributionFiles:
     def add(self, row: Row, data: Data) -> Path:
         """Store an own contribution, which `row` names. Raises `StorageError`."""
         path = self._path(row)
-        if self.find(row.file) is None:
+        if not path.exists():
             atomic_write(path, (data,))
-        return self._note(row, path, is_mail=False, is_checked=True)
+        return self._note(row, path, is_checked=True)
 
-    def install(
-        self, row: Row, path: Path, *, is_mail: bool = False, is_checked: bool = False
-    ) -> Path:
+    def install(self, row: Row, path: Path, *, is_mail: bool = False) -> Path:
         """Move a file here that was fetched or put, and whose hash was checked."""
         target = self._path(row)
         with storage_errors(self.folder):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
-        return self._note(row, target, is_mail=is_mail, is_checked=is_checked)
+        return self._note(row, target, is_mail=is_mail)
 
     def _path(self, row: Row) -> Path:
         return self.folder / row.module / f"{row.round_index:010d}.{row.peer}.{row.file}"
 
-    def _note(self, row: Row, path: Path, *, is_mail: bool, is_checked: bool) -> Path:
+    def _note(
+        self, row: Row, path: Path, *, is_mail: bool = False, is_checked: bool = False
+    ) -> Path:
         with self._lock:
-            known = self._files.get(row.file)
-            if known is not None and known.path != path:
-                # The same bytes under another name: the later round counts.
-                if known.round_index >= row.round_index:
-                    if path.exists():
-                        path.unlink()
-                    path = known.path
-                elif path.exists():
-                    known.path.unlink(missing_ok=True)
-                else:
-                    path = known.path
+            known, round_index = self._files.get(row.file), row.round_index
+            if known is not None:
+                is_checked |= known.is_checked
+                round_index = max(round_index, known.round_index)
+                if known.path != path:
+                    # The same bytes under another name: the later round counts.
+                    stays, goes = path, known.path
+                    if known.round_index >= row.round_index:
+                        stays, goes = known.path, path
+                    goes.unlink(missing_ok=True)
+                    path = stays
             self._files[row.file] = _File(
-                path,
-                row.module,
-                row.round_index if known is None else max(known.round_index, row.round_index),
-                row.peer,
-                row.bytes,
-                is_mail,
-                is_checked or (known is not None and known.is_checked),
+                path, row.module, round_index, row.peer, row.bytes, is_mail, is_checked
             )
             self._make_room(row.file)
         self._on_arrival(row.file)
@@ -144,10 +138,6 @@ class ContributionFiles:
             ]
             for name in old:
                 self.remove(name)
-
-    def drop(self, module: str) -> None:
-        """Remove all files of a module."""
-        self.prune(module, 2**62)
 
     # -- looking
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dipaco.base.errors import DipacoError, ProtocolVersionError, UnreachableError
-from dipaco.modules.plan import PROTOCOL_VERSION
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
-from .hello import SOFTWARE, Greeting, Hello, clock_samples, say_hello
+from .hello import Greeting, Hello, clock_samples, say_hello
+from .known_peers import peer_of
 from .loop_thread import LoopThread
 from .reasons import dial_reason
 from .transport import HivemindTransport
@@ -43,24 +43,15 @@ class Finding:
     error: DipacoError | None = None
 
 
-def diagnose(
-    initial_peers: Sequence[str],
-    *,
-    software: str = SOFTWARE,
-    protocol_version: int = PROTOCOL_VERSION,
-    timeout_s: float = 15.0,
-) -> tuple[Finding, ...]:
+def diagnose(initial_peers: Sequence[str]) -> tuple[Finding, ...]:
     """Find out why joining through `initial_peers` failed, and raise it.
 
-    Called once `join_dht` has failed. `timeout_s` bounds each question. Raises
-    `ClockError` when the clocks of the peers that answer are too far from this machine's,
-    `ProtocolVersionError` when those that answer speak no protocol of ours, and
-    `UnreachableError` when none answers. Returns when nothing is wrong with the addresses: then
-    the failure was another one, or has passed.
+    Called once `join_dht` has failed. Raises `ClockError` when the clocks of the peers that answer
+    are too far from this machine's, `ProtocolVersionError` when those that answer speak no protocol
+    of ours, and `UnreachableError` when none answers. Returns when nothing is wrong with the
+    addresses: then the failure was another one, or has passed.
     """
-    findings = examine(
-        initial_peers, software=software, protocol_version=protocol_version, timeout_s=timeout_s
-    )
+    findings = examine(initial_peers)
     answered = [finding for finding in findings if finding.hello is not None]
     if answered:
         offset_s = statistics.median(finding.clock_offset_s for finding in answered)
@@ -78,27 +69,21 @@ def diagnose(
     )
 
 
-def examine(
-    addresses: Sequence[str],
-    *,
-    software: str = SOFTWARE,
-    protocol_version: int = PROTOCOL_VERSION,
-    timeout_s: float = 15.0,
-) -> tuple[Finding, ...]:
+def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding, ...]:
     """Say hello to every address and return what each answered, in order.
 
     Peers are asked all at once, several addresses of one peer one after the other: libp2p dials
-    all that it knows of a peer, and would blame one address for another.
+    all that it knows of a peer, and would blame one address for another. `timeout_s` bounds each
+    question.
     """
-
     groups: dict[str, list[str]] = {}
     for address in dict.fromkeys(addresses):
-        groups.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        groups.setdefault(peer_of(address), []).append(address)
     findings: dict[str, Finding] = {}
 
     async def examine_peer(p2p: P2P, group: Sequence[str]) -> None:
         for address in group:
-            findings[address] = await _examine(p2p, address, software, protocol_version, timeout_s)
+            findings[address] = await _examine(p2p, address, timeout_s)
 
     async def run() -> tuple[Finding, ...]:
         try:
@@ -126,16 +111,14 @@ def examine(
         thread.stop()
 
 
-async def _examine(
-    p2p: P2P, address: str, software: str, protocol_version: int, timeout_s: float
-) -> Finding:
+async def _examine(p2p: P2P, address: str, timeout_s: float) -> Finding:
+    me = Greeting()
     try:
         peer, where = _split(address)
         # P2P has no public call to dial an address; Hivemind's own identity check does the same.
         await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), [where]), timeout_s)
         transport = HivemindTransport(None, p2p=p2p)
-        greeting = Greeting(software, protocol_version)
-        hello = await say_hello(transport, peer, greeting, timeout_s)
+        hello = await say_hello(transport, peer, me, timeout_s)
     except DipacoError as error:
         return Finding(address, error=error)
     except Exception as error:
@@ -143,11 +126,11 @@ async def _examine(
         return Finding(
             address, error=UnreachableError(dial_reason(error, address.rpartition("/p2p/")[0]))
         )
-    samples = await clock_samples(transport, peer, SAMPLES, greeting, timeout_s)
+    samples = await clock_samples(transport, peer, SAMPLES, me, timeout_s)
     best = best_sample((hello.clock, *samples))
     assert best is not None
     try:
-        hello.check_protocol(software, protocol_version)
+        hello.check_protocol(me)
     except ProtocolVersionError as error:
         return Finding(address, hello, best.offset_s, error)
     return Finding(address, hello, best.offset_s)

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
@@ -19,13 +18,12 @@ from dipaco.base.errors import (
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.dht.chain import Head, Row, Step, pack_row, pack_step
-from dipaco.modules.plan import PROTOCOL_VERSION
-from dipaco.peer.owner.uplink import Uplink
+from dipaco.dht.chain import Row, Step, pack_row, pack_step
 
-from .calls import PROTOCOL_NAME, begin, call, conversation
+from .calls import PROTOCOL_NAME, begin, call
+from .chain_store import Answer
 from .clock import ClockSample
-from .hello import Hello, clock_samples, say_hello
+from .hello import Greeting, Hello, clock_samples, say_hello
 from .loop_thread import LoopThread, run_blocking
 from .messages import (
     MAX_TOLD_ROWS,
@@ -43,18 +41,20 @@ from .messages import (
     decode,
     read_frame,
 )
-from .service import ExchangeService, OnTold, ServedRun, checked
+from .service import ExchangeService, OnTold, ServedRun, checked, peers_of
 from .transfer import (
     ContentAbsent,
     ContentStream,
     MirrorSource,
     OffsetBeyondEnd,
+    OnProgress,
     Source,
     SourceBusy,
     download,
+    no_progress,
     spread,
 )
-from .transport import Stream, Transport
+from .transport import Transport
 
 logger = logging.getLogger("dipaco.peer.exchange")
 
@@ -68,35 +68,18 @@ CHUNK_BYTES = 2**17
 RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a peer says of a module; checked."""
-
-    steps: tuple[Step, ...] = ()
-    rows: tuple[Row, ...] = ()
-    has_more: bool = False
-    held: Head | None = None
-
-
 class Exchange:
     """One node's exchange. Thread-safe."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        software: str = "dipaco",
-        protocol_version: int = PROTOCOL_VERSION,
-        uplink: Uplink | None = None,
-    ) -> None:
-        self._transport = transport
-        self._uplink = uplink or transport.uplink
-        self._software, self._protocol_version = software, protocol_version
-        self._service = ExchangeService(transport, software, protocol_version)
+    def __init__(self, transport: Transport, me: Greeting = Greeting()) -> None:
+        self._transport, self._me = transport, me
+        self.uplink = transport.uplink
+        """Counts what is sent and received."""
+        self._service = ExchangeService(transport, me)
         self._thread = LoopThread("exchange", transport.check)
-        self._slots: asyncio.Semaphore | None = None
-        self._urgent_slots: asyncio.Semaphore | None = None
-        self._tells: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._urgent_slots = asyncio.Semaphore(URGENT_AT_ONCE)
+        self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
         """Files that are on their way, with the peers that may have them."""
@@ -110,9 +93,6 @@ class Exchange:
         self._thread.call(self._attach(), 60.0)
 
     async def _attach(self) -> None:
-        self._slots = asyncio.Semaphore(AT_ONCE)
-        self._urgent_slots = asyncio.Semaphore(URGENT_AT_ONCE)
-        self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         await self._transport.start()
         await self._transport.serve(PROTOCOL_NAME, self._service.handle)
 
@@ -147,23 +127,9 @@ class Exchange:
         """This node's id."""
         return self._transport.peer_id
 
-    @property
-    def bytes_up(self) -> int:
-        """Sent since the start."""
-        return self._uplink.sent_bytes
-
-    @property
-    def bytes_down(self) -> int:
-        """Received since the start."""
-        return self._uplink.received_bytes
-
     def connected_peers(self) -> tuple[str, ...]:
         """Return the ids of the peers that are connected. Raises `NetworkError`."""
-
-        async def connected() -> tuple[str, ...]:
-            return tuple(await self._transport.connected())
-
-        return self._thread.call(connected(), CALL_TIMEOUT_S + 5.0)
+        return tuple(self._thread.call(self._transport.connected(), CALL_TIMEOUT_S + 5.0))
 
     @property
     def _run(self) -> ServedRun:
@@ -178,7 +144,7 @@ class Exchange:
         """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
         saying = say_hello(self._transport, peer, self._service.greeting, timeout_s)
         hello = self._thread.call(saying, timeout_s + 1.0)
-        hello.check_protocol(self._software, self._protocol_version)
+        hello.check_protocol(self._me)
         return hello
 
     def clock_samples(
@@ -214,14 +180,13 @@ class Exchange:
         """Tell peers of rows and steps; returns at once, what does not arrive is not reported."""
         run = self._run
         rows, steps = rows[:MAX_TOLD_ROWS], steps[-MAX_TOLD_STEPS:]
-        about = {row.peer for row in rows} | {row.peer for step in steps for row in step.rows}
         request = TellRequest(
             run=run.run_id,
             module=module,
             rows=[pack_row(row) for row in rows],
             steps=[pack_step(step) for step in steps],
             keep=keep,
-            admissions=self._admissions(run, about | {self.peer_id}),
+            admissions=self._admissions(run, peers_of(rows, steps) | {self.peer_id}),
         )
 
         async def tell_all() -> None:
@@ -236,7 +201,6 @@ class Exchange:
         return found
 
     async def _tell_one(self, peer: str, request: TellRequest) -> None:
-        assert self._tells is not None
         try:
             async with self._tells:
                 await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
@@ -246,7 +210,10 @@ class Exchange:
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
     ) -> Answer | None:
-        """Ask which steps come after some; blocks. None: the peer is silent, or talks nonsense."""
+        """Ask which steps come after some; blocks. The answer is checked, and kept in the chains.
+
+        None: the peer is silent, or talks nonsense.
+        """
         run = self._run
         request = AskRequest(
             run=run.run_id, module=module, locator=[bytes.fromhex(name) for name in locator[:64]]
@@ -278,8 +245,8 @@ class Exchange:
         )
 
         async def put() -> bool:
-            opened = conversation(self._transport, peer, request, PutReply, CALL_TIMEOUT_S)
-            async with opened as (stream, reply):
+            stream, reply = await begin(self._transport, peer, request, PutReply, CALL_TIMEOUT_S)
+            try:
                 if reply.status != "send":
                     return reply.status == "stored"
                 for start in range(0, len(content), CHUNK_BYTES):
@@ -287,6 +254,8 @@ class Exchange:
                     await stream.write(piece, timeout_s)
                 frame = await read_frame(stream, PutReply.max_bytes)
                 return decode(PutReply, frame).status == "stored"
+            finally:
+                stream.close()
 
         try:
             return self._thread.call(put(), timeout_s)
@@ -305,46 +274,25 @@ class Exchange:
         greatest_bytes: int,
         timeout_s: float,
         mirrors: Sequence[str] = (),
-        is_urgent: bool = False,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: OnProgress = no_progress,
     ) -> Path:
         """Fetch content by hash; blocks. Raises `NetworkError`, `IntegrityError`, `StorageError`.
 
         Peers are asked in an order of each fetcher's own, then mirrors.
         """
-        order = spread(sha256, peers, self.peer_id)
-        getting = self._get(
-            sha256, order, into, greatest_bytes, timeout_s, mirrors, is_urgent, on_progress
-        )
-        return self._thread.call(getting, timeout_s + 5.0)
-
-    async def _get(
-        self,
-        sha256: str,
-        peers: Sequence[str],
-        into: BlobStore,
-        greatest_bytes: int,
-        timeout_s: float,
-        mirrors: Sequence[str] = (),
-        is_urgent: bool = False,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Path:
-        sources: list[Source] = [_PeerSource(self._transport, peer) for peer in peers]
-        sources += [MirrorSource(address) for address in mirrors]
-        if not sources:
-            raise NetworkError(f"{sha256[:12]}: nobody is known to hold it")
-        slots = self._urgent_slots if is_urgent else self._slots
-        assert slots is not None
-        return await download(
+        getting = download(
             sha256,
-            sources,
+            [*self._sources(spread(sha256, peers, self.peer_id)), *map(MirrorSource, mirrors)],
             into,
             max_bytes=greatest_bytes,
             timeout_s=timeout_s,
-            slots=slots,
-            others_wait=slots.locked,
+            slots=self._slots,
             on_progress=on_progress,
         )
+        return self._thread.call(getting, timeout_s + 5.0)
+
+    def _sources(self, peers: Iterable[str]) -> list[Source]:
+        return [_PeerSource(self._transport, peer) for peer in peers]
 
     # -- gather
 
@@ -428,8 +376,13 @@ class Exchange:
             order = [row.peer] if row.peer in peers else []
             order += spread(row.file, peers - {row.peer}, self.peer_id)
             try:
-                path = await self._get(
-                    row.file, order, files.incoming, row.bytes, max(1.0, left_s), is_urgent=True
+                path = await download(
+                    row.file,
+                    self._sources(order),
+                    files.incoming,
+                    max_bytes=row.bytes,
+                    timeout_s=max(1.0, left_s),
+                    slots=self._urgent_slots,
                 )
                 return await run_blocking(files.install, row, path)
             except IntegrityError as error:
@@ -451,7 +404,7 @@ class _PeerSource:
     def __init__(self, transport: Transport, peer: str) -> None:
         self._transport, self.name = transport, peer
 
-    async def open(self, sha256: str, offset: int) -> ContentStream:
+    async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
         """Ask for content. Raises what `transfer.Source` names, or what a call raises."""
         request = GetRequest(sha256=bytes.fromhex(sha256), offset=offset)
         try:
@@ -462,25 +415,10 @@ class _PeerSource:
             # Others are asked then; a download ends with an error of its own.
             raise ConnectionError(str(error)) from None
         if reply.status == "ok":
-            return _PeerStream(stream, reply.total_bytes)
+            return stream, reply.total_bytes
         stream.close()
         if reply.status == "busy":
             raise SourceBusy(reply.retry_after_s)
         if reply.status == "beyond":
             raise OffsetBeyondEnd
         raise ContentAbsent
-
-
-class _PeerStream:
-    """What a peer sends."""
-
-    def __init__(self, stream: Stream, total_bytes: int) -> None:
-        self._stream, self.total_bytes = stream, total_bytes
-
-    async def read(self, count: int) -> bytes:
-        """Return up to `count` bytes, and b"" at the end."""
-        return await self._stream.read(count)
-
-    def close(self) -> None:
-        """End it."""
-        self._stream.close()

@@ -28,7 +28,7 @@ from .transfer import spread
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
-# Of blobs whose kind this file does not know: what this peer itself has added.
+# Of blobs that the run does not name.
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
 ASK_AGAIN = "start again, other holders are then asked too"
@@ -46,34 +46,24 @@ class ContentFetcher:
     """Finds holders in the DHT, fetches from them, and checks. Blocking; bounded."""
 
     def __init__(
-        self, directory: Directory, exchange: Exchange, blobs: BlobStore, scratch: BlobStore
+        self,
+        directory: Directory,
+        exchange: Exchange,
+        blobs: BlobStore,
+        scratch: BlobStore,
+        plan: RunPlan,
+        grid: Grid,
+        given_peers: Iterable[str] = (),
     ) -> None:
-        self._directory = directory
-        self._exchange = exchange
-        self.blobs = blobs
-        self._scratch = scratch
-        self._mirrors: tuple[str, ...] = ()
-        self._plan: RunPlan | None = None
-        self._grid: Grid | None = None
-        self._now: Callable[[], float] = time.time
+        """Peers whose addresses were given, `given_peers`, are asked directly."""
+        self._directory, self._exchange = directory, exchange
+        self.blobs, self._scratch = blobs, scratch
+        self._plan, self._grid = plan, grid
+        self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
-        self._all_blobs: tuple[str, ...] = ()
-        self._greatest: dict[str, int] = {}
-        self.given_peers: tuple[str, ...] = ()
-        """Peers whose addresses were given: they are asked directly."""
-
-    def use_plan(self, plan: RunPlan, grid: Grid, now: Callable[[], float]) -> None:
-        """Learn the run's mirrors, shapes and clock once its manifest is verified."""
-        self._plan = plan
-        self._now = now
-        self._mirrors = plan.mirrors
-        self._grid = grid
-        self._all_blobs = core_blobs(plan)
+        """Hears how far downloads are that take longer than some seconds."""
         self._greatest = greatest_core_bytes(plan, grid)
-
-    def use_display(self, say: Callable[[str], None]) -> None:
-        """Say how far downloads are that take longer than some seconds."""
-        self.say = say
+        """The most bytes of each blob of the run, by hash; replaced as a whole."""
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
         stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
@@ -81,44 +71,25 @@ class ContentFetcher:
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
-        assert self._plan is not None
-        shards = shard_bytes(index, self._plan.model)
-        self._greatest |= shards
-        self.use_blobs(shards)
+        self._greatest = self._greatest | shard_bytes(index, self._plan.model)
 
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
-        assert self._grid is not None
-        for module, digest in digests.items():
-            self._greatest[digest] = greatest_state_bytes(self._grid.layout(module), 0)
-        self.use_blobs(digests.values())
-
-    def use_blobs(self, hashes: Iterable[str]) -> None:
-        """Learn further blobs: those that lie here are announced and served with the others."""
-        self._all_blobs = tuple(dict.fromkeys((*self._all_blobs, *hashes)))
+        layout = self._grid.layout
+        sizes = {d: greatest_state_bytes(layout(module), 0) for module, d in digests.items()}
+        self._greatest = self._greatest | sizes
 
     def all_blobs(self) -> tuple[str, ...]:
         """Return the hashes that the run consists of."""
-        return self._all_blobs
+        return tuple(self._greatest)
 
-    def has_blob(self, sha256: str) -> bool:
-        """Tell whether a blob is on this disk."""
-        return self.blobs.has(sha256)
+    def blob(self, sha256: str, what: str = "a blob") -> Path:
+        """Return the file of a blob, fetched if needed; its size is bounded.
 
-    def blob(
-        self,
-        sha256: str,
-        what: str = "a blob",
-        timeout_s: float = FETCH_TIMEOUT_S,
-        max_bytes: int | None = None,
-    ) -> Path:
-        """Return the file of a blob, fetched if needed.
-
-        Its size is bounded by what the run says of it, or else by `max_bytes`.
         Raises `NetworkError` when nobody can give it in time, naming `what`, and
         `IntegrityError` when all that was given had another hash.
         """
-        shared, until_s = self.blobs.shared, time.monotonic() + timeout_s
+        shared, until_s = self.blobs.shared, time.monotonic() + FETCH_TIMEOUT_S
         try:
             while not self.blobs.has(sha256):
                 with nullcontext(True) if shared is None else shared.turn(sha256) as is_my_turn:
@@ -127,15 +98,16 @@ class ContentFetcher:
                             sha256,
                             self._blob_sources(sha256),
                             self.blobs,
-                            greatest_bytes=self._greatest.get(sha256, max_bytes or MAX_OTHER_BYTES),
-                            timeout_s=timeout_s,
-                            mirrors=self._mirrors,
+                            greatest_bytes=self._greatest.get(sha256, MAX_OTHER_BYTES),
+                            timeout_s=FETCH_TIMEOUT_S,
+                            mirrors=self._plan.mirrors,
                             on_progress=self._progress(what),
                         )
                 if not is_my_turn:
                     if time.monotonic() > until_s:
                         raise NetworkError(
-                            f"another peer of this machine has not fetched it in {timeout_s:.0f} s"
+                            "another peer of this machine has not fetched it in "
+                            f"{FETCH_TIMEOUT_S:.0f} s"
                         )
                     time.sleep(TURN_S)
             return self.blobs.path(sha256)
@@ -162,14 +134,13 @@ class ContentFetcher:
         """Return whom to ask for a blob: those that announce it, and the given addresses too, as
         records may be kept from a newcomer."""
         found = self._directory.find_blob_holders(sha256)
-        return tuple(dict.fromkeys((*found, *self.given_peers)))
+        return tuple(dict.fromkeys((*found, *self._given_peers)))
 
     def state(self, wanted: Head, holders: Sequence[str]) -> ModuleState:
         """Fetch one module state by its digest and check it against the module's shape.
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
         """
-        assert self._grid is not None
         layout = self._grid.layout(wanted.module)
         paths = self._grid.paths_of_module(wanted.module)
 
@@ -213,7 +184,6 @@ class ContentFetcher:
 
         A holder's word for its weight is not taken: its steps are asked for from the genesis.
         """
-        assert self._plan is not None
         book = ChainBook(self._plan.run_id, [module])
         announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
         ranked = sorted(announced.values(), key=lambda head: head.rank)
@@ -266,20 +236,8 @@ class ContentFetcher:
         return None
 
 
-def path_values(grid: Grid) -> int:
-    """Return how many parameters one path has."""
-    return sum(grid.layout(level).size for level in grid.level_names)
-
-
-def core_blobs(plan: RunPlan) -> tuple[str, ...]:
-    """Return the hashes that everybody needs, whatever its path."""
-    blobs = plan.blobs
-    names = (blobs.shards, blobs.base, blobs.tokenizer, blobs.router, blobs.genesis)
-    return tuple(name for name in names if name is not None)
-
-
 def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
-    """Return what each of the core blobs can have at most, by hash.
+    """Return the most bytes of each blob that everybody needs, whatever its path, by hash.
 
     The manifest names them by their hashes alone. What they can be follows from the run's shape,
     with room for what JSON and file headers add.
@@ -287,7 +245,7 @@ def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     blobs, model = plan.blobs, plan.model
     greatest = {
         blobs.shards: 2**16 + 1024 * grid.path_count,
-        blobs.base: 2**22 + 4 * path_values(grid),
+        blobs.base: 2**22 + 4 * grid.parameter_counts()["path"],
         blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
         # At most two numbers for each feature and path, in eight bytes.
         blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,

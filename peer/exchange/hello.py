@@ -39,13 +39,13 @@ class Hello:
     """The run that it takes part in; None while it joins."""
     clock: ClockSample
 
-    def check_protocol(self, software: str, protocol_version: int) -> None:
+    def check_protocol(self, me: Greeting) -> None:
         """Raise `ProtocolVersionError` unless the peer speaks our version."""
-        if self.protocol != protocol_version:
+        if self.protocol != me.protocol:
             raise ProtocolVersionError(
                 f"peer {self.peer_id} is {self.software} with protocol {self.protocol}, this is "
-                f"{software} with protocol {protocol_version}; "
-                f"{protocol_remedy(self.protocol, protocol_version)}"
+                f"{me.software} with protocol {me.protocol}; "
+                f"{protocol_remedy(self.protocol, me.protocol)}"
             )
 
 

@@ -34,11 +34,6 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def running(self) -> bool:
-        """Tell whether `call` can be used."""
-        return self._thread is not None and self._thread.is_alive() and self._loop is not None
-
     def start(self) -> None:
         """Start the thread; returns when its loop runs. Raises `NetworkError`."""
         ready = threading.Event()
@@ -68,8 +63,8 @@ class LoopThread:
         raises; an interrupted wait (Ctrl+C) cancels the coroutine.
         """
         assert threading.current_thread() is not self._thread, "would wait for itself"
-        loop = self._loop
-        if loop is None or not self.running:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not thread.is_alive():
             coroutine.close()
             raise NetworkError(f"the {self._name} is not running")
         try:

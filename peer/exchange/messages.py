@@ -9,7 +9,7 @@ meaning of its fields.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgpack
 from dipaco.dht.admission import ADMISSION_BYTES
@@ -162,15 +162,7 @@ class PutReply(Message):
 
 Request = HelloRequest | CallBackRequest | TellRequest | AskRequest | GetRequest | PutRequest
 _REQUESTS: dict[str, type[Request]] = {
-    kind.model_fields["kind"].default: kind
-    for kind in (
-        HelloRequest,
-        CallBackRequest,
-        TellRequest,
-        AskRequest,
-        GetRequest,
-        PutRequest,
-    )
+    kind.model_fields["kind"].default: kind for kind in get_args(Request)
 }
 # These carry rows; the others are short.
 _LONG = ("tell", "ask", "put")

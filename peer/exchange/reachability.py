@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol
 
 from dipaco.base.errors import DipacoError
@@ -62,14 +62,13 @@ def tcp_address(address: str) -> tuple[Host, int] | None:
         return None
 
 
-def is_relayed(address: str) -> bool:
-    """Tell whether an address goes over a relay."""
-    return "/p2p-circuit" in address
+def hosts_of(addresses: Iterable[str]) -> set[Host]:
+    """Return the hosts that some addresses name."""
+    return {found[0] for address in addresses if (found := tcp_address(address)) is not None}
 
 
-def to_call(announced: Iterable[str], seen: Iterable[str]) -> tuple[tuple[Host, int], ...]:
-    """Return which of a caller's addresses may be called: hosts from which it is seen to come."""
-    hosts = {found[0] for address in seen if (found := tcp_address(address)) is not None}
+def to_call(announced: Iterable[str], hosts: Container[Host]) -> tuple[tuple[Host, int], ...]:
+    """Return which of a caller's addresses may be called: `hosts` from which it is seen to come."""
     places = (tcp_address(address) for address in announced)
     found_places = [place for place in places if place is not None and place[0] in hosts]
     return tuple(dict.fromkeys(found_places))[:MAX_CALLED_BACK]
@@ -104,14 +103,14 @@ class CallingBack:
         self, peer: str, announced: Sequence[str], seen: Sequence[str]
     ) -> CallBackReply:
         """Call the addresses that `peer` announces, if it is `seen` to come from there."""
-        hosts = [found[0] for address in seen if (found := tcp_address(address)) is not None]
+        hosts = hosts_of(seen)
         is_near = bool(hosts) and not any(host.is_global for host in hosts)
         now = self._monotonic()
         last = self._called.get(peer)
         is_too_soon = last is not None and now < last + CALL_PERIOD_S
         if not hosts or is_too_soon or self._under_way >= CALLS_AT_ONCE:
             return CallBackReply(result="untried", near=is_near)
-        places = to_call(announced, seen)
+        places = to_call(announced, hosts)
         if not places:
             return CallBackReply(result="elsewhere", near=is_near)
         self._called[peer] = now
@@ -144,8 +143,7 @@ def conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | Non
     the same private network tell nothing about the others, if there are others.
     """
     far = [answer for answer in answers if not answer.near]
-    places = (tcp_address(address) for address in own)
-    is_public = any(place is not None and place[0].is_global for place in places)
+    is_public = any(map(_is_global, own))
     balance = 0
     for answer in far or answers:
         if answer.result == "reached":
@@ -161,7 +159,7 @@ def probe(
 ) -> tuple[Reachability, tuple[CallBackReply, ...]]:
     """Ask some of `peers`, in order, until enough agree; returns what follows, and the answers."""
     answers: list[CallBackReply] = []
-    direct = sorted((a for a in own if not is_relayed(a)), key=_is_global, reverse=True)
+    direct = sorted((a for a in own if "/p2p-circuit" not in a), key=_is_global, reverse=True)
     for peer in peers[:QUESTIONS]:
         try:
             answers.append(asker.call_back(peer, direct[:MAX_CALLED_BACK]))
@@ -245,5 +243,4 @@ class ReachabilityWatch:
 
 
 def _is_global(address: str) -> bool:
-    place = tcp_address(address)
-    return place is not None and place[0].is_global
+    return any(host.is_global for host in hosts_of([address]))

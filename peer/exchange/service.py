@@ -14,18 +14,17 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dipaco.dht.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
 from dipaco.dht.record_errors import RecordError
 from dipaco.dht.records import HeldState
 from dipaco.dht.repetition import Complaints
-from dipaco.modules.plan import PROTOCOL_VERSION
 
 from .chain_store import ChainStore
-from .content import ContentShelf, ContentSource, OpenContent, Parts
+from .content import ContentSource, OpenContent, Parts, opened
 from .contribution_files import PUT_PREFIX, ContributionFiles
 from .hello import Greeting
 from .limits import Bounds, ByteBuckets, Slot, Slots
@@ -103,15 +102,11 @@ OnTold = Callable[[str, str, tuple[Row, ...], tuple[Step, ...], bool], None]
 class ExchangeService:
     """Answers streams. Lives on the exchange's event loop."""
 
-    def __init__(
-        self, transport: Transport, software: str, protocol_version: int = PROTOCOL_VERSION
-    ) -> None:
-        self._transport, self._software = transport, software
-        self._protocol_version = protocol_version
+    def __init__(self, transport: Transport, me: Greeting) -> None:
+        self._transport, self._me = transport, me
         self.system_time: Callable[[], float] = time.time
         self.run: ServedRun | None = None
         self.on_told: OnTold = lambda peer, module, rows, steps, keep: None
-        self._shelf = ContentShelf()
         self._calling = CallingBack()
         self._streams, self._uploads = Slots(STREAMS), Slots(UPLOADS)
         self._sent = ByteBuckets(BURST_BYTES, RATE_BYTES_S)
@@ -121,13 +116,11 @@ class ExchangeService:
     @property
     def greeting(self) -> Greeting:
         """What this node says of itself."""
-        admission = self.run.admission if self.run is not None else None
-        return Greeting(self._software, self._protocol_version, admission)
+        return self._me if self.run is None else replace(self._me, admission=self.run.admission)
 
     def serve(self, run: ServedRun) -> None:
         """Answer about this run from now on."""
         self.run = run
-        self._shelf.source = run
 
     def _is_stranger(self, peer: str) -> bool:
         return self.run is None or not self.run.check.is_in(peer)
@@ -209,8 +202,8 @@ class ExchangeService:
         if request.admission is not None and self.run is not None:
             self.run.check.admit(peer, request.admission)
         return HelloReply(
-            protocol=self._protocol_version,
-            software=self._software[:64],
+            protocol=self._me.protocol,
+            software=self._me.software[:64],
             received_s=received_s,
             sent_s=self.system_time(),
             run=self.run.run_id if self.run is not None else None,
@@ -223,14 +216,12 @@ class ExchangeService:
         if run is None or request.run != run.run_id or request.module not in run.check.modules:
             return AskReply(steps=[], rows=[], has_more=False, held=None, admissions={})
         told = run.chains.answer(request.module, [name.hex() for name in request.locator])
-        peers = {row.peer for step in told.steps for row in step.rows}
-        peers |= {row.peer for row in told.rows}
         return AskReply(
             steps=[pack_step(step) for step in told.steps],
             rows=[pack_row(row) for row in told.rows],
             has_more=told.has_more,
             held=HeldState.of(told.held) if told.held is not None else None,
-            admissions=run.chains.admissions_of(peers),
+            admissions=run.chains.admissions_of(peers_of(told.rows, told.steps)),
         )
 
     # -- get
@@ -243,7 +234,7 @@ class ExchangeService:
             await self._reply(stream, GetReply(status="busy", retry_after_s=RETRY_AFTER_S))
             return
         try:
-            async with self._shelf.open(request.sha256.hex()) as content:
+            async with opened(self.run, request.sha256.hex()) as content:
                 if content is None:
                     await self._reply(stream, GetReply(status="absent"))
                 elif request.offset > content.size_bytes:
@@ -345,6 +336,11 @@ def _row_to_store(run: ServedRun | None, peer: str, request: PutRequest) -> Row 
 # -- what others say of rows and steps
 
 
+def peers_of(rows: Iterable[Row], steps: Iterable[Step]) -> set[str]:
+    """Return whose rows these are, or are in these steps."""
+    return {row.peer for row in rows}.union(*(step.peers for step in steps))
+
+
 def unpack_rows(values: list[object]) -> tuple[Row, ...]:
     """Read rows that came from elsewhere, leaving out what are none."""
     found = []
@@ -380,7 +376,7 @@ def checked(
 def _keep(
     run: ServedRun, rows: tuple[Row, ...], steps: tuple[Step, ...], admissions: Mapping[str, bytes]
 ) -> None:
-    peers = {row.peer for row in rows} | {row.peer for step in steps for row in step.rows}
+    peers = peers_of(rows, steps)
     run.chains.note_admissions({p: a for p, a in admissions.items() if p in peers})
     run.chains.add_verified(steps)
     run.chains.note_rows(rows)

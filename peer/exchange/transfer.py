@@ -73,11 +73,16 @@ class OffsetBeyondEnd(Exception):
     """More bytes lie in the partial file than the source's content has."""
 
 
+OnProgress = Callable[[int, int], None]
+"""Hears how many bytes of how many are here."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Tell nobody."""
+
+
 class ContentStream(Protocol):
     """Bytes on their way from a source."""
-
-    total_bytes: int
-    """Size of the whole content, as the source says."""
 
     async def read(self, count: int) -> bytes:
         """Return up to `count` more bytes, and b"" at the end."""
@@ -94,8 +99,8 @@ class Source(Protocol):
     name: str
     """For log lines and error messages."""
 
-    async def open(self, sha256: str, offset: int) -> ContentStream:
-        """Begin to send from `offset`.
+    async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
+        """Begin to send from `offset`; also returns the size of the whole content, as it says.
 
         Raises `ContentAbsent`, `SourceBusy`, `OffsetBeyondEnd`, or anything else when it fails.
         """
@@ -122,38 +127,27 @@ async def download(
     *,
     max_bytes: int,
     timeout_s: float,
-    on_bytes: Callable[[int], None] = lambda count: None,
-    slots: asyncio.Semaphore | None = None,
-    others_wait: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    slots: asyncio.Semaphore,
+    on_progress: OnProgress = no_progress,
 ) -> Path:
     """Fetch content into `destination` and return its file; at once when it is there.
 
     `sources` are asked in their order. Content larger than `max_bytes` is refused before it is
-    sent. `on_bytes` is told how much has arrived, `on_progress` how much of how much is here. One
-    of the `slots` is taken while a source sends, not while all are busy. While `others_wait` for a
-    slot, a slow source is given up.
+    sent. One of the `slots` is taken while a source sends, not while all are busy. While all are
+    taken, a slow source is given up.
     Raises `NetworkError` when no source can give the content within `timeout_s`, however fast it
     sends, `IntegrityError` when those that could gave another, and `StorageError` when it cannot
     be written. What has arrived is kept for the next attempt.
     """
-    slots = slots or asyncio.Semaphore()
     deadline = time.monotonic() + timeout_s
     with PartialFile(destination, sha256) as partial:
         while not destination.has(sha256):
             if await run_blocking(partial.try_open):
                 if destination.has(sha256):
                     break  # another download ended before the file was opened
+                holders = [_Holder(source) for source in sources]
                 attempt = _Download(
-                    sha256,
-                    sources,
-                    partial,
-                    max_bytes,
-                    deadline,
-                    on_bytes,
-                    slots,
-                    others_wait,
-                    on_progress,
+                    sha256, holders, partial, max_bytes, deadline, slots, on_progress
                 )
                 return await attempt.run()
             if time.monotonic() > deadline:
@@ -185,23 +179,16 @@ class _Download:
     def __init__(
         self,
         sha256: str,
-        sources: Sequence[Source],
+        holders: list[_Holder],
         partial: PartialFile,
         max_bytes: int,
         deadline: float,
-        on_bytes: Callable[[int], None],
         slots: asyncio.Semaphore,
-        others_wait: Callable[[], bool],
-        on_progress: Callable[[int, int], None],
+        on_progress: OnProgress,
     ) -> None:
-        self._slots, self._others_wait = slots, others_wait
-        self._on_progress = on_progress
-        self._sha256 = sha256
-        self._holders = [_Holder(source) for source in sources]
-        self._partial = partial
-        self._max_bytes = max_bytes
-        self._deadline = deadline
-        self._on_bytes = on_bytes
+        self._sha256, self._holders, self._partial = sha256, holders, partial
+        self._max_bytes, self._deadline = max_bytes, deadline
+        self._slots, self._on_progress = slots, on_progress
         self._whole = False
         """Each holder has to send everything, because a mixed file was wrong."""
         self._senders = {_EARLIER} if partial.size_bytes else set[str]()
@@ -259,9 +246,9 @@ class _Download:
         """Fetch from one holder; return the file when it is complete and right."""
         before = self._partial.size_bytes
         try:
-            stream = await self._open(holder)
+            stream, total_bytes = await self._open(holder)
             try:
-                await self._receive(stream, holder)
+                await self._receive(stream, total_bytes, holder)
             finally:
                 stream.close()
             return await self._commit(holder)
@@ -276,7 +263,7 @@ class _Download:
         except _TooSlow as error:
             self._note_failure(holder, error, self._partial.size_bytes - before)
             holder.slow_times += 1
-            holder.gone = holder.gone or self._others_wait()
+            holder.gone = holder.gone or self._slots.locked()
         except _Refused as refusal:
             holder.gone = holder.refused = True
             holder.reason = str(refusal)
@@ -299,36 +286,36 @@ class _Download:
         holder.retry_at = time.monotonic() + RETRY_PAUSE_S * holder.failures
         logger.debug("%s: %s failed: %r", holder.source.name, self._sha256[:12], error)
 
-    async def _open(self, holder: _Holder) -> ContentStream:
+    async def _open(self, holder: _Holder) -> tuple[ContentStream, int]:
         """Begin a stream that goes on where the partial file ends, or refuse what it claims."""
         alone = self._whole and bool(self._senders - {holder.source.name})
         offset = 0 if alone else self._partial.size_bytes
         remaining = max(0.1, self._deadline - time.monotonic())
         opening = holder.source.open(self._sha256, offset)
         try:
-            stream = await asyncio.wait_for(opening, min(OPEN_TIMEOUT_S, remaining))
+            stream, total_bytes = await asyncio.wait_for(opening, min(OPEN_TIMEOUT_S, remaining))
         except OffsetBeyondEnd:
             await self._disagree(holder, "it has fewer bytes than it sent before")
-        if stream.total_bytes > self._max_bytes:
+        if total_bytes > self._max_bytes:
             stream.close()
-            raise _Refused(f"it says {stream.total_bytes} bytes, at most {self._max_bytes} can be")
-        if stream.total_bytes < offset:
+            raise _Refused(f"it says {total_bytes} bytes, at most {self._max_bytes} can be")
+        if total_bytes < offset:
             stream.close()
             await self._disagree(holder, "it has fewer bytes than it sent before")
         if alone:
             await self._start_over()
-        return stream
+        return stream, total_bytes
 
-    async def _receive(self, stream: ContentStream, holder: _Holder) -> None:
+    async def _receive(self, stream: ContentStream, total_bytes: int, holder: _Holder) -> None:
         """Append what the stream sends, a block at a time, until it is complete."""
-        while self._partial.size_bytes < stream.total_bytes:
-            self._on_progress(self._partial.size_bytes, stream.total_bytes)
-            wanted = min(BLOCK_BYTES, stream.total_bytes - self._partial.size_bytes)
+        while self._partial.size_bytes < total_bytes:
+            self._on_progress(self._partial.size_bytes, total_bytes)
+            wanted = min(BLOCK_BYTES, total_bytes - self._partial.size_bytes)
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 holder.reason = "it was still sending"
                 raise self._failure("in time")
-            is_hurried = self._others_wait() or self._can_ask_others(holder)
+            is_hurried = self._slots.locked() or self._can_ask_others(holder)
             slow_s = SLOW_GRACE_S + wanted / LEAST_RATE_BYTES_S
             limit_s = min(BLOCK_TIMEOUT_S, slow_s) if is_hurried else BLOCK_TIMEOUT_S
             block = bytearray()
@@ -343,7 +330,6 @@ class _Download:
                 if block:
                     self._senders.add(holder.source.name)
                     holder.busy_since = None
-                    self._on_bytes(len(block))
                     await run_blocking(self._partial.append, block)
 
     def _can_ask_others(self, holder: _Holder) -> bool:
@@ -424,11 +410,11 @@ class MirrorSource:
         self._address = address.rstrip("/")
         self.name = f"mirror {self._address}"
 
-    async def open(self, sha256: str, offset: int) -> ContentStream:
+    async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
         """Open the mirror's file; blocks a thread, not the loop."""
         return await run_blocking(self._open, sha256, offset)
 
-    def _open(self, sha256: str, offset: int) -> ContentStream:
+    def _open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
         # Laid out as the folder of blobs of a run is.
         address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
         refuse_private(self._address)
@@ -443,15 +429,14 @@ class MirrorSource:
         except FileNotFoundError:
             raise ContentAbsent from None
         file.seek(offset)
-        return _MirrorStream(file, int(total_bytes))
+        return _MirrorStream(file), int(total_bytes)
 
 
 class _MirrorStream:
     """An open file of a mirror."""
 
-    def __init__(self, file: BinaryIO, total_bytes: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.total_bytes = total_bytes
 
     async def read(self, count: int) -> bytes:
         """Return up to `count` bytes."""

@@ -44,15 +44,12 @@ class RowCheck:
     ) -> None:
         self._plan, self._grid, self._gate = plan, grid, gate
         self._greatest_bytes, self._now = greatest_bytes, now
+        self.modules = frozenset(grid.modules())
+        """All of the run."""
         self._lock = threading.Lock()
         self._signed: OrderedDict[bytes, None] = OrderedDict()
         self._rounds: OrderedDict[tuple[str, int, str, str], set[str]] = OrderedDict()
         """Peers by module, round, parent and invitation whose rows were let through."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """All modules of the run."""
-        return tuple(self._grid.modules())
 
     def is_in(self, peer: str) -> bool:
         """Tell whether a peer is admitted and was not revoked."""

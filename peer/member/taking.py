@@ -217,8 +217,10 @@ class Strand(OuterRound):
 
     def _has_come(self, file: str) -> None:
         taking = self.taking
-        if taking is not None and taking.missing.pop(file, None) and not taking.missing:
-            self.known.do(Compute(self.module, taking.base, taking.steps))
+        if taking is not None and file in taking.missing:
+            del taking.missing[file]
+            if not taking.missing:
+                self.known.do(Compute(self.module, taking.base, taking.steps))
 
     def _gather_failed(self, file: str, is_refused: bool) -> None:
         """A file is no contribution, or nobody gave it; then it may be asked for again. A step

@@ -181,10 +181,9 @@ class LivePanel:
             "train on",
         )
         rows.add_row("round", self._round_text(self._node.clock.now()))
-        rows.add_row(
-            "line",
-            f"sent {shown_bytes(status.bytes_up)}, received {shown_bytes(status.bytes_down)}",
-        )
+        line = self._node.exchange.uplink
+        moved = f"sent {shown_bytes(line.sent_bytes)}, received {shown_bytes(line.received_bytes)}"
+        rows.add_row("line", moved)
         rows.add_row("keys", Text(self._keys_text()))
         title = Text(f"dipaco: run {self._node.plan.name}")
         return Panel(rows, title=title, title_align="left")

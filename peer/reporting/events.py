@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dipaco.base.errors import StorageError
-from dipaco.dht.manifest import SignedManifest
 
 logger = logging.getLogger("dipaco.peer.reporting.events")
 
@@ -59,24 +58,6 @@ class EventLog:
                     self._file = None
         for listener in self._listeners:
             listener(kind, values)
-
-    def begin_run(
-        self, manifest: SignedManifest, peer_id: str, *, name: str, software: str, device: str
-    ) -> None:
-        """Say which run the events that follow are of, whole, and who tells them.
-
-        So that a log alone is enough to see what a swarm did (`dipaco-status --replay`).
-        """
-        self.emit(
-            "run",
-            run=manifest.plan.run_id,
-            peer_id=peer_id,
-            operator=manifest.operator_fingerprint,
-            plan=manifest.plan.model_dump(mode="json"),
-            name=name,
-            software=software,
-            device=device,
-        )
 
     def close(self) -> None:
         """Close the file."""

@@ -14,7 +14,8 @@ from typing import Any, get_args
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.dht.records import ClaimState, Reachability
 from dipaco.dht.status.metrics import Metric
-from dipaco.peer.node import SOFTWARE, Node
+from dipaco.peer.exchange.hello import SOFTWARE
+from dipaco.peer.node import Node
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import NodeSettings
@@ -141,8 +142,11 @@ class PeerMetrics(Collector):
         with self._lock:
             counted = {name: dict(found) for name, found in self._values.items()}
             node, publisher, status = self._node, self._publisher, self._status
-        sent = {"dipaco_sent_bytes_total": {"": float(self._uplink.sent_bytes)}}
-        values = {**counted, **_gauges(node, publisher, status), **sent}
+        moved = {
+            "dipaco_sent_bytes_total": {"": float(self._uplink.sent_bytes)},
+            "dipaco_received_bytes_total": {"": float(self._uplink.received_bytes)},
+        }
+        values = {**counted, **_gauges(node, publisher, status), **moved}
         return [_family(metric, values.get(metric.name)) for metric in PEER_METRICS]
 
 
@@ -168,7 +172,6 @@ def _gauges(
     }
     if node is not None:
         plain["states_held"] = len(node.held.all())
-        plain["received_bytes_total"] = node.exchange.bytes_down
         if not node.schedule.fixed_steps:
             plain["round"] = max(0, node.schedule.round_at(node.clock.now()))
     if publisher is not None:

@@ -6,10 +6,10 @@ The fixture `nodes` (conftest.py) gives them; a test starts the exchanges that i
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.hello import Greeting
 from dipaco.peer.exchange.transport import HivemindTransport
 
 RUN = "0123456789abcdef"
@@ -24,8 +24,8 @@ class Nodes:
         self.addresses = [str(address) for address in self.server_dht.get_visible_maddrs()]
         self.started: list[Exchange] = []
 
-    def serving(self, **options: Any) -> Exchange:
-        exchange = Exchange(HivemindTransport(self.server_dht), **options)
+    def serving(self, me: Greeting = Greeting()) -> Exchange:
+        exchange = Exchange(HivemindTransport(self.server_dht), me)
         exchange.start()
         self.started.append(exchange)
         return exchange

@@ -89,6 +89,14 @@ def chain_of(
     return steps
 
 
+def knows(chains: ChainStore, step: str) -> bool:
+    return step in chains._book
+
+
+def rows_in(chains: ChainStore, module: str) -> tuple[Row, ...]:
+    return tuple(chains._modules[module].rows.values())
+
+
 class Held:
     """Content by its hash, in memory or in files."""
 

@@ -15,6 +15,7 @@ from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.exchange.clock import Clock
+from dipaco.peer.owner.uplink import Uplink
 
 ME = "Qm" + "a" * 44
 
@@ -134,8 +135,7 @@ class FakeDirectory:
 class FakeExchange:
     """Counts no bytes and knows no neighbours."""
 
-    bytes_up = 10
-    bytes_down = 20
+    uplink = Uplink()
 
     def connected_peers(self) -> tuple[str, ...]:
         return ()
@@ -180,7 +180,7 @@ class FakeFetcher:
     def all_blobs(self) -> tuple[str, ...]:
         return self.run_blobs
 
-    def has_blob(self, sha256: str) -> bool:
+    def has(self, sha256: str) -> bool:
         return sha256 in self.blobs_here
 
     def blob(self, sha256: str) -> Path:
