@@ -50,7 +50,7 @@ class RoundRecord:
             ]
             left.plot(rounds, [loss or math.nan for loss in losses], color="0.75", linewidth=0.8)
         left.plot(rounds, [row["train_loss"] for row in self._rows], marker=".")
-        left.set(xlabel="round", ylabel="training loss, nats a token: mean, and each path in grey")
+        left.set(xlabel="round", ylabel="training loss (grey: each path)")
         scored = [(row["round"], row["perplexity"]) for row in self._rows if row["perplexity"]]
         if scored:
             right.plot(*zip(*scored, strict=True), marker=".")
