@@ -62,15 +62,21 @@ def run_prepare(settings: PrepareSettings) -> int:
 
 def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
+    from dipaco.modules.device import choose_device, prepare_process
     from rich.console import Console
 
     from .display import show_figures
     from .plan_figures import Expected, look_at_data, plan_figures
+    from .plan_times import measured_tokens_per_s
     from .run_config import load_run_config
 
     tokens = None if settings.corpus_tokens is None else int(settings.corpus_tokens)
-    expected = Expected(settings.peers, settings.line_mbps)
     config = load_run_config(settings.run_toml, changes=settings.changes)
+    speed = settings.tokens_per_s
+    if settings.measure is not None:
+        prepare_process(None)
+        speed = measured_tokens_per_s(config, choose_device(settings.measure)[0])
+    expected = Expected(settings.peers, settings.line_mbps, speed)
     figures = plan_figures(config, tokens, expected)
     if settings.json:
         print(json.dumps(figures.as_json()))

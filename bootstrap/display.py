@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import printable
-from dipaco.base.progress import StageProgress, bar_or_lines
+from dipaco.base.progress import StageProgress, bar_or_lines, shown_time
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
@@ -19,6 +19,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from .plan_figures import PlanFigures
+    from .plan_times import Times
 
 
 class Display:
@@ -142,6 +143,27 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         + (f" and a shard of {shown_bytes(figures.shard_bytes)}" if figures.shard_bytes else "")
         + f"; the manifest has {figures.manifest_bytes:,} of at most "
         f"{figures.greatest_manifest_bytes:,} bytes"
+    )
+    if figures.times is None:
+        console.print("Without times; --tokens-per-s N or --measure auto estimates them")
+    else:
+        console.print(_times(figures.times, figures.peers))
+
+
+def _times(times: Times, peers: int) -> str:
+    ends = (
+        ("all schedules end", times.schedule_s),
+        ("all texts were trained once", times.corpus_s),
+    )
+    return (
+        f"At {times.tokens_per_s:,.0f} tokens/s a peer: prepare trains the base model for about "
+        f"{shown_time(times.base_s)}, and tokenises and routes; a round has "
+        f"{times.steps_per_round:,} steps in {shown_time(times.round_s)}"
+        + "".join(
+            f"; {what} after {shown_time(seconds)} of {peers:,} peers"
+            for what, seconds in ends
+            if seconds is not None
+        )
     )
 
 

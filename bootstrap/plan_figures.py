@@ -30,6 +30,7 @@ from dipaco.peer.check.needs import (
 from dipaco.routing.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.token_files import token_dtype
 
+from .plan_times import Times, plan_times
 from .run_config import RunConfig
 
 _ANY_SHA256 = "0" * 64
@@ -45,6 +46,8 @@ class Expected:
     """None: one for each path."""
     line_mbit_per_s: float = 20.0
     """The slowest line among them, up and down."""
+    tokens_per_s: float | None = None
+    """That each of them trains; None: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class PlanFigures:
     main_memory_bytes: dict[str, int]
     manifest_bytes: int
     greatest_manifest_bytes: int
+    times: Times | None
+    """None when no speed is given."""
 
     @property
     def disk_total_bytes(self) -> int:
@@ -174,7 +179,7 @@ def plan_figures(
     expected = expected or Expected()
     grid = grid_of(config)
     counts = grid.parameter_counts()
-    peers = expected.peers or grid.path_count
+    peers, speed = expected.peers or grid.path_count, expected.tokens_per_s
     levels = tuple(_level(config, grid, level, peers) for level in grid.level_names)
     states = sum(level.state_bytes for level in levels)
     shard = _shard_bytes(config, grid, corpus_tokens)
@@ -211,6 +216,7 @@ def plan_figures(
         main_memory_bytes=main_memory_bytes(config, grid, counts["path"]),
         manifest_bytes=manifest_bytes,
         greatest_manifest_bytes=MAX_MANIFEST_BYTES,
+        times=plan_times(config, speed, peers, grid.path_count, corpus_tokens) if speed else None,
     )
 
 

@@ -82,6 +82,7 @@ class Directory:
         self._expirations: dict[RecordName, float] = {}
         self._said: dict[RecordName, tuple[dict[str, Any], float]] = {}
         self._collected: dict[RecordName, _Entry] | None = None
+        self._waiting: Mapping[int, int] = {}
         self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
         self._verified_manifests: dict[bytes, SignedManifest] = {}
         self.foreign_manifests: tuple[bytes, ...] = ()
@@ -261,7 +262,7 @@ class Directory:
                 and (counted is None or record.peer_id in counted)
             )
 
-        return view_of_records(
+        view = view_of_records(
             now_s=now_s,
             plan=plan,
             grid=grid,
@@ -269,7 +270,9 @@ class Directory:
             modules={m: read("modules", m, ModuleRecord) for m in scope.modules},
             progress=[r for bucket in buckets for r in read("progress", bucket, ProgressRecord)],
             scope=scope,
-        )
+        ).watched(plan, grid, self._waiting)
+        self._waiting = view.waiting
+        return view
 
     def _take_revocations(self, entries: Mapping[Any, Any] | None) -> None:
         """Take the newest list of the operator's; whoever it names is out from here on."""

@@ -48,6 +48,8 @@ class SwarmView:
     peers: Mapping[str, PeerRecord] = field(default_factory=dict)
     holdings: Mapping[str, tuple[Holding, ...]] = field(default_factory=dict)
     progress: Mapping[int, ProgressEntry] = field(default_factory=dict)
+    waiting: Mapping[int, int] = field(default_factory=dict)
+    """Paths that nobody claims, and the round in which their reader first saw that."""
     duration_s: float = math.inf
     """Seconds of a round."""
     scope: Scope | None = None
@@ -222,9 +224,19 @@ class SwarmView:
         return len(self._by_path.get(path, ()))
 
     def last_round(self, path: int) -> int:
-        """Return the last round in which a path is known to have been trained; -1 for never."""
+        """Return the last round in which a path is known to have been trained; -1 for never.
+
+        While the reader sees that nobody claims it, no record makes that later.
+        """
         service = self.progress.get(path)
-        return service.last_round if service else -1
+        said = service.last_round if service else -1
+        return min(said, self.waiting.get(path, said))
+
+    def watched(self, plan: RunPlan, grid: Grid, before: Mapping[int, int]) -> SwarmView:
+        """Return the view with `waiting`, of that of the reader's view before."""
+        now = present_round(plan, self)
+        free = [path for path in self.paths(grid) if not self.claim_count(path)] if now >= 0 else []
+        return replace(self, waiting={path: before.get(path, now) for path in free})
 
     def rounds_held(self, claim: Claim) -> float:
         """Return for how many rounds a claim has stood."""

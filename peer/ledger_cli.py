@@ -18,7 +18,6 @@ from dipaco.base.errors import StorageError
 from dipaco.dht.addresses import check_given_peer
 
 if TYPE_CHECKING:
-    from dipaco.dht.chain import Step
     from dipaco.dht.ledger import Credit
     from dipaco.modules.plan import RunPlan
 
@@ -63,33 +62,11 @@ def run(settings: LedgerSettings) -> int:
 def _earlier_credits(plan: RunPlan, folders: Sequence[Path]) -> dict[str, dict[str, Credit]]:
     """Return the credits of the runs that a run continues, the latest first, from what is on disk.
 
-    Of several folders of a run the heaviest chain of each module counts; nothing is changed there.
+    Raises StorageError where none of them is.
     """
-    from dipaco.dht.ledger import credits_of
-    from dipaco.routing.run_folder import RunFolder
+    from .credit import earlier_credits
 
-    from .exchange.chain_store import ChainStore
-
-    found: dict[str, dict[str, Credit]] = {}
-    while (run_id := plan.successor_of) is not None:
-        chains: dict[str, Sequence[Step]] = {}
-        for folder in (*folders, *(folder / run_id for folder in folders)):
-            if not (folder / "manifest.json").is_file():
-                continue
-            run = RunFolder(folder)
-            if run.plan().run_id != run_id:
-                continue
-            plan = run.plan()
-            modules = run.grid(plan).modules()
-            store = ChainStore(run_id, modules, folder / "chains", only_reads=True)
-            for module in modules:
-                chain = store.chain(module)
-                weight = sum(len(step.rows) for step in chain)
-                if weight >= sum(len(step.rows) for step in chains.get(module, ())):
-                    chains[module] = chain
-        if not chains:
-            break
-        found[run_id] = credits_of(chains)
+    found = dict(earlier_credits(plan.successor_of, folders)) if folders else {}
     if folders and not found:
         raise StorageError(
             f"--earlier {folders[0]}: no run is there that run {plan.run_id} continues; give a "

@@ -120,7 +120,16 @@ class ReferenceSwarm:
                     self._stepped.add(module)
         self._train_until(self.steps_per_round)
         report = self._reporter.report(
-            self.next_round, self.workers, self.states, trained=True, started_s=started_s
+            self.next_round,
+            self.workers,
+            self.states,
+            trained=True,
+            started_s=started_s,
+            sent_bytes=sum(
+                self._rule.codec_of(module).file_bytes(self.grid.layout(module).size)
+                for worker in self.workers
+                for module in worker.modules
+            ),
         )
         self.next_round += 1
         self._stepped.clear()

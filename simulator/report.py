@@ -45,7 +45,17 @@ class RoundReport:
     digests: Mapping[str, str]
     versions: Mapping[str, int]
     paths: tuple[PathReport, ...]
+    tokens: int
+    """Trained in the round."""
+    bytes: int
+    """Of the contributions that the peers published in the round."""
     seconds: float
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean over the paths, in nats a token; None when nothing was trained."""
+        losses = [path.train_loss for path in self.paths if path.train_loss is not None]
+        return sum(losses) / len(losses) if losses else None
 
     @property
     def validation(self) -> LossSum:
@@ -53,9 +63,14 @@ class RoundReport:
         return LossSum.total(path.validation for path in self.paths)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values: a line of `dipaco-simulate --json`."""
+        """Return the report as plain values: a line of `--json` and `--log-json`."""
         return {
+            "event": "simulated_round",
             "round": self.round_index,
+            "tokens": self.tokens,
+            "train_loss": self.train_loss,
+            "perplexity": self.validation.perplexity,
+            "bytes": self.bytes,
             "digests": dict(self.digests),
             "versions": dict(self.versions),
             "paths": [
@@ -94,11 +109,13 @@ class Reporter:
         *,
         trained: bool,
         started_s: float,
+        sent_bytes: int = 0,
     ) -> RoundReport:
         """Report a round that began at `started_s` of `time.monotonic`.
 
         Without `trained` there was no round: the states are only scored.
         """
+        steps = sum(len(worker.round_losses) for worker in workers) if trained else 0
         paths = sorted({worker.peer.path for worker in workers})
         scores = {path: self._score(path, states) for path in paths}
         return RoundReport(
@@ -109,6 +126,8 @@ class Reporter:
             ),
             digests={m: states.digest(m) for m in states},
             versions={module: states.summary(module).version for module in states},
+            tokens=steps * self._plan.inner.batch_sequences * self._plan.model.sequence_length,
+            bytes=sent_bytes,
             seconds=time.monotonic() - started_s,
         )
 

@@ -13,6 +13,8 @@ from dipaco.base.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
+CHART_SUFFIXES = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSettings(ComputeSettings):
@@ -74,9 +76,18 @@ class CommandSettings(ComputeSettings):
         Literal["adamw", "adamw8bit"], Option("adamw or adamw8bit, as for the peers")
     ] = "adamw"
     json: Annotated[bool, Option("one JSON object a round")] = False
+    log_json: Annotated[
+        Path | None, Option("write that to a file; --resume goes on with it", "FILE")
+    ] = None
+    plot: Annotated[
+        Path | None,
+        Option("draw losses and perplexities of the rounds: FILE.png, .svg or .pdf", "FILE"),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.plot is not None and self.plot.suffix not in CHART_SUFFIXES:
+            raise ConfigurationError(f"--plot {self.plot}: name a .png, .svg or .pdf file")
         if self.resume and self.out is None:
             raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
 

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from .dense import DenseResult, train_dense
 from .live_folder import LiveFolder
+from .record import RoundRecord
 from .reference import ReferenceSwarm
 from .report import RoundReport
 from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
@@ -35,6 +36,7 @@ _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 def run(settings: CommandSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     _check_output(settings)
+    record = RoundRecord(settings.log_json, settings.plot, goes_on=settings.resume)
     source = RunFolder(settings.run_folder)
     source.plan()
     prepare_process(settings.threads)
@@ -42,19 +44,21 @@ def run(settings: CommandSettings) -> int:
     swarm = open_swarm(settings, source, output)
     printer = None if settings.json else RoundPrinter(swarm)
     emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
-    if not settings.json and settings.validation_sequences != 0:
-        before = swarm.report()
-        if printer:
-            printer.round(before)
+    if printer and settings.validation_sequences != 0:
+        printer.round(swarm.report())
     if printer:
         swarm.on_steps = printer.steps(swarm, settings.rounds)
     last: RoundReport | None = None
-    for done in range(1, settings.rounds + 1):
-        last = swarm.run_round()
-        if output is not None and _is_due(swarm, done, settings.rounds):
-            for state in swarm.states.values():
-                output.states.save(state)
-        emit(last)
+    try:
+        for done in range(1, settings.rounds + 1):
+            last = swarm.run_round()
+            if output is not None and _is_due(swarm, done, settings.rounds):
+                for state in swarm.states.values():
+                    output.states.save(state)
+            record.add(last)
+            emit(last)
+    finally:
+        record.draw()
     if printer and last:
         printer.summary(last)
     if settings.dense_steps:
@@ -195,10 +199,10 @@ class RoundPrinter:
 
     def round(self, report: RoundReport) -> None:
         """Print one line."""
-        losses = [path.train_loss for path in report.paths if path.train_loss is not None]
+        loss = report.train_loss
         parts = [
-            f"round {report.round_index}" if losses else "before",
-            f"train loss {sum(losses) / len(losses):.4f}" if losses else "",
+            "before" if loss is None else f"round {report.round_index}",
+            "" if loss is None else f"train loss {loss:.4f}",
             _perplexity(report.validation.perplexity),
             f"{report.seconds:.1f} s",
         ]

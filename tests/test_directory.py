@@ -21,7 +21,7 @@ from dipaco.base.errors import (
     UnreachableError,
 )
 from dipaco.dht.addresses import split_operator
-from dipaco.dht.coverage import scope_of
+from dipaco.dht.coverage import scope_of, whole_scope
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
 from dipaco.dht.identity import load_or_create_identity
@@ -44,6 +44,7 @@ from dipaco.dht.records import (
 from support.dht_pair import (
     GRID,
     LOOPBACK,
+    PLAN,
     TestNode,
     node_pair,
     paths_of,
@@ -263,6 +264,24 @@ def test_threads_and_long_records_share_the_pipe(pair: tuple[TestNode, TestNode]
     assert not failures
     found = view_by(directory_of(second, 103)).progress
     assert [service.tokens for service in found.values()] == [entry.tokens for entry in entries]
+
+
+def test_no_record_makes_a_path_served_that_is_seen_to_wait(
+    pair: tuple[TestNode, TestNode],
+) -> None:
+    first, second = pair
+    writer, reader = directory_of(first, 110), directory_of(second, 110)
+    rounds = []
+    for now in (5, 9):
+        entry = ProgressEntry(
+            path=1, last_round=now, tokens=1, validation_nll=0.0, validation_tokens=0, train_loss=1
+        )
+        record = ProgressRecord(peer_id=first.peer_id, entries=(entry,))
+        assert writer.publish_progress(record, 0, LIFE_S)
+        now_s = PLAN.start_s + (now + 0.5) * PLAN.rounds.duration_s
+        view = reader.read_view(PLAN, GRID, now_s, whole_scope(GRID))
+        rounds.append((view.progress[1].last_round, view.last_round(1)))
+    assert rounds == [(5, 5), (9, 5)]
 
 
 # -- runs

@@ -100,6 +100,19 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> N
         assert word not in text
 
 
+def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run() -> None:
+    given = Given()
+    given.before = 5000
+    for run, path, module in (("a", 0, "L0.E0"), ("a", 3, "L0.E1"), ("b", 0, "L0.E0")):
+        given.on_event("run", {"run": run})
+        given.on_event("training", {"path": path})
+        given.on_event(*step(1500))
+        for place in (module, "L1.E0"):
+            given.on_event("commit", {"module": place, "own_tokens": 1000})
+    assert str(given).startswith("4,500 tokens since")
+    assert str(given).endswith("3,000 of them are in the model, 8,000 with those before")
+
+
 def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
     status = PeerStatus(
         Activity("joining", 2), waiting_for="the shard of path 2", reachable="direct"

@@ -46,6 +46,16 @@ def test_events_become_numbers_at_the_step_they_came_at(
         {"event": "carry_on", "module": "L0.E1", "round": 5},
         {"event": "validation", "path": 1, "loss": 2.5},
         {"event": "commit"},
+        {
+            "event": "simulated_round",
+            "round": 7,
+            "tokens": 64,
+            "train_loss": 3.0,
+            "perplexity": None,
+            "bytes": 9,
+            "seconds": 0.5,
+            "paths": [],
+        },
         rest='no event\n[]\n{"event": "inner", "pa',
     )
     seen: list[tuple[dict[str, float], int, float]] = []
@@ -61,6 +71,9 @@ def test_events_become_numbers_at_the_step_they_came_at(
     assert seen[2][0]["commit/L0/peers"] == 2
     assert seen[2][1:] == (2, 101.0)
     assert "commit/private/version" in seen[3][0]
+    simulated, step, _ = seen.pop()
+    assert (simulated["simulated/train_loss"], "simulated/perplexity" in simulated) == (3.0, False)
+    assert step == 7
     assert [values[0] for values in seen[4:]] == [{"carry_on/L0": 5}, {"validation/path_1": 2.5}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from dipaco.base.errors import StorageError
 from dipaco.dht.chain import Row, Step, genesis_name
 from dipaco.dht.ledger import EXPORT_FORMAT, credits_of, exported, read_ledger
 from dipaco.peer import client, ledger_cli
+from dipaco.peer.credit import own_tokens
 from dipaco.peer.exchange.chain_store import ChainStore
 from support.tiny_run import make_tiny_run
 
@@ -161,6 +163,13 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     said = [(p["peer_id"], p["tokens"], p["last_round"]) for p in ledger["peers"]]
     assert said == [("ann" * 8, 1234, 0), (peer, 1000, -1)]
     assert log.read_bytes() == before
+    here = ChainStore("b" * 16, [module], None)
+    step = Step.of([replace(rows[0], parent=genesis_name("b" * 16, module), tokens=500)])
+    here.add_verified([step])
+    here.serve(module, step.name)
+    grid = SimpleNamespace(modules=lambda: [module])
+    node = SimpleNamespace(plan=Client.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
+    assert own_tokens(node) == 1500  # type: ignore[arg-type]
     assert ledger_cli.main(words) == 0
     assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())
     assert ledger_cli.main([*words, "--earlier", str(tmp_path / "made")]) == 9

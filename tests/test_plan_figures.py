@@ -182,6 +182,36 @@ def test_the_manifest_is_as_large_as_a_real_one(tmp_path: Path) -> None:
     assert len(plan.canonical_json()) < figures.manifest_bytes < 2 * len(plan.canonical_json())
 
 
+def test_times_follow_the_speed_and_the_peers() -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    changed = config.inner.model_copy(update={"decay_steps": 600})
+    config = config.model_copy(update={"inner": changed})
+    times = plan_figures(config, 1_200_000, Expected(2, tokens_per_s=2048.0)).times
+    assert times is not None
+    assert times.base_s == 150 * 16 * 128 / 2048
+    assert (times.round_s, times.steps_per_round) == (20.0, 40)  # two steps a second
+    assert times.schedule_s == 4 * 600 / 2 / 2  # of four paths by two peers
+    assert times.corpus_s == pytest.approx(1_200_000 / 4096)
+    fixed = plan_figures(load_run_config(PAPER), expected=Expected(tokens_per_s=1e5)).times
+    assert fixed is not None
+    assert (fixed.steps_per_round, fixed.round_s) == (150, pytest.approx(150 * 512 * 1024 / 1e5))
+    assert _paper().times is None
+
+
+def test_a_speed_is_stated_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = str(EXAMPLES / "tiny" / "RUN.toml")
+    assert main(["plan", tiny, "--tokens-per-s", "4096"]) == 0
+    assert "At 4,096 tokens/s a peer: prepare trains the base model for about 75 s" in (
+        capsys.readouterr().out
+    )
+    assert main(["plan", tiny, "--measure", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["times"]["tokens_per_s"] > 100
+    assert main(["plan", tiny]) == 0
+    assert "--measure auto" in capsys.readouterr().out
+    assert main(["plan", tiny, "--measure", "toaster"]) == 3
+    assert "--measure 'toaster' is not a device" in capsys.readouterr().err
+
+
 def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(PAPER), "--corpus-tokens", "160e9"]
     assert main([*arguments, "--json"]) == 0

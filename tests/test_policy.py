@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.make_plan import make_plan
 
 DURATION_S = 100.0
 _DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -289,6 +290,41 @@ class Swarm:
         """Rounds since the path that waited longest was trained."""
         paths = range(self.grid.path_count)
         return max(self.round - 1 - self.last_rounds.get(path, -1) for path in paths)
+
+
+class DeceivedSwarm(Swarm):
+    """One record says of every path that it was trained just now, and later than any other."""
+
+    waiting: Mapping[int, int] = {}
+
+    def view(self) -> SwarmView:
+        lies = {p: 10**6 + self.round - p for p in range(self.grid.path_count)}
+        plan = make_plan(duration_s=DURATION_S, start_s=0.0)
+        now_s = self.round * DURATION_S + self.random.random()
+        view = view_of(self.claims.values(), lies, now_s).watched(plan, self.grid, self.waiting)
+        self.waiting = view.waiting
+        return view
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(2, 2), (2, 3), (3, 3), (4, 4)]),
+    peers=st.integers(1, 12),
+    dwell_rounds=st.integers(1, 4),
+    stale=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_whoever_says_that_all_paths_are_served_keeps_nobody_from_moving(
+    shape: tuple[int, ...], peers: int, dwell_rounds: int, stale: float, seed: int
+) -> None:
+    grid = grid_of(shape)
+    swarm = DeceivedSwarm(grid, dwell_rounds, stale, seed)
+    for _ in range(peers):
+        swarm.join()
+    bound = (math.ceil(grid.path_count / peers) + 1) * dwell_rounds + 1
+    for _ in range(4 * bound + 10):
+        swarm.train()
+        assert swarm.longest_wait() <= bound
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,9 +129,40 @@ def test_a_long_simulation_says_how_long_it_goes_on(
     assert lines[-1] == "training: 16 of 16 (inner steps)"
 
 
+def test_rounds_are_kept_in_a_file_and_a_chart(
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, chart = tmp_path / "rounds.jsonl", tmp_path / "rounds.svg"
+    common = ["--out", tmp_path / "out", "--log-json", log, "--plot", chart]
+    lines = simulate(capsys, shared_run.path, "--rounds", 2, *common)
+    lines += simulate(capsys, shared_run.path, "--rounds", 1, *common, "--resume")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert rows == lines
+    assert [row["round"] for row in rows] == [0, 1, 2]
+    plan = shared_run.plan()
+    steps = plan.rounds.inner_steps * plan.inner.batch_sequences * plan.model.sequence_length
+    assert {row["tokens"] for row in rows} == {4 * steps}
+    assert len({row["bytes"] for row in rows}) == 1
+    assert rows[0]["perplexity"] == rows[0]["validation"]["perplexity"]
+    assert chart.read_text().count("<svg") == 1
+
+
+def test_a_chart_without_its_library_is_refused_before_anything_is_trained(
+    tmp_path: Path,
+    shared_run: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = [str(shared_run.path), "--plot", str(tmp_path / "a.png")]
+    assert cli.main(arguments) == ConfigurationError.exit_code
+    assert "pip install 'dipaco[plot]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--plot", "a.txt"], "name a .png, .svg or .pdf file"),
         (["--rounds", "-1"], "--rounds -1"),
         (["--steps-per-round", "0"], "--steps-per-round 0"),
         (["--paths", "0,x"], "'x' is not a path"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -232,6 +233,17 @@ def test_one_peer_cannot_say_that_all_paths_are_served(plan: RunPlan, grid: Grid
     lies = [progress(PEERS[2], path, 6, tokens=10**6) for path in range(4)]
     view = view_at(plan, grid, 6, progress=[*honest, *lies])
     assert [view.last_round(path) for path in range(4)] == [6, 2, 3, -1]
+
+
+def test_what_is_seen_to_wait_was_not_trained_meanwhile(plan: RunPlan, grid: Grid) -> None:
+    before: Mapping[int, int] = {}
+    lasts = []
+    for now, path in ((4, 0), (5, 0), (6, 1), (7, 0)):
+        lies = [progress(PEERS[2], p, now - p) for p in range(3)]
+        view = view_at(plan, grid, now, claims=[claim(PEERS[0], path)], progress=lies)
+        before = (view := view.watched(plan, grid, before)).waiting
+        lasts.append([view.last_round(p) for p in range(4)])
+    assert lasts == [[4, 3, 2, -1], [5, 4, 3, -1], [6, 5, 4, -1], [7, 6, 4, -1]]
 
 
 def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:

@@ -82,7 +82,7 @@ def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:
         "modules": list(grid.modules_of_path(path)),
         "peers": [claim.peer_id for claim in claims],
         "state": "training" if "training" in states else "joining" if states else "unserved",
-        "last_round": service.last_round if service else None,
+        "last_round": view.last_round(path) if service else None,
         "tokens": service.tokens if service else 0,
         "tokens_per_s": round(sum(rates), 1),
         "validation_loss": service.validation_loss if service else None,

@@ -1,12 +1,13 @@
-"""Follow the events of a peer into TensorBoard, trackio or Weights & Biases.
+"""Follow a peer or a simulation into TensorBoard, trackio or Weights & Biases.
 
     dipaco-peer --initial-peers ADDR --log-json events.jsonl
     python examples/monitoring/follow_events.py events.jsonl --to tensorboard --out runs
     tensorboard --logdir runs
 
 It reads the file from its beginning and goes on with what is written to it; `--once` stops at the
-end. Each event becomes a few numbers, at the count of inner steps that came before it. TensorBoard
-needs no network. Each tracker is a package of its own: pip install tensorboard, trackio or wandb.
+end. Each event becomes a few numbers, at the count of inner steps that came before it, or the round
+of a simulation. TensorBoard needs no network. Each tracker is a package of its own: pip install
+tensorboard, trackio or wandb.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 LOOK_S = 0.5
 # A line that is no event: longer than any.
 MAX_LINE_BYTES = 2**20
+SIMULATED = ("tokens", "train_loss", "perplexity", "bytes", "seconds")
 
 Scalars = dict[str, float]
 Write = Callable[[Scalars, int, float], None]
@@ -52,6 +54,9 @@ def scalars_of(event: Mapping[str, Any]) -> Scalars:
         return {f"carry_on/{level_of(event['module'])}": event["round"]}
     if kind == "round":
         return {"train/round": event["round"]}
+    if kind == "simulated_round":
+        known = {name: event[name] for name in SIMULATED if event[name] is not None}
+        return {f"simulated/{name}": value for name, value in known.items()}
     return {}
 
 
@@ -92,7 +97,8 @@ def follow(events: Iterator[Mapping[str, Any]], write: Write) -> int:
             # Of another version of the peer.
             continue
         if scalars:
-            write(scalars, steps, float(event.get("time_s", time.time())))
+            step = event["round"] if event["event"] == "simulated_round" else steps
+            write(scalars, step, float(event.get("time_s", time.time())))
     return steps
 
 
@@ -134,14 +140,14 @@ TRACKERS = {"tensorboard": tensorboard, "trackio": trackio, "wandb": wandb}
 def main(words: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path, help="what dipaco-peer --log-json writes")
+    parser.add_argument("file", type=Path, help="what --log-json writes")
     parser.add_argument("--to", choices=TRACKERS, default="tensorboard", help="the tracker")
     parser.add_argument("--out", default="dipaco", help="folder of TensorBoard, or the project")
     parser.add_argument("--name", default="", help="of this peer (default: the file's name)")
     parser.add_argument("--once", action="store_true", help="stop at the end of the file")
     given = parser.parse_args(words)
     if not given.file.is_file():
-        print(f"error: {given.file} is not there; start dipaco-peer --log-json", file=sys.stderr)
+        print(f"error: {given.file} is not there; start with --log-json", file=sys.stderr)
         return 2
     try:
         write, close = TRACKERS[given.to](given.out, given.name or given.file.stem)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import DipacoError, printable
+from dipaco.peer.credit import own_tokens
 from dipaco.peer.node import Node
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import default_cache_folder
@@ -30,13 +31,16 @@ _REACHED = {
 
 
 class Given:
-    """What this peer has given since it came. A listener of events."""
+    """What this peer has given, over all phases of the run. A listener of events."""
 
     def __init__(self) -> None:
         self.came = time.strftime("%H:%M")
+        self.before: int | None = None
+        """Tokens in the chains when it came; None until they are read."""
         self.tokens = 0
         self.loss = math.nan
-        self._taken: Counter[str] = Counter()
+        self._run, self._path = "", -1
+        self._taken: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
 
     def on_event(self, kind: str, v: Mapping[str, Any]) -> None:
         """Count."""
@@ -44,12 +48,17 @@ class Given:
             self.tokens += v["tokens"]
             self.loss = v["loss"]
         elif kind == "commit":
-            self._taken[v["module"]] += v["own_tokens"]
+            self._taken[self._run, self._path][v["module"]] += v["own_tokens"]
+        elif kind == "training":
+            self._path = v["path"]
+        elif kind == "run":
+            self._run = v["run"]
 
     def __str__(self) -> str:
-        # Every module counts what this peer has trained in it.
-        taken = min(max(self._taken.values(), default=0), self.tokens)
-        return f"{self.tokens:,} tokens since {self.came}, {taken:,} of them are in the model"
+        # Every module of a path counts what this peer has trained on it.
+        taken = min(sum(max(path.values()) for path in self._taken.values()), self.tokens)
+        said = f"{self.tokens:,} tokens since {self.came}, {taken:,} of them are in the model"
+        return f"{said}, {self.before + taken:,} with those before" if self.before else said
 
 
 class Display:
@@ -68,6 +77,8 @@ class Display:
     def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
         if self.console.is_terminal:
+            if self._given.before is None:
+                self._given.before = own_tokens(node)
             panel = LivePanel(node, publisher, status, self._given)
             self._live = Live(panel, console=self.console, refresh_per_second=2, transient=True)
             self._live.start()
