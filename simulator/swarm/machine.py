@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,8 @@ class Machine:
         """What is read of the swarm."""
         self.claim = Say("joining", None, 0.0, "", False)
         self.progress: dict[int, ProgressEntry] = {}
+        self._waiting: Mapping[int, int] = {}
+        """Paths that nobody claimed in the last view, and since which round."""
         self.answers: deque[Event] = deque()
         """Of actions that are answered at once."""
         self.carrying = Carrying(self)
@@ -331,6 +333,8 @@ class Machine:
         """Read what the member watches, and `further` buckets, and tell it."""
         scope = self.scope.with_buckets(further) if further else self.scope
         view = self.world.directory.read(self.peer, self.believed_s, scope)
+        view = view.watched(self.world.plan, self.world.grid, self._waiting)
+        self._waiting = view.waiting
         self.deliver(Viewed(view, is_answer))
 
     def publish(self) -> None:
