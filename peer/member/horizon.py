@@ -123,14 +123,6 @@ class Horizon:
         limit_s = PASSED_OVER_DWELLS * rounds.dwell_rounds * rounds.duration_s
         return frozenset(p for p, s in self._failed_s.items() if 0.0 <= now_s - s < limit_s)
 
-    def has_another(self, path: int) -> bool:
-        """Tell whether there may be another path to choose."""
-        known = self._known
-        if known.settings.pinned is not None:
-            return False
-        without = self.passed_over() | {path}
-        return not self.is_whole or any(p not in without for p in range(known.grid.path_count))
-
     def settle(self) -> None:
         """A path is chosen: what was sampled is looked at no more."""
         self._sampled, self._outlook = (), None

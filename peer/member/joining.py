@@ -44,6 +44,7 @@ class Joining:
 
     def __init__(self, known: Knowledge, horizon: Horizon, strand: Callable[[str], Strand]) -> None:
         self._known, self._horizon, self._strand = known, horizon, strand
+        self._has_choice = known.settings.pinned is None and known.grid.path_count > 1
         self._phase = _Phase.IDLE
         self._until_s = self._since_s = self._wanted_s = 0.0
         self._looks = 0
@@ -80,7 +81,7 @@ class Joining:
         self._since_s, self._looks = self._known.now_s, 0
         if decision is None:
             self._phase = _Phase.CHOOSING
-            self._horizon.look(anew=self._known.settings.pinned is None)
+            self._horizon.look(anew=self._has_choice)
         else:
             self._take(decision)
 
@@ -108,7 +109,7 @@ class Joining:
         elif self._phase is _Phase.CHECKING:
             self._looks += 1
             better = None
-            if known.settings.pinned is None and self._looks < MAX_LOOKS:
+            if self._has_choice and self._looks < MAX_LOOKS:
                 over = horizon.passed_over()
                 better = resolve_collision(horizon.choice, known.grid, known.me, exclude=over)
             if better is None:
@@ -158,7 +159,7 @@ class Joining:
     def _limit_s(self, missing: list[str]) -> float:
         """Return when it is given up: later if all that is missing is on its way."""
         known, longest_s = self._known, LONGEST_S
-        limit_s = WITH_OTHERS_LIMIT_S if self._horizon.has_another(self.path or 0) else LIMIT_S
+        limit_s = WITH_OTHERS_LIMIT_S if self._has_choice else LIMIT_S
         if known.path is not None:
             limit_s = MOVE_LIMIT_S
             longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
@@ -197,7 +198,7 @@ class Joining:
         self._stop_wanting()
         self._horizon.pass_over(path)
         is_late = known.now_s - self._wanted_s >= LONGEST_S
-        if known.path is not None or is_late or not self._horizon.has_another(path):
+        if known.path is not None or is_late or not self._has_choice:
             self._phase = _Phase.IDLE
             self.failure = reason if known.path is not None else f"{reason}; start again later"
             return

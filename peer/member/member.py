@@ -121,7 +121,8 @@ class Member:
             case e.Told():
                 self._on_told(event)
             case e.Failed(action=a.Look()):
-                self._on_look_failed(event.reason)
+                self._joining.on_look_failed()
+                self._thinks = False
             case e.Failed(action=a.FetchPath(path=path)):
                 self._joining.on_path(path, event.reason)
             case _:
@@ -167,14 +168,9 @@ class Member:
         self._copies.on_view()
         longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
         for module, strand in list(self.strands.items()):
-            if strand.role is Role.MAILBOX and not strand.is_wanted and strand.age_s > longest_s:
+            is_idle = strand.role is Role.MAILBOX and not strand.is_wanted
+            if is_idle and self.known.now_s - strand.last_told_s > longest_s:
                 del self.strands[module]
-
-    def _on_look_failed(self, reason: str) -> None:
-        self._joining.on_look_failed()
-        if self._thinks:
-            self._thinks = False
-            self.known.do(a.Warn(f"thinks about moving another time: {reason}"))
 
     # -- one turn
 

@@ -456,8 +456,3 @@ class Strand(OuterRound):
         """Return the step that the head is of, if it is not the genesis."""
         step = self.link.step
         return () if step is None else (step,)
-
-    @property
-    def age_s(self) -> float:
-        """How long nobody has told anything of the module."""
-        return self.known.now_s - self.last_told_s
