@@ -318,9 +318,7 @@ class Session:
         if self._trainer.path is not None:
             self._optimizer.keep()
         if self._successor is None:
-            self.events.emit(
-                "leaving", path=self._trainer.path, handed_over=sorted(left.handed_over)
-            )
+            self.events.emit("leaving", path=self._trainer.path)
 
     def _save_all(self) -> None:
         """Keep what a return needs when something unforeseen has ended the session."""

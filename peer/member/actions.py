@@ -79,10 +79,8 @@ class Put(Action):
 
 @dataclass(frozen=True)
 class Gather(Action):
-    """Get the files of rows and check them. Answered by a `Gathered` or `Failed` each.
-
-    A file that is here, or on its way, is not fetched twice.
-    """
+    """Get the files of rows and check them; one that is here, or on its way, is not fetched twice.
+    Answered by a `Gathered` or `Failed` each."""
 
     module: str
     rows: tuple[Row, ...]
@@ -154,10 +152,8 @@ class Publish(Action):
 
 @dataclass(frozen=True)
 class Compute(Action):
-    """Compute the state after steps, whose files are here, from one that is held.
-
-    Answered by `StateHere`. Nothing changes before `Adopt`.
-    """
+    """Compute the state after steps, whose files are here, from one that is held. Nothing changes
+    before `Adopt`. Answered by `StateHere`."""
 
     module: str
     base: str
@@ -181,10 +177,7 @@ class FetchState(Action):
 @dataclass(frozen=True)
 class Check(Action):
     """Score a state that was computed or fetched on held-out documents of the path in training,
-    in place of the anchor; before there is an anchor, in place of the genesis.
-
-    Answered by `Checked` at once.
-    """
+    in place of the anchor, or of the genesis before there is one. Answered by `Checked` at once."""
 
     module: str
     step: str
@@ -283,8 +276,6 @@ class SaveAll(Action):
 class Left(Action):
     """The member has left the run: stop."""
 
-    handed_over: tuple[str, ...]
-    """Modules whose newest states other peers hold."""
     to_successor: bool
     error: str = ""
     """Why it could not begin, if that is why it left."""

@@ -13,7 +13,7 @@ from dipaco.dht.keeping import keepers
 from dipaco.dht.policy import seniority
 from dipaco.dht.records import refresh_period_s
 
-from .actions import Ask, Drop, Tell
+from .actions import Drop, Tell
 from .knowledge import Knowledge
 from .outer_round import Role
 from .taking import Strand
@@ -27,8 +27,6 @@ GREATEST_PLACE = 4
 MOST_KEPT = 64
 # A copy counts as one as long as it is so many rounds behind.
 ROUNDS_BEHIND = 2
-HANDED_TO = 3
-HAND_OVER_ASK_S = 0.7
 
 
 class Copies:
@@ -37,10 +35,6 @@ class Copies:
     def __init__(self, known: Knowledge, strands: dict[str, Strand]) -> None:
         self._known, self._strands = known, strands
         self._asked: dict[tuple[str, str], float] = {}
-        self.waiting: dict[str, tuple[str, ...]] = {}
-        """Of a peer that leaves: modules that nobody has taken over yet, and who was asked."""
-        self._asked_s = 0.0
-        self.handed_over: set[str] = set()
 
     def on_view(self) -> None:
         """See whether enough copies are announced."""
@@ -114,34 +108,15 @@ class Copies:
                 strand.follow(Role.MAILBOX)
                 return
 
-    # -- leaving
-
-    def hand_over(self) -> None:
-        """This peer leaves: have what nobody else announces kept by others."""
-        known = self._known
+    def hand_over(self) -> bool:
+        """This peer leaves: have what nobody else announces kept by others; returns whether there
+        is something."""
+        known, is_wanted = self._known, False
         for module, strand in sorted(self._strands.items()):
-            if strand.head is None or strand.link.version == 0:
-                continue
-            if set(known.view.holders(module, strand.stand)) - {known.me}:
-                self.handed_over.add(module)
-                continue
-            asked = tuple(p for p in known.keepers(module, HANDED_TO + 1) if p != known.me)
-            if asked:
-                self.waiting[module] = asked
+            others = set(known.view.holders(module, strand.stand)) - {known.me}
+            order = known.keepers(module, known.plan.rounds.copies + 1)
+            asked = tuple(peer for peer in order if peer != known.me)
+            if strand.head is not None and strand.link.version and asked and not others:
                 known.do(Tell(asked, module, steps=strand.last_step(), keep=True))
-
-    def ask_holders(self) -> None:
-        """Ask those who should have taken a state whether they hold it by now."""
-        if self._known.now_s - self._asked_s < HAND_OVER_ASK_S:
-            return
-        self._asked_s = self._known.now_s
-        for module, peers in sorted(self.waiting.items()):
-            strand = self._strands[module]
-            for peer in peers:
-                self._known.do(Ask(peer, module, strand.book.locator(strand.stand)))
-
-    def answered(self, module: str, step: str) -> None:
-        """A peer says which state it can serve."""
-        if module in self.waiting and self._strands[module].stand == step:
-            del self.waiting[module]
-            self.handed_over.add(module)
+                is_wanted = True
+        return is_wanted

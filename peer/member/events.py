@@ -80,10 +80,8 @@ class Gathered(Event):
 
 @dataclass(frozen=True)
 class Turn(Event):
-    """The shell is between two inner steps and asks what to do; at least four times a second.
-
-    The answer has exactly one of `TakeStep`, `Wait` and `Left` in it.
-    """
+    """The shell is between two inner steps and asks what to do; at least four times a second. The
+    answer has exactly one of `TakeStep`, `Wait` and `Left` in it."""
 
     step_s: float = 0.0
     """What an inner step takes, waiting not included; 0 before the first."""
@@ -120,10 +118,8 @@ class StateHere(Event):
 
 @dataclass(frozen=True)
 class Checked(Event):
-    """Answers `Check`: the held-out loss with the anchors, and with the state in place of one.
-
-    None where there is nothing to score with.
-    """
+    """Answers `Check`: the held-out loss with the anchors, and with the state in place of one. None
+    where there is nothing to score with."""
 
     module: str
     step: str

@@ -99,15 +99,9 @@ class Horizon:
 
     def better_path(self, rounds_on_path: int) -> Decision | None:
         """Return the path that needs this peer more than its own, of those in sight."""
-        known = self._known
-        decision = should_move(
-            self.choice,
-            known.grid,
-            known.me,
-            rounds_on_path=rounds_on_path,
-            dwell_rounds=known.plan.rounds.dwell_rounds,
-            exclude=self.passed_over(),
-        )
+        known, over = self._known, self.passed_over()
+        times = {"rounds_on_path": rounds_on_path, "dwell_rounds": known.plan.rounds.dwell_rounds}
+        decision = should_move(self.choice, known.grid, known.me, **times, exclude=over)
         if decision is None or decision.path == known.path or known.path is None:
             self.settle()
             return None
@@ -130,9 +124,7 @@ class Horizon:
     def learn(self, view: SwarmView) -> None:
         """Take a new view. Buckets that were sampled count where a path is chosen, alone."""
         known = self._known
-        near = view
-        if self._scope is not None:
-            near = view.narrowed(self._scope, known.grid)
+        near = view if self._scope is None else view.narrowed(self._scope, known.grid)
         self._outlook = view if near is not view else None
         known.view, known.has_view = near, True
         self._count_neighbours(near)

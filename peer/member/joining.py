@@ -118,11 +118,6 @@ class Joining:
             else:
                 self._take(better)
 
-    def on_look_failed(self) -> None:
-        """The DHT did not answer: look again, for as long as a claim is waited for."""
-        if self.is_claiming:
-            self._horizon.look()
-
     # -- getting what the path needs
 
     def _fetch(self) -> None:

@@ -76,7 +76,7 @@ class Member:
         self._rounds_on_path = 0
         self._thinks = False
         """Waits for a new view of the swarm, to see whether another path needs this peer more."""
-        self._has_successor = self._to_successor = False
+        self._has_successor = self._to_successor = self._hands_over = False
         self._error = ""
         self.rounds_done = 0
         """Rounds that ended here."""
@@ -95,10 +95,8 @@ class Member:
         return [self._strand(module) for module in self.known.grid.modules_of_path(path)]
 
     def handle(self, event: e.Event, now_s: float) -> list[a.Action]:
-        """Take note of an event at `now_s`, swarm time, and return what is to be done, in order.
-
-        Events after `Left` change nothing.
-        """
+        """Take note of an event at `now_s`, swarm time, and return what is to be done, in order;
+        after `Left` nothing is."""
         known = self.known
         known.now_s = now_s
         if self._phase is _Phase.GONE:
@@ -121,8 +119,9 @@ class Member:
             case e.Told():
                 self._on_told(event)
             case e.Failed(action=a.Look()):
-                self._joining.on_look_failed()
                 self._thinks = False
+                if self._joining.is_claiming:
+                    self._horizon.look()
             case e.Failed(action=a.FetchPath(path=path)):
                 self._joining.on_path(path, event.reason)
             case _:
@@ -139,8 +138,6 @@ class Member:
         strand = self.strands.get(getattr(about, "module", ""))
         if strand is not None:
             strand.handle(event)
-        if isinstance(event, e.Answered) and event.held is not None:
-            self._copies.answered(event.module, event.held.step)
 
     def _on_told(self, event: e.Told) -> None:
         if event.module not in self.strands:
@@ -193,9 +190,10 @@ class Member:
                 self._turn_parting()
             case _Phase.LEAVING:
                 self._turn_leaving()
-            case _Phase.PAUSED:
-                self._turn_paused()
-            case _Phase.SERVING:
+            case _Phase.PAUSED if self._has_successor and self.known.settings.follows:
+                self._leave(to_successor=True)
+                self._turn_leaving()
+            case _Phase.PAUSED | _Phase.SERVING:
                 self.known.do(a.Wait("", 0.0))
 
     def _turn_joining(self) -> None:
@@ -343,14 +341,13 @@ class Member:
             self._turn_joining()
         else:
             self._pause()
-            self._turn_paused()
+            self.known.do(a.Wait("", 0.0))
 
     def _pause(self) -> None:
-        known = self.known
         for strand in self._trained():
             strand.follow(Role.KEEPER)
-        known.do(a.Pause(self._pause_reason))
-        known.path = None
+        self.known.do(a.Pause(self._pause_reason))
+        self.known.path = None
         self._phase = _Phase.PAUSED
         self._joining.pause(self._pause_reason)
 
@@ -365,13 +362,6 @@ class Member:
         elif self._phase in (_Phase.JOINING, _Phase.PAUSED):
             self._joining.stop()
             self._pause()
-
-    def _turn_paused(self) -> None:
-        if self._has_successor and self.known.settings.follows:
-            self._leave(to_successor=True)
-            self._turn_leaving()
-        else:
-            self.known.do(a.Wait("", 0.0))
 
     def _part_or_leave(self) -> None:
         """Leave, after a last contribution: all in ten seconds (promise 10)."""
@@ -390,18 +380,12 @@ class Member:
             self._leave_s = self.known.now_s
         self._joining.leave()
         self.known.do(a.SaveAll())
-        if not to_successor:
-            self._copies.hand_over()
+        self._hands_over = not to_successor and self._copies.hand_over()
 
     def _turn_leaving(self) -> None:
-        known, copies = self.known, self._copies
-        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - known.now_s
-        if copies.waiting and 0 < left_s <= LEAVE_BUDGET_S:
-            copies.ask_holders()
-            known.do(a.Wait("others to take over the newest states", left_s))
+        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - self.known.now_s
+        if self._hands_over and 0 < left_s <= LEAVE_BUDGET_S:
+            self.known.do(a.Wait("others to take over the newest states", left_s))
             return
-        if copies.waiting:
-            what = "nobody took over the newest state in time; it stays on this disk"
-            known.do(a.Warn(f"{', '.join(sorted(copies.waiting))}: {what}"))
         self._phase = _Phase.GONE
-        known.do(a.Left(tuple(sorted(copies.handed_over)), self._to_successor, self._error))
+        self.known.do(a.Left(self._to_successor, self._error))

@@ -31,7 +31,7 @@ from dipaco.dht.chain import MAX_ROWS, Head, Row, Step
 from dipaco.dht.chain_book import ChainBook, Link
 
 from .actions import Ask, CarryOn, Discard, Gather, Publish, Put, Tell
-from .events import Answered, Failed
+from .events import Failed
 from .knowledge import Knowledge, mailbox_order
 
 # Steps whose contributors say who matters now.
@@ -64,7 +64,6 @@ class OuterRound:
     heaviest: Callable[[], Link]
     consider: Callable[[], None]
     note_teller: Callable[[str, str], None]
-    note_held: Callable[[Head, str], None]
     taking: object | None
     """Another state that is about to be taken."""
 
@@ -204,13 +203,9 @@ class OuterRound:
     def gather(self, rows: Iterable[Row], others: tuple[str, ...] = ()) -> None:
         """Have files fetched that are not here: from their owners, mailboxes and `others`."""
         now_s = self.known.now_s
-        missing = [
-            row
-            for row in rows
-            if row.file not in self.files
-            and row.file not in self.refused_files
-            and now_s - self._asked_for.get(row.file, -math.inf) > self.known.gather_s
-        ]
+        again_s, here = now_s - self.known.gather_s, self.files | self.refused_files
+        rows = (row for row in rows if row.file not in here)
+        missing = [row for row in rows if self._asked_for.get(row.file, -math.inf) < again_s]
         if missing:
             self._asked_for.update((row.file, now_s) for row in missing)
             boxes = [box for box in self.mailboxes() if box != self.known.me]
@@ -257,14 +252,9 @@ class OuterRound:
         return claim is not None and view.rounds_held(claim) < rounds
 
     def _heard(self) -> set[str]:
-        """Return whose files of the last rounds came, in time for a step or not: who is slower
-        than the others is waited for, and gets in again."""
-        return {
-            peer
-            for found in self._rows.values()
-            for peer, row in found.items()
-            if row.file in self.files
-        }
+        """Return whose files of the last rounds came, in time or not: the slow get in again."""
+        files = self.files
+        return {p for found in self._rows.values() for p, row in found.items() if row.file in files}
 
     def _recent(self) -> frozenset[str]:
         return self.book.contributors(self.stand, RECENT_STEPS)
@@ -418,10 +408,8 @@ class OuterRound:
         self.known.do(Ask(peer, self.module, self.book.locator(self.heaviest().name)))
 
     def _ask_if_due(self) -> None:
-        """Ask a mailbox for what this round brought, as long as it brought nothing here.
-
-        A peer that cannot be called asks once in any case: nobody tells it of other chains.
-        """
+        """Ask a mailbox for what this round brought, as long as it brought nothing here; a peer
+        that cannot be called asks once in any case, as nobody tells it of other chains."""
         known = self.known
         if self.role is not Role.TRAINER or self.taking is not None:
             return
@@ -437,16 +425,6 @@ class OuterRound:
         if others:
             self.ask(others[self._asks % len(others)])
         self._asks += 1
-
-    def _hear_answer(self, event: Answered) -> None:
-        if event.held is not None:
-            self.note_held(event.held, event.peer)
-        self.hear_steps(event.steps, event.peer)
-        self.hear_rows(event.rows, event.peer)
-        if event.has_more and event.steps and event.steps[-1].name in self.book:
-            locator = self.book.locator(event.steps[-1].name)
-            self._unanswered.add(event.peer)
-            self.known.do(Ask(event.peer, self.module, locator))
 
     # -- the chain
 

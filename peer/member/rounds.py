@@ -55,17 +55,16 @@ class RoundSchedule:
             found -= 1
         return max(-1, found)
 
-    def steps_before(self, level: str) -> int:
-        """Fixed steps: inner steps of a round that lie before `level`'s boundary."""
-        return self.grid.steps_before(level, self.fixed_steps)
-
 
 class Rounds:
     """The round that a peer is in, and which levels of it have come and are over."""
 
     def __init__(self, schedule: RoundSchedule) -> None:
         self._schedule = schedule
-        self._levels = schedule.grid.levels_in_time_order()
+        grid, fixed_steps = schedule.grid, schedule.fixed_steps
+        self._levels = grid.levels_in_time_order()
+        self._steps = {level: grid.steps_before(level, fixed_steps) for level in self._levels}
+        """Fixed steps: how many of a round lie before the boundary of each level."""
         self.round_index = 0
         self.steps_in_round = 0
         """Inner steps that were taken in it."""
@@ -106,7 +105,7 @@ class Rounds:
                 return []
             for level in self._levels:
                 is_new = self._came[level] < self.round_index
-                if is_new and self.steps_in_round >= schedule.steps_before(level) <= self._quota():
+                if is_new and self.steps_in_round >= self._steps[level] <= self._quota():
                     self._came[level] = self.round_index
                     found.append(Boundary(now_s, self.round_index, level))
             return found
@@ -141,7 +140,7 @@ class Rounds:
         """Return the steps of this round that may be done before the next gate."""
         for level in self._levels:
             if self._over[level] < self.round_index:
-                return self._schedule.steps_before(level)
+                return self._steps[level]
         return self._schedule.fixed_steps
 
     def may_step(self, now_s: float) -> bool:

@@ -89,8 +89,6 @@ class Strand(OuterRound):
                 self._has_come(event.file)
                 self._propose_if_due()
             case Answered():
-                self._to_answer.discard("" if event.has_more else event.peer)
-                self._unanswered.discard(event.peer)
                 self._hear_answer(event)
             case StateHere():
                 self._here(event.head)
@@ -111,10 +109,8 @@ class Strand(OuterRound):
     # -- what is heaviest
 
     def heaviest(self) -> Link:
-        """Return the heaviest chain that is not refused and can be had at the moment.
-
-        What was doubted counts again as soon as most of those who counted are in it.
-        """
+        """Return the heaviest chain that is not refused and can be had at the moment. What was
+        doubted counts again as soon as most of those who counted are in it."""
         now_s = self.known.now_s
         without = self._refused | {n for n, s in self._unavailable.items() if s > now_s}
         best = self.book.heaviest(self.module, without)
@@ -128,10 +124,18 @@ class Strand(OuterRound):
         if len(tellers) < TELLERS and peer != self.known.me:
             tellers[peer] = None
 
-    def note_held(self, head: Head, peer: str) -> None:
-        """Remember which state a peer can serve."""
-        self._held.setdefault(head.step, head)
-        self.note_teller(head.step, peer)
+    def _hear_answer(self, event: Answered) -> None:
+        self._to_answer.discard("" if event.has_more else event.peer)
+        self._unanswered.discard(event.peer)
+        if event.held is not None:
+            self._held.setdefault(event.held.step, event.held)
+            self.note_teller(event.held.step, event.peer)
+        self.hear_steps(event.steps, event.peer)
+        self.hear_rows(event.rows, event.peer)
+        if event.has_more and event.steps and event.steps[-1].name in self.book:
+            locator = self.book.locator(event.steps[-1].name)
+            self._unanswered.add(event.peer)
+            self.known.do(Ask(event.peer, self.module, locator))
 
     # -- taking
 
