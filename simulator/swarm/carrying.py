@@ -59,14 +59,14 @@ class Carrying:
 
     def _say(self, action: actions.Say) -> None:
         self._machine.claim = action
-        self._machine.publish()
+        self._machine.publishing.publish()
 
     def _watch(self, action: actions.Watch) -> None:
         self._machine.scope = action.scope
 
     def _look(self, action: actions.Look) -> None:
         machine, conditions = self._machine, self._network.conditions
-        machine.publish()
+        machine.publishing.publish()
         if self._world.engine.chance(conditions.look_fails):
             self._answer(30.0, events.Failed(action, "the DHT did not answer"))
         else:
@@ -237,7 +237,7 @@ class Carrying:
             machine.start_work(head.module, head.step)
             machine.store.hold(head, save=False)
         self._world.watch.started(machine)
-        machine.publish()
+        machine.publishing.publish()
 
     def _pause(self, action: actions.Pause) -> None:
         self._machine.lose_all("pause")
@@ -340,7 +340,7 @@ class Carrying:
         if work is not None:
             before, work.anchor, work.base = work.anchor, head.step, work.snapshot
             self._world.watch.adopted(machine, action, before)
-        machine.publish()
+        machine.publishing.publish()
 
     def _forget(self, action: actions.Forget) -> None:
         self._machine.store.at_hand.pop(action.step, None)
@@ -354,7 +354,7 @@ class Carrying:
 
     def _drop(self, action: actions.Drop) -> None:
         self._machine.store.drop(action.module)
-        self._machine.publish()
+        self._machine.publishing.publish()
 
     def _end_round(self, action: actions.EndRound) -> None:
         machine = self._machine
@@ -369,7 +369,7 @@ class Carrying:
                 validation_tokens=1,
                 train_loss=3.0,
             )
-        machine.publish()
+        machine.publishing.publish()
 
     def _save_all(self, action: actions.SaveAll) -> None:
         for head in list(self._machine.store.held.values()):

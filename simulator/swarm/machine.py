@@ -19,7 +19,7 @@ from typing import Any
 
 from dipaco.dht.chain import Head, Row
 from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
-from dipaco.dht.records import ProgressEntry, Reachability, refresh_period_s
+from dipaco.dht.records import ProgressEntry, refresh_period_s
 from dipaco.dht.view import claimed_tokens
 from dipaco.peer.member.actions import Action, Left, Publish, Say, TakeStep, Wait
 from dipaco.peer.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
@@ -106,7 +106,7 @@ class Machine:
         self.answers: deque[Event] = deque()
         """Of actions that are answered at once."""
         self.carrying = Carrying(self)
-        self.publishing = Publishing(world, self.peer)
+        self.publishing = Publishing(self)
         self._inbox: deque[Event] = deque()
         self._stretch: _Stretch | None = None
         self._is_waiting = False
@@ -122,11 +122,6 @@ class Machine:
     def believed_s(self) -> float:
         """The swarm time, as this machine believes it to be."""
         return self.world.engine.now_s + self.clock_error_s
-
-    @property
-    def reachable(self) -> Reachability:
-        """How others call it."""
-        return "direct" if self.link.can_be_called else "outgoing"
 
     def later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
         """Do something in this life of the machine, when it is awake."""
@@ -292,14 +287,12 @@ class Machine:
         self.later(0.25 if self._waits < 8 else 1.0, self._turn, self._turns)
 
     def _begin_steps(self) -> None:
-        rounds = self.world.plan.rounds
-        steps = 1
-        if not rounds.inner_steps:
-            now_s, schedule = self.believed_s, self.world.schedule
+        schedule, now_s, steps = self.world.schedule, self.believed_s, 1
+        if not schedule.fixed_steps:
             levels = self.world.grid.levels_in_time_order()
-            passed = ((level, schedule.passed(level, now_s)) for level in levels)
-            next_s = min(schedule.boundary(last + 1, level).time_s for level, last in passed)
-            longest_s = min(next_s - now_s, STRETCH_SHARE * rounds.duration_s)
+            boundaries = [schedule.boundary(schedule.passed(of, now_s) + 1, of) for of in levels]
+            longest_s = min(boundaries).time_s - now_s
+            longest_s = min(longest_s, STRETCH_SHARE * schedule.duration_s)
             steps = max(1, int(longest_s / self.step_s))
         self._turns += 1
         self._stretch = _Stretch(self.world.now_s, steps, self._turns)
@@ -331,7 +324,7 @@ class Machine:
 
     def _refresh(self) -> None:
         """Publish and read, once a refresh period."""
-        self.publish()
+        self.publishing.publish()
         engine = self.world.engine
         self.later(engine.between(*self.world.network.conditions.look_s), self.read, False)
         self.later(self.refresh_period_s * engine.between(0.95, 1.05), self._refresh)
@@ -343,23 +336,6 @@ class Machine:
         view = view.watched(self.world.plan, self.world.grid, self._waiting)
         self._waiting = view.waiting
         self.deliver(Viewed(view, is_answer))
-
-    def publish(self) -> None:
-        """Write all records that say something new or have grown old."""
-        claim, plan = self.claim, self.world.plan
-        now_round = self.round_index
-        if not plan.rounds.inner_steps:
-            now_round = max(0, plan.rounds.round_at(self.believed_s - plan.start_s))
-        standing = {
-            "state": claim.state,
-            "path": claim.path,
-            "since_s": claim.since_s,
-            "round": now_round,
-            "pinned": claim.pinned,
-            "reachable": self.reachable,
-        }
-        held = {m: head for m, head in self.store.held.items() if head.version}
-        self.publishing.publish(standing, held, self.progress)
 
     # -- others
 
