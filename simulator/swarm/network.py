@@ -38,6 +38,7 @@ class Conditions:
     write_s: tuple[float, float] = (0.05, 0.5)
     """How long it takes until a record in the DHT can be read."""
     writes_lost: float = 0.0
+    """Share of the writes that get lost."""
     records_missed: float = 0.0
     """Share of the records that a reader does not see."""
     look_s: tuple[float, float] = (0.2, 1.5)
