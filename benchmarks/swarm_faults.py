@@ -26,7 +26,6 @@ from typing import Any
 from dipaco.simulator.swarm.history import Result, run_history
 from dipaco.simulator.swarm.invariants import INVARIANTS
 from dipaco.simulator.swarm.scenario import PROFILES
-from dipaco.simulator.swarm.trace import Trace
 from parts.common import Report, build_parser
 
 # Seeds that a process lives through before it reports.
@@ -106,7 +105,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--first-seed", type=int, default=0, help="the first of them (0)")
     made.add_argument("--seed", type=int, help="one history only")
     made.add_argument("--trace", action="store_true", help="print the log of --seed")
-    made.add_argument("--every-turn", action="store_true", help="log inner steps and waits too")
     made.add_argument(
         "--profile",
         choices=(*PROFILES, ALL),
@@ -121,12 +119,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def live_one(
-    seed: int, profile: str, sizes: dict[str, int | None], trace: Trace | None = None
+    seed: int, profile: str, sizes: dict[str, int | None], log: list[str] | None = None
 ) -> Result:
     """Live through one seed, in this process."""
     if profile == ALL:
         profile = PROFILES[seed % len(PROFILES)]
-    return run_history(seed, profile, trace=trace, **sizes)
+    return run_history(seed, profile, log=log, **sizes)
 
 
 def live(seeds: list[int], profile: str, sizes: dict[str, int | None]) -> list[dict[str, Any]]:
@@ -165,10 +163,10 @@ def live_all(options: argparse.Namespace, sizes: dict[str, int | None]) -> Itera
 
 def replay(options: argparse.Namespace, sizes: dict[str, int | None]) -> int:
     """Live through one seed; returns the exit code."""
-    trace = Trace(keep=options.trace, quiet=not options.every_turn)
-    result = live_one(options.seed, options.profile, sizes, trace)
-    if options.trace:
-        print("\n".join(result.trace.lines))
+    log: list[str] | None = [] if options.trace else None
+    result = live_one(options.seed, options.profile, sizes, log)
+    if log is not None:
+        print("\n".join(log))
     print(f"{result.scenario}\n{dict(result.figures)}")
     for violation in result.violations:
         print(f"{violation.invariant} at {violation.time_s:.2f} s: {violation.what}")

@@ -19,15 +19,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from dipaco.peer.member.actions import Action
-from dipaco.peer.member.events import Event
 from dipaco.simulator.swarm.engine import Engine
-from dipaco.simulator.swarm.history import real_member
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link
 from dipaco.simulator.swarm.scenario import small_plan
-from dipaco.simulator.swarm.trace import Trace
 from dipaco.simulator.swarm.world import START_S, World
 from parts.common import Report, build_parser
 
@@ -44,14 +40,6 @@ SHOWN = [
 BEGIN_S = time.perf_counter()
 
 
-class Gone:
-    """In the place of the member of a machine that will not come back."""
-
-    def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Nothing happens to it any more."""
-        raise AssertionError(f"{event.kind} for a member that is gone")
-
-
 class Swarm:
     """A large swarm while it lasts."""
 
@@ -59,8 +47,8 @@ class Swarm:
         self._options = options
         self._engine = engine = Engine(options.seed, START_S - options.round_s)
         plan = small_plan(_levels(options.paths), duration_s=options.round_s)
-        self.world = World(plan, engine, real_member, Trace())
-        self.watch = self.world.watch = Invariants(self.world, samples=False)
+        self.world = World(plan, engine)
+        self.watch = Invariants(self.world)
         self.born = self.rounds_done = 0
         self.ends: Counter[str] = Counter()
         self.spent: dict[str, list[float]] = defaultdict(list)
@@ -116,7 +104,7 @@ class Swarm:
     def _forget(self, machine: Machine) -> None:
         """Free the memory of one that will not come back."""
         machine.crash(hangs=True, empty_disk=True)
-        machine.member = Gone()
+        del machine.member
         self._last.pop(machine.peer, None)
 
     def _end_round(self) -> None:

@@ -9,6 +9,7 @@ What is simplified: nothing is signed, as nobody can sign for another; a file is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from dipaco.dht.chain import Head, Row, Step
@@ -16,12 +17,13 @@ from dipaco.dht.records import ProgressEntry
 from dipaco.dht.view import is_plausible_row
 from dipaco.peer.member import actions, events
 
+from .network import STALL_S
 from .trace import name_of
 from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 
 # `machine.Machine`, which stands on this file.
 Machine = Any
-ASK_LIMIT_S, STALL_S, RETRY_S = 3.0, 10.0, 2.0
+ASK_LIMIT_S, RETRY_S = 3.0, 2.0
 # How long a row is on the wire, and a name in a locator.
 ROW_BYTES, NAME_BYTES = 220, 33
 HOLDERS_OF_SHARD = 4
@@ -31,7 +33,9 @@ class Carrying:
     """Of one life of one machine."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine, self._world = machine, machine.world
+        self._machine, self._world, self._network = machine, machine.world, machine.world.network
+        self._call = partial(self._network.call, machine.peer)
+        self._between = self._world.engine.between
         self._coming: set[str] = set()
         """States on their way."""
         self._sources: dict[str, dict[str, None]] = {}
@@ -51,21 +55,18 @@ class Carrying:
     def _wrong(self, what: str) -> None:
         self._world.watch.wrong(self._machine, what)
 
-    def _between(self, least: float, most: float) -> float:
-        return self._world.engine.between(least, most)
-
     # -- the swarm
 
     def _say(self, action: actions.Say) -> None:
         self._machine.claim = action
-        self._machine.publish()
+        self._machine.publishing.publish()
 
     def _watch(self, action: actions.Watch) -> None:
         self._machine.scope = action.scope
 
     def _look(self, action: actions.Look) -> None:
-        machine, conditions = self._machine, self._world.conditions
-        machine.publish()
+        machine, conditions = self._machine, self._network.conditions
+        machine.publishing.publish()
         if self._world.engine.chance(conditions.look_fails):
             self._answer(30.0, events.Failed(action, "the DHT did not answer"))
         else:
@@ -78,7 +79,7 @@ class Carrying:
         size = ROW_BYTES * (len(action.rows) + sum(len(step.rows) for step in action.steps))
         for peer in action.peers:
             if peer != self._machine.peer:
-                self._world.network.tell(self._machine.peer, peer, action, size)
+                self._network.tell(self._machine.peer, peer, action, size)
 
     def _take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
         self._machine.store.add_rows(rows)
@@ -100,8 +101,7 @@ class Carrying:
         self._take(kept, found)
         return kept, tuple(found)
 
-    def hear(self, sender: str, said: actions.Tell) -> None:
-        """Another machine tells of rows and steps."""
+    def _hear(self, sender: str, said: actions.Tell) -> None:
         rows, steps = self._plausible(said.rows, said.steps)
         if rows or steps:
             keep = said.keep and steps == said.steps
@@ -120,24 +120,11 @@ class Carrying:
             )
 
         content, size = (action.module, action.locator), NAME_BYTES * len(action.locator)
-        self._call(action.peer, "ask", content, done, size, ASK_LIMIT_S)
-
-    def _call(
-        self,
-        peer: str,
-        verb: str,
-        content: Any,
-        done: Callable[[Any], None],
-        size: int = 0,
-        limit_s: float = STALL_S,
-    ) -> None:
-        self._world.network.call(
-            self._machine.peer, peer, verb, content, done, limit_s=limit_s, size=size
-        )
+        self._call(action.peer, "ask", content, done, size=size, limit_s=ASK_LIMIT_S)
 
     def _put(self, action: actions.Put) -> None:
         for peer in action.peers:
-            self._call(peer, "put", action.row, lambda answer: None, FILE_BYTES)
+            self._call(peer, "put", action.row, lambda answer: None, size=FILE_BYTES)
 
     def _gather(self, action: actions.Gather) -> None:
         """Fetch files, for a round at most: who has one may not have it yet."""
@@ -219,7 +206,7 @@ class Carrying:
 
         if path in shards:
             self._answer(self._between(0.05, 0.5), events.PathReady(path))
-        elif self._world.engine.chance(self._world.conditions.path_fails):
+        elif self._world.engine.chance(self._network.conditions.path_fails):
             self._machine.later(self._between(1.0, STALL_S), done, None)
         else:
             self._try_each(self._holders_of_shard(path), "shard", path, done)
@@ -233,7 +220,7 @@ class Carrying:
         ]
         self._world.engine.random.shuffle(holders)
         # Those that can be called first: a real peer knows who can.
-        links = self._world.network.links
+        links = self._network.links
         holders.sort(key=lambda peer: not links[peer].can_be_called)
         return holders[:HOLDERS_OF_SHARD]
 
@@ -250,7 +237,7 @@ class Carrying:
             machine.start_work(head.module, head.step)
             machine.store.hold(head, save=False)
         self._world.watch.started(machine)
-        machine.publish()
+        machine.publishing.publish()
 
     def _pause(self, action: actions.Pause) -> None:
         self._machine.lose_all("pause")
@@ -269,7 +256,7 @@ class Carrying:
         if work.snapshot == work.base:
             self._answer(delay_s, events.Failed(action, "nothing was trained"))
             return
-        row = machine.contribute(path, (module, action.round_index, action.parent), work)
+        row = machine.contribute(action, path, work)
         machine.later(delay_s, self._published, row)
 
     def _published(self, row: Row) -> None:
@@ -353,7 +340,7 @@ class Carrying:
         if work is not None:
             before, work.anchor, work.base = work.anchor, head.step, work.snapshot
             self._world.watch.adopted(machine, action, before)
-        machine.publish()
+        machine.publishing.publish()
 
     def _forget(self, action: actions.Forget) -> None:
         self._machine.store.at_hand.pop(action.step, None)
@@ -367,7 +354,7 @@ class Carrying:
 
     def _drop(self, action: actions.Drop) -> None:
         self._machine.store.drop(action.module)
-        self._machine.publish()
+        self._machine.publishing.publish()
 
     def _end_round(self, action: actions.EndRound) -> None:
         machine = self._machine
@@ -382,7 +369,7 @@ class Carrying:
                 validation_tokens=1,
                 train_loss=3.0,
             )
-        machine.publish()
+        machine.publishing.publish()
 
     def _save_all(self, action: actions.SaveAll) -> None:
         for head in list(self._machine.store.held.values()):
@@ -393,6 +380,8 @@ class Carrying:
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
         """Answer a call."""
         store = self._machine.store
+        if verb == "tell":
+            self._hear(caller, content)
         if verb == "ask":
             answer = store.answer(*content)
             rows = len(answer[1]) + sum(len(step.rows) for step in answer[0])

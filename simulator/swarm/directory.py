@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.dht.coverage import Scope, whole_scope
+from dipaco.dht.coverage import Scope
 from dipaco.dht.records import ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.dht.view import SwarmView, view_of_records
 from dipaco.modules.grid import Grid
@@ -109,24 +109,17 @@ class SimulatedDirectory:
     def __init__(self, engine: Engine, network: Network, plan: RunPlan, grid: Grid) -> None:
         self._engine, self._network = engine, network
         self._plan, self._grid = plan, grid
-        self._whole = whole_scope(grid)
-        self.write_s = (0.05, 0.5)
-        """How long it takes until a record can be read."""
-        self.lost = 0.0
-        """Share of the writes that get lost."""
-        self.missed = 0.0
-        """Share of the records that a reader does not see."""
         self._keys: dict[str, _Key] = {}
 
     def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
-        engine, network = self._engine, self._network
+        engine, network, conditions = self._engine, self._network, self._network.conditions
         link, size = network.links[owner], record_bytes(record)
         self._visit(link, key, NODES_STORED * size)
-        if engine.chance(self.lost):
+        if engine.chance(conditions.writes_lost):
             return
         now_s = engine.now_s
-        visible_s = now_s + engine.between(*self.write_s)
+        visible_s = now_s + engine.between(*conditions.write_s)
         version = _Version(record, size, visible_s, now_s + life_s, network.split, link.side)
         self._keys.setdefault(key, _Key()).write(owner, version)
 
@@ -139,12 +132,12 @@ class SimulatedDirectory:
         link.traffic.received["views"] += nodes * (VISIT_BYTES + size)
         link.traffic.sent["views"] += stored_bytes
 
-    def read(self, reader: str, believed_s: float, scope: Scope | None = None) -> SwarmView:
-        """Return what a peer sees of a scope, or of everything; it believes it is `believed_s`."""
-        link, wanted = self._network.links[reader], scope or self._whole
+    def read(self, reader: str, believed_s: float, scope: Scope) -> SwarmView:
+        """Return what a peer sees of a scope; it believes it is `believed_s`."""
+        link = self._network.links[reader]
 
         def all_under(kind: str) -> list[Any]:
-            keys = (f"{kind}/{bucket}" for bucket in wanted.buckets)
+            keys = (f"{kind}/{bucket}" for bucket in scope.buckets)
             return [record for key in keys for record in self._read(reader, link, key)]
 
         return view_of_records(
@@ -152,7 +145,7 @@ class SimulatedDirectory:
             plan=self._plan,
             grid=self._grid,
             peers=all_under("peers"),
-            modules={m: self._read(reader, link, f"modules/{m}") for m in wanted.modules},
+            modules={m: self._read(reader, link, f"modules/{m}") for m in scope.modules},
             progress=all_under("progress"),
             scope=scope,
         )
@@ -163,7 +156,7 @@ class SimulatedDirectory:
         if stored is None:
             return ()
         found = stored.seen(self._engine.now_s, self._network.split, link.side)
-        if not self.missed:
+        chance, missed = self._engine.chance, self._network.conditions.records_missed
+        if not missed:
             return found
-        chance, missed = self._engine.chance, self.missed
         return tuple(one for one in found if one.peer_id == reader or not chance(missed))

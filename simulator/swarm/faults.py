@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .engine import Engine
 from .machine import Machine
+from .network import Conditions
 from .scenario import Scenario
 from .world import START_S, World
 
@@ -16,9 +16,10 @@ SLOWEST_SHARE = 0.2
 class Faults:
     """The faults of one history, drawn from its engine."""
 
-    def __init__(self, world: World, drawn: Scenario, machines: list[Machine]) -> None:
-        self._world, self._drawn, self._machines = world, drawn, machines
-        self._engine: Engine = world.engine
+    def __init__(self, world: World, drawn: Scenario) -> None:
+        self._world, self._drawn = world, drawn
+        self._engine, self._network = world.engine, world.network
+        self._machines: list[Machine] = list(world.machines.values())
         self._round_s = drawn.duration_s
         self._end_s = START_S + drawn.rounds * drawn.duration_s
 
@@ -29,15 +30,9 @@ class Faults:
 
     def end(self) -> None:
         """End all faults; who is dead stays dead, and liars go on lying."""
-        world = self._world
-        world.say("*", "!", "all faults end")
-        world.network.heal()
-        world.network.loss = 0.0
-        world.directory.lost = world.directory.missed = 0.0
-        world.directory.write_s = (0.05, 0.5)
-        conditions = world.conditions
-        conditions.look_s = (0.2, 1.5)
-        conditions.look_fails = conditions.path_fails = 0.0
+        self._world.say("*", "!", "all faults end")
+        self._network.heal()
+        self._network.conditions = Conditions()
         for machine in self._machines:
             machine.link.awake_s = min(machine.link.awake_s, self._engine.now_s)
             machine.clock_error_s = max(-0.3, min(0.3, machine.clock_error_s))
@@ -53,7 +48,7 @@ class Faults:
 
     def _add_latency(self) -> None:
         """Give everybody a bad line, some a slow machine, and make the DHT unreliable."""
-        engine, world = self._engine, self._world
+        engine, conditions = self._engine, self._network.conditions
         for machine in self._machines:
             link = machine.link
             link.latency_s = engine.between(0.005, 0.2)
@@ -61,15 +56,15 @@ class Faults:
             link.uplink, link.downlink = engine.between(1e5, 2e6), engine.between(5e5, 5e6)
             if machine.trains and engine.chance(0.1):
                 machine.step_s = min(20.0 * machine.step_s, SLOWEST_SHARE * self._round_s)
-        world.directory.write_s = (0.1, engine.between(1.0, 15.0))
-        world.directory.lost = engine.between(0.0, 0.25)
-        world.directory.missed = engine.between(0.0, 0.15)
-        world.conditions.look_s = (0.3, engine.between(1.0, 12.0))
-        world.conditions.look_fails = engine.between(0.0, 0.1)
-        world.conditions.path_fails = engine.between(0.0, 0.5)
+        conditions.write_s = (0.1, engine.between(1.0, 15.0))
+        conditions.writes_lost = engine.between(0.0, 0.25)
+        conditions.records_missed = engine.between(0.0, 0.15)
+        conditions.look_s = (0.3, engine.between(1.0, 12.0))
+        conditions.look_fails = engine.between(0.0, 0.1)
+        conditions.path_fails = engine.between(0.0, 0.5)
 
     def _add_loss(self) -> None:
-        self._world.network.loss = self._engine.between(0.0, 0.1)
+        self._network.conditions.loss = self._engine.between(0.0, 0.1)
 
     def _add_nat(self) -> None:
         """Put two thirds of the trainers behind routers, but one."""
@@ -90,13 +85,13 @@ class Faults:
                 break
             engine.at(time_s, self._cut)
             time_s = min(time_s + length_s, self._end_s)
-            engine.at(time_s, self._world.network.heal)
+            engine.at(time_s, self._network.heal)
 
     def _cut(self) -> None:
         parts = self._engine.random.choice((2, 2, 2, 3))
         sides = {peer: self._engine.random.randrange(parts) for peer in self._world.machines}
         self._world.say("*", "!", f"the network splits: {sides}")
-        self._world.network.cut(sides)
+        self._network.cut(sides)
 
     # -- machines
 

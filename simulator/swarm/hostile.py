@@ -14,7 +14,7 @@ from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.view import greatest_contribution
 from dipaco.peer.member.actions import Action, Tell
 
-from .machine import Machine, Work
+from .machine import Machine
 from .network import NO_ANSWER
 from .world import Content
 
@@ -39,19 +39,17 @@ class Liar(Machine):
 
     is_honest = False
 
-    def __init__(self, *given: Any, lies: str, **options: Any) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.lies = lies
-        self.world.say(self.peer, "!", lies)
+        self.lies = self.world.engine.random.choice(KINDS)
+        self.content = _CONTENTS.get(self.lies, "good")
+        self.world.say(self.peer, "!", self.lies)
 
-    def contribute(self, path: int, where: tuple[str, int, str], work: Work) -> Row:
-        """Make a contribution, of whatever it is."""
-        world, tokens = self.world, (work.base, work.snapshot)
-        said = None
-        if self.lies in ("brags", "alone"):
-            said = greatest_contribution(world.plan, self.believed_s - 1.0, where[1])
-        content = _CONTENTS.get(self.lies, "good")
-        return world.publish(self.peer, path, where, tokens, content, said)
+    def claimed(self, tokens: int, round_index: int) -> int:
+        """Return how many tokens a row says: what was trained, or as many as are believed."""
+        if self.lies not in ("brags", "alone"):
+            return tokens
+        return greatest_contribution(self.world.plan, self.believed_s - 1.0, round_index)
 
     def seen_digest(self, head: Head) -> Head:
         """Return a state as this machine computes it."""
@@ -90,8 +88,9 @@ class Liar(Machine):
         if row.peer != self.peer:
             return row
         file = self.world.files[row.file]
-        where = (row.module, row.round_index + round_more, row.parent)
-        made = self.world.publish(self.peer, row.path, where, (file.begin, file.end))
+        count, round_index = file.end - file.begin, row.round_index + round_more
+        other = replace(row, round_index=round_index, tokens=count)
+        made = self.world.make_file(other, file.begin, file.end)
         self.store.files[made.file] = self.world.now_s
         return made
 

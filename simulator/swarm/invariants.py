@@ -42,8 +42,9 @@ class Violation:
 class Invariants:
     """The watch of one world."""
 
-    def __init__(self, world: World, *, samples: bool = True) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
+        world.watch = self
         self.violations: list[Violation] = []
         self.figures: Counter[str] = Counter()
         self.accounts = Accounts(world)
@@ -57,8 +58,6 @@ class Invariants:
         """Since when a peer trains a module."""
         self.last_rounds: dict[int, int] = {}
         """Of each path: the last round of which an honest peer has adopted its work."""
-        if samples:
-            world.engine.after(self._round_s, self._sample)
 
     def violated(self, invariant: str, what: str) -> None:
         """Write down that something did not hold."""
@@ -123,34 +122,32 @@ class Invariants:
         found = [machines[peer] for peer, of in self._training if of == module]
         return [machine for machine in found if machine.is_honest and machine.is_alive]
 
-    def _sample(self) -> None:
-        """Count a round: who takes part, and how many copies there are."""
+    def sample(self) -> None:
+        """Count a round, every round: who takes part, and how many copies there are."""
         world = self._world
-        world.engine.after(self._round_s, self._sample)
+        world.engine.after(self._round_s, self.sample)
         if world.now_s < START_S:
             return
         for machine in world.machines.values():
             if machine.is_alive and machine.is_honest and machine.works:
                 self.figures["peer rounds"] += 1
         for module in world.grid.modules():
-            short = self._short_of_copies(module, COPY_ROUNDS)
+            short = self._short_of_copies(module)
             if short is not None:
                 self.figures["copy samples"] += 1
                 self.figures["copies missing"] += bool(short)
 
-    def _short_of_copies(self, module: str, rounds: float) -> str | None:
-        """Return what is missing of the copies of the step that was the head `rounds` ago.
+    def _short_of_copies(self, module: str) -> str | None:
+        """Return what is missing of the copies of the step that was the head some rounds ago.
 
         Empty for nothing, None where there need not be three.
         """
         world = self._world
         machines = world.machines.values()
         reachable = [m for m in machines if m.is_alive and m.link.can_be_called]
-        final, until_s = self.final(module), world.now_s - rounds * self._round_s
-        old = next(
-            (link for link in world.book.back_from(final) if self._was_there(link.name, until_s)),
-            None,
-        )
+        until_s = world.now_s - COPY_ROUNDS * self._round_s
+        links = world.book.back_from(self.final(module))
+        old = next((link for link in links if self._taken_s.get(link.name, 1e18) <= until_s), None)
         is_enough = sum(machine.is_honest for machine in reachable) >= COPIES
         if old is None or old.step is None or not is_enough or world.network.split:
             return None
@@ -164,9 +161,6 @@ class Invariants:
         if len(holders) >= COPIES:
             return ""
         return f"version {old.version} of {module} is held by {', '.join(holders) or 'nobody'}"
-
-    def _was_there(self, step: str, time_s: float) -> bool:
-        return self._taken_s.get(step, 1e18) <= time_s
 
     def final(self, module: str) -> str:
         """Return the step in which the winning chain of a module ends."""
@@ -192,7 +186,7 @@ class Invariants:
                     self._check_liveness(module, since_s)
                 # Keepers have no documents: as many liars as trainers they follow as well.
                 liars = sum(of == module for _, of in self._training) - len(trainers)
-                short = self._short_of_copies(module, COPY_ROUNDS)
+                short = self._short_of_copies(module)
                 if short and liars < max(1, len(trainers)):
                     self.violated("copies", short)
 

@@ -19,24 +19,19 @@ from typing import Any
 
 from dipaco.dht.chain import Head, Row
 from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
-from dipaco.dht.records import ProgressEntry, Reachability, refresh_period_s
+from dipaco.dht.records import ProgressEntry, refresh_period_s
 from dipaco.dht.view import claimed_tokens
-from dipaco.peer.member.actions import Action, Left, Say, TakeStep, Tell, Wait
-from dipaco.peer.member.events import (
-    Event,
-    LeaveWanted,
-    PauseWanted,
-    Stepped,
-    Turn,
-    Viewed,
-)
+from dipaco.peer.member.actions import Action, Left, Publish, Say, TakeStep, Wait
+from dipaco.peer.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
+from dipaco.peer.member.knowledge import MemberSettings
+from dipaco.peer.member.member import Member
 
 from .carrying import Carrying
 from .network import Link
 from .publishing import Publishing
 from .store import Store
 from .trace import name_of
-from .world import World
+from .world import FILE_BYTES, Content, World
 
 # Of a round: the longest stretch of inner steps that is taken as one.
 STRETCH_SHARE = 1 / 4
@@ -69,6 +64,8 @@ class Machine:
     """See the module's text. Everything that is not on disk is gone when `start` is called."""
 
     is_honest = True
+    content: Content = "good"
+    """What is in its files."""
 
     def __init__(
         self,
@@ -84,14 +81,13 @@ class Machine:
         self.step_s, self.trains, self.clock_error_s = step_s, trains, clock_error_s
         self.number = len(world.machines)
         world.machines[peer] = self
-        world.network.join(peer, link, self)
+        world.network.join(peer, link, self.serve)
         link.is_up = False
         self.store = Store(world)
         self.tokens = 0
         """Ever trained here."""
         self.handled = 0
         """Events that its members have handled."""
-        self.has_left = False
         self.refresh_period_s = refresh_period_s(world.plan.rounds)
         self._forget()
 
@@ -110,7 +106,7 @@ class Machine:
         self.answers: deque[Event] = deque()
         """Of actions that are answered at once."""
         self.carrying = Carrying(self)
-        self.publishing = Publishing(world, self.peer)
+        self.publishing = Publishing(self)
         self._inbox: deque[Event] = deque()
         self._stretch: _Stretch | None = None
         self._is_waiting = False
@@ -127,11 +123,6 @@ class Machine:
         """The swarm time, as this machine believes it to be."""
         return self.world.engine.now_s + self.clock_error_s
 
-    @property
-    def reachable(self) -> Reachability:
-        """How others call it."""
-        return "direct" if self.link.can_be_called else "outgoing"
-
     def later(self, delay_s: float, what: Callable[..., None], *arguments: Any) -> None:
         """Do something in this life of the machine, when it is awake."""
         self.world.engine.after(
@@ -146,10 +137,16 @@ class Machine:
         """Begin to train a module from a state."""
         self.works[module] = Work(anchor, self.tokens, self.tokens)
 
-    def contribute(self, path: int, where: tuple[str, int, str], work: Work) -> Row:
-        """Make the file of a module, round and parent, and its row."""
-        said = claimed_tokens(self.world.plan, work.snapshot - work.base, where[1])
-        return self.world.publish(self.peer, path, where, (work.base, work.snapshot), said=said)
+    def contribute(self, action: Publish, path: int, work: Work) -> Row:
+        """Make the file of what was trained of a module, and its row."""
+        module, round_index, parent = action.module, action.round_index, action.parent
+        said = self.claimed(work.snapshot - work.base, round_index)
+        row = Row(module, round_index, parent, path, self.peer, said, "", FILE_BYTES)
+        return self.world.make_file(row, work.base, work.snapshot, self.content)
+
+    def claimed(self, tokens: int, round_index: int) -> int:
+        """Return how many of the trained tokens a row says."""
+        return claimed_tokens(self.world.plan, tokens, round_index)
 
     def seen_digest(self, head: Head) -> Head:
         """Return a state as this machine computes it."""
@@ -166,7 +163,7 @@ class Machine:
         """Begin, with what lies on the disk, unless it runs."""
         if self.link.is_up:
             return
-        self.link.is_up, self.link.hangs, self.has_left = True, False, False
+        self.link.is_up, self.link.hangs = True, False
         self.link.life += 1
         self.link.awake_s = 0.0
         if abs(self.clock_error_s) >= RIGHT_CLOCK_S:
@@ -174,9 +171,15 @@ class Machine:
         self.store.restart()
         self._forget()
         self.world.say(self.peer, "!", f"starts with {len(self.store.disk)} states on disk")
-        self.member = self.world.make_member(self)
+        self.member = self._make_member()
         self.later(0.0, self._turn, self._turns)
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
+
+    def _make_member(self) -> Member:
+        book, held = self.store.book, tuple(self.store.held.values())
+        steps = [s for h in held for s in book.steps_between(book.genesis(h.module), h.step)]
+        settings = MemberSettings(self.peer, trains=self.trains)
+        return Member(settings, self.world.plan, self.world.grid, steps=steps, held=held)
 
     def crash(self, *, hangs: bool, empty_disk: bool) -> None:
         """End without a word. `hangs`: callers find nobody who would refuse."""
@@ -215,7 +218,6 @@ class Machine:
     def _stop(self) -> None:
         """The member has left."""
         self.lose_all("leave")
-        self.has_left = True
         self.publishing.withdraw()
         self.link.is_up = False
 
@@ -285,14 +287,12 @@ class Machine:
         self.later(0.25 if self._waits < 8 else 1.0, self._turn, self._turns)
 
     def _begin_steps(self) -> None:
-        rounds = self.world.plan.rounds
-        steps = 1
-        if not rounds.inner_steps:
-            now_s, schedule = self.believed_s, self.world.schedule
+        schedule, now_s, steps = self.world.schedule, self.believed_s, 1
+        if not schedule.fixed_steps:
             levels = self.world.grid.levels_in_time_order()
-            passed = ((level, schedule.passed(level, now_s)) for level in levels)
-            next_s = min(schedule.boundary(last + 1, level).time_s for level, last in passed)
-            longest_s = min(next_s - now_s, STRETCH_SHARE * rounds.duration_s)
+            boundaries = [schedule.boundary(schedule.passed(of, now_s) + 1, of) for of in levels]
+            longest_s = min(boundaries).time_s - now_s
+            longest_s = min(longest_s, STRETCH_SHARE * schedule.duration_s)
             steps = max(1, int(longest_s / self.step_s))
         self._turns += 1
         self._stretch = _Stretch(self.world.now_s, steps, self._turns)
@@ -324,9 +324,9 @@ class Machine:
 
     def _refresh(self) -> None:
         """Publish and read, once a refresh period."""
-        self.publish()
+        self.publishing.publish()
         engine = self.world.engine
-        self.later(engine.between(*self.world.conditions.look_s), self.read, False)
+        self.later(engine.between(*self.world.network.conditions.look_s), self.read, False)
         self.later(self.refresh_period_s * engine.between(0.95, 1.05), self._refresh)
 
     def read(self, is_answer: bool, further: tuple[int, ...] = ()) -> None:
@@ -337,29 +337,8 @@ class Machine:
         self._waiting = view.waiting
         self.deliver(Viewed(view, is_answer))
 
-    def publish(self) -> None:
-        """Write all records that say something new or have grown old."""
-        claim, plan = self.claim, self.world.plan
-        now_round = self.round_index
-        if not plan.rounds.inner_steps:
-            now_round = max(0, plan.rounds.round_at(self.believed_s - plan.start_s))
-        standing = {
-            "state": claim.state,
-            "path": claim.path,
-            "since_s": claim.since_s,
-            "round": now_round,
-            "pinned": claim.pinned,
-            "reachable": self.reachable,
-        }
-        held = {m: head for m, head in self.store.held.items() if head.version}
-        self.publishing.publish(standing, held, self.progress)
-
     # -- others
 
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
         """Answer a call; in the background, so an inner step does not keep it waiting."""
         return self.carrying.serve(caller, verb, content)
-
-    def told(self, sender: str, content: Tell) -> None:
-        """Hear of rows and steps."""
-        self.carrying.hear(sender, content)

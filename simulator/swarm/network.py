@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .engine import Engine
 
@@ -21,18 +21,31 @@ CALL_BYTES = 300
 BULK_BYTES = 16_384
 # Size of an answer that never comes: a stream is opened, and nothing is sent.
 NO_ANSWER = -1
+# The caller of a peer that says nothing gives up after so long.
+STALL_S = 10.0
 
 
-class Host(Protocol):
-    """A machine as the network knows it."""
+Serve = Callable[[str, str, Any], tuple[Any, int]]
+"""What a machine does with a message: caller, verb and content; the answer, and its bytes."""
 
-    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
-        """Answer a call; returns the answer and how many bytes it has."""
-        ...
 
-    def told(self, sender: str, content: Any) -> None:
-        """Take a message that wants no answer."""
-        ...
+@dataclass
+class Conditions:
+    """What goes wrong everywhere alike, at the moment."""
+
+    loss: float = 0.0
+    """Share of all messages that get lost."""
+    write_s: tuple[float, float] = (0.05, 0.5)
+    """How long it takes until a record in the DHT can be read."""
+    writes_lost: float = 0.0
+    """Share of the writes that get lost."""
+    records_missed: float = 0.0
+    """Share of the records that a reader does not see."""
+    look_s: tuple[float, float] = (0.2, 1.5)
+    """How long reading the swarm takes."""
+    look_fails: float = 0.0
+    path_fails: float = 0.0
+    """Share of the shards that cannot be had at first."""
 
 
 @dataclass
@@ -75,16 +88,15 @@ class Network:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.links: dict[str, Link] = {}
-        self._hosts: dict[str, Host] = {}
-        self.loss = 0.0
-        """Share of all messages that get lost."""
+        self.hosts: dict[str, Serve] = {}
+        self.conditions = Conditions()
         self.split = 0
         """Number of the split that is on; 0 for none."""
         self._splits = 0
 
-    def join(self, peer: str, link: Link, host: Host) -> None:
+    def join(self, peer: str, link: Link, host: Serve) -> None:
         """Add a machine."""
-        self.links[peer], self._hosts[peer] = link, host
+        self.links[peer], self.hosts[peer] = link, host
 
     def cut(self, sides: dict[str, int]) -> None:
         """Split the network; who is not named is in part 0."""
@@ -99,7 +111,7 @@ class Network:
         for link in self.links.values():
             link.side = 0
 
-    def run(self, peer: str, life: int, what: Callable[..., None], *arguments: Any) -> None:
+    def run(self, peer: str, life: int, what: Callable[..., object], *arguments: Any) -> None:
         """Let a machine do something once it is awake; nothing if it has died or restarted."""
         link = self.links[peer]
         if not link.is_up or link.life != life:
@@ -114,17 +126,18 @@ class Network:
         a, b = self.links[caller], self.links.get(callee)
         return b is not None and a.is_up and b.is_up and b.can_be_called and a.side == b.side
 
-    def _send(
+    def send(
         self,
         sender: str,
         receiver: str,
         verb: str,
         size: int,
-        what: Callable[..., None],
-        *args: Any,
+        what: Callable[..., object],
+        *arguments: Any,
     ) -> float:
-        """Send something; returns when it will have arrived, 0 when it is lost."""
+        """Let the receiver do something; returns when it will have arrived, 0 when it is lost."""
         engine, a, b = self.engine, self.links[sender], self.links[receiver]
+        size, life = CALL_BYTES + size, b.life
         a.traffic.sent[verb] += size
         now_s = engine.now_s
         arrival_s = now_s + a.latency_s + b.latency_s
@@ -135,32 +148,24 @@ class Network:
             a.sends_free_s = begin_s + size / a.uplink
             b.receives_free_s = begin_s + size / b.downlink
             arrival_s += begin_s + takes_s - now_s
-        if engine.chance(self.loss):
+        if engine.chance(self.conditions.loss):
             return 0.0
-        engine.at(arrival_s, self._arrive, sender, receiver, b.life, verb, size, what, args)
-        return arrival_s
 
-    def _arrive(
-        self,
-        sender: str,
-        receiver: str,
-        life: int,
-        verb: str,
-        size: int,
-        what: Callable[..., None],
-        args: tuple[Any, ...],
-    ) -> None:
-        # What is on its way when its sender dies still arrives; a split swallows it.
-        if self.links[sender].side == self.links[receiver].side:
-            self.links[receiver].traffic.received[verb] += size
-            self.run(receiver, life, what, *args)
+        def arrive() -> None:
+            # What is on its way when its sender dies still arrives; a split swallows it.
+            if a.side == b.side:
+                b.traffic.received[verb] += size
+                self.run(receiver, life, what, *arguments)
+
+        engine.at(arrival_s, arrive)
+        return arrival_s
 
     def tell(self, sender: str, receiver: str, content: Any, size: int) -> None:
         """Send a message that wants no answer, if it gets through."""
         self.links[sender].traffic.requests["tell"] += 1
         if self.can_call(sender, receiver):
-            told = self._hosts[receiver].told
-            self._send(sender, receiver, "tell", CALL_BYTES + size, told, sender, content)
+            host = self.hosts[receiver]
+            self.send(sender, receiver, "tell", size, host, sender, "tell", content)
 
     def call(
         self,
@@ -170,31 +175,22 @@ class Network:
         content: Any,
         on_answer: Callable[[Any], None],
         *,
-        limit_s: float,
+        limit_s: float = STALL_S,
         size: int = 0,
     ) -> None:
         """Call a peer. `on_answer` gets the answer, or None when none has begun in the limit."""
-        engine, source = self.engine, self.links[caller]
+        source = self.links[caller]
         source.traffic.requests[verb] += 1
-        call = _Call(self, caller, callee, verb, source.life, on_answer)
+        call = _Call(self, caller, callee, verb, source.life, limit_s, on_answer)
         if self.can_call(caller, callee):
-            self._send(caller, callee, verb, CALL_BYTES + size, call.serve, content)
+            self.send(caller, callee, verb, size, call.serve, content)
             if size >= BULK_BYTES:
-                limit_s += 4 * size / source.uplink
+                call.limit_s += 4 * size / source.uplink
         else:
             target = self.links.get(callee)
             if target is None or (not target.hangs and source.side == target.side):
-                limit_s = min(limit_s, 2 * source.latency_s + 0.05)  # Refused at once.
-        engine.after(limit_s, self.run, caller, source.life, call.time_is_up, limit_s)
-
-    def answer(self, call: _Call, content: Any) -> None:
-        """Let the callee answer."""
-        answer, size = self._hosts[call.callee].serve(call.caller, call.verb, content)
-        if size == NO_ANSWER:
-            return
-        call.answered_s = self._send(
-            call.callee, call.caller, call.verb, CALL_BYTES + size, call.finish, answer
-        )
+                call.limit_s = min(limit_s, 2 * source.latency_s + 0.05)  # Refused at once.
+        self.engine.after(call.limit_s, self.run, caller, source.life, call.time_is_up)
 
 
 @dataclass(slots=True)
@@ -207,13 +203,17 @@ class _Call:
     verb: str
     life: int
     """Of the caller."""
+    limit_s: float
     on_answer: Callable[[Any], None] | None
     answered_s: float = 0.0
 
     def serve(self, content: Any) -> None:
-        """The call has arrived."""
+        """Let the callee answer."""
+        network, caller, callee, verb = self.network, self.caller, self.callee, self.verb
         if self.on_answer is not None:
-            self.network.answer(self, content)
+            answer, size = network.hosts[callee](caller, verb, content)
+            if size != NO_ANSWER:
+                self.answered_s = network.send(callee, caller, verb, size, self.finish, answer)
 
     def finish(self, answer: Any) -> None:
         """Tell the caller, once."""
@@ -221,13 +221,11 @@ class _Call:
         if on_answer is not None and self.network.links[self.caller].life == self.life:
             on_answer(answer)
 
-    def time_is_up(self, limit_s: float) -> None:
+    def time_is_up(self) -> None:
         """Give up, unless a long answer is on its way."""
-        if self.on_answer is None:
-            return
-        network, engine = self.network, self.network.engine
-        if engine.now_s < self.answered_s:
-            again_s = self.answered_s + limit_s
-            engine.at(again_s, network.run, self.caller, self.life, self.time_is_up, limit_s)
+        network = self.network
+        if network.engine.now_s < self.answered_s:
+            again_s = self.answered_s + self.limit_s
+            network.engine.at(again_s, network.run, self.caller, self.life, self.time_is_up)
         else:
             self.finish(None)

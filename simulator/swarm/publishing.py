@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dipaco.dht.chain import Head
 from dipaco.dht.coverage import bucket_count, home_bucket
 from dipaco.dht.records import (
     PROGRESS_LIFE_S,
@@ -18,65 +17,30 @@ from dipaco.dht.records import (
     ProgressEntry,
     ProgressRecord,
     record_life_s,
-    refresh_period_s,
 )
 
-from .world import World
-
+# `machine.Machine`, which stands on this file.
+Machine = Any
 WITHDRAWN_S = 60.0
-
-Standing = dict[str, Any]
-"""What records of both kinds say."""
-
-
-def peer_record(peer: str, standing: Standing) -> PeerRecord:
-    """Return what a peer says of itself."""
-    return PeerRecord.model_construct(
-        peer_id=peer,
-        protocol=0,
-        software="simulated",
-        device="cpu",
-        **standing,
-        tokens_per_s=1.0,
-        addresses=(),
-        bytes_up=0,
-        bytes_down=0,
-    )
-
-
-def module_record(peer: str, module: str, standing: Standing, held: Head | None) -> ModuleRecord:
-    """Return what a peer says under the key of a module."""
-    said = None
-    if held is not None:
-        said = HeldState.model_construct(
-            step=held.step,
-            version=held.version,
-            weight=held.weight,
-            round=max(0, held.round_index),
-            digest=held.digest,
-            bytes=held.bytes,
-        )
-    return ModuleRecord.model_construct(peer_id=peer, module=module, **standing, held=said)
 
 
 class Publishing:
-    """The records of one peer."""
+    """The records of one life of a machine."""
 
-    def __init__(self, world: World, peer: str) -> None:
-        self._world, self._peer = world, peer
-        self._buckets = bucket_count(world.grid.path_count)
-        self._life_s = record_life_s(refresh_period_s(world.plan.rounds))
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._world, self._peer = machine, machine.world, machine.peer
+        self._buckets = bucket_count(self._world.grid.path_count)
+        self._life_s = record_life_s(machine.refresh_period_s)
         self._said: dict[str, tuple[Any, Any, float]] = {}
         """By key: what the record says, the record, and when it was written."""
 
-    def publish(
-        self, standing: Standing, held: dict[str, Head], progress: dict[int, ProgressEntry]
-    ) -> None:
+    def publish(self) -> None:
         """Write all records that say something new or have grown old."""
-        state, path, grid = standing["state"], standing["path"], self._world.grid
-        modules = set(held)
-        if path is not None and state in ("joining", "training"):
-            modules.update(grid.modules_of_path(path))
+        machine, standing = self._machine, self._standing()
+        held = {m: head for m, head in machine.store.held.items() if head.version}
+        modules, path = set(held), standing["path"]
+        if path is not None and standing["state"] in ("joining", "training"):
+            modules.update(self._world.grid.modules_of_path(path))
         said: dict[str, Any] = {
             f"peers/{home_bucket(self._peer, path, self._buckets)}": standing,
             **{f"modules/{m}": (standing, held.get(m)) for m in sorted(modules)},
@@ -86,10 +50,25 @@ class Publishing:
         for key in [key for key in self._said if key not in said and key[:9] != "progress/"]:
             self._say_goodbye(key)
         entries: dict[str, list[ProgressEntry]] = {}
-        for trained, entry in sorted(progress.items()):
+        for trained, entry in sorted(machine.progress.items()):
             entries.setdefault(f"progress/{trained % self._buckets}", []).append(entry)
         for key, found in entries.items():
             self._write(key, tuple(found), PROGRESS_LIFE_S)
+
+    def _standing(self) -> dict[str, Any]:
+        """Return what records of both kinds say."""
+        machine, schedule, claim = self._machine, self._world.schedule, self._machine.claim
+        now_round = machine.round_index
+        if not schedule.fixed_steps:
+            now_round = max(0, schedule.round_at(machine.believed_s))
+        return {
+            "state": claim.state,
+            "path": claim.path,
+            "since_s": claim.since_s,
+            "round": now_round,
+            "pinned": claim.pinned,
+            "reachable": "direct" if machine.link.can_be_called else "outgoing",
+        }
 
     def _write(self, key: str, content: Any, life_s: float) -> None:
         now_s = self._world.now_s
@@ -102,11 +81,16 @@ class Publishing:
         self._world.directory.write(self._peer, key, record, life_s)
 
     def _record(self, key: str, content: Any) -> Any:
+        """Return the record of a key: unchecked, as peers have short names here."""
         kind, item = key.split("/")
         if kind == "peers":
-            return peer_record(self._peer, content)
+            return PeerRecord.model_construct(peer_id=self._peer, addresses=(), **content)
         if kind == "modules":
-            return module_record(self._peer, item, *content)
+            standing, head = content
+            held = None if head is None else HeldState.of(head)
+            return ModuleRecord.model_construct(
+                peer_id=self._peer, module=item, held=held, **standing
+            )
         return ProgressRecord.model_construct(peer_id=self._peer, entries=content)
 
     def _say_goodbye(self, key: str) -> None:

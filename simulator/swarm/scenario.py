@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from random import Random
 
@@ -66,7 +67,7 @@ def draw_scenario(
     if profile == "mixed":
         faults = tuple(fault for fault in faults if random.random() < 0.45)
     grid = random.choice(GRIDS_OF_MOVERS if profile == "moving" else GRIDS)
-    most = _paths(grid) - 1 if profile == "moving" else 10
+    most = math.prod(grid) - 1 if profile == "moving" else 10
     drawn_members, drawn_rounds = random.randint(2, most), random.randint(8, 20)
     is_fixed = profile == "fixed" or (profile == "mixed" and random.random() < 0.15)
     return Scenario(
@@ -82,20 +83,12 @@ def draw_scenario(
     )
 
 
-def _paths(grid: tuple[int, ...]) -> int:
-    paths = 1
-    for modules in grid:
-        paths *= modules
-    return paths
-
-
 def small_plan(
     modules_per_level: tuple[int, ...],
     *,
     duration_s: float,
     inner_steps: int = 0,
     private: bool = False,
-    dwell_rounds: int = 2,
 ) -> RunPlan:
     """Return the plan of a run that begins at `START_S`; only its grid and rounds matter."""
     return RunPlan(
@@ -107,9 +100,7 @@ def small_plan(
         grid=GridConfig(modules_per_level=modules_per_level, private_head=private),
         inner=InnerConfig(batch_sequences=2),
         outer=OuterConfig(),
-        rounds=RoundsConfig(
-            duration_s=duration_s, inner_steps=inner_steps, dwell_rounds=dwell_rounds
-        ),
+        rounds=RoundsConfig(duration_s=duration_s, inner_steps=inner_steps, dwell_rounds=2),
         contributions=ContributionsConfig(),
         routing=RoutingPlan(),
         blobs=RunBlobs(tokenizer="1" * 64, router="2" * 64, base="3" * 64, shards="4" * 64),

@@ -1,8 +1,7 @@
-"""The log of a history: what every machine heard, decided and did, a line each."""
+"""How events, actions and what is in them look in the log of a history."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -14,29 +13,6 @@ from dipaco.dht.view import SwarmView
 SHORT = 8
 # Of these there are too many, and they say little.
 QUIET = frozenset({"turn", "stepped", "wait", "take_step"})
-
-
-class Trace:
-    """Off, it keeps nothing but a count."""
-
-    def __init__(self, *, keep: bool = False, quiet: bool = True) -> None:
-        self.keep = keep
-        self.quiet = quiet
-        self.count = 0
-        self.lines: list[str] = []
-
-    def add(self, time_s: float, peer: str, kind: str, what: Any) -> None:
-        """Write a line: when, who, in which direction, and what."""
-        self.count += 1
-        if not self.keep:
-            return
-        if self.quiet and name_of(what) in QUIET:
-            return
-        self.lines.append(f"{time_s:9.2f} {peer:>6} {kind:<5} {shown(what)}")
-
-    def digest(self) -> str:
-        """Return the hash of all lines: equal for equal histories."""
-        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
 
 def name_of(what: object) -> str:

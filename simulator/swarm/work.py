@@ -116,7 +116,7 @@ class Accounts:
 
     def _say_lost(self, place: tuple[str, str], begin: int, end: int) -> None:
         """Write into the log which contributions had what was lost."""
-        files = self._world.files.values() if self._world.trace.keep else ()
+        files = self._world.files.values() if self._world.log is not None else ()
         rows = [
             f"r{file.row.round_index} on {file.row.parent[:8]}"
             for file in files

@@ -7,22 +7,19 @@ says only whether most of the rows in some step before it were poison.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.chain_book import ChainBook
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.member.actions import Action
-from dipaco.peer.member.events import Event
 from dipaco.peer.member.rounds import RoundSchedule
 
 from .directory import SimulatedDirectory
 from .engine import Engine
 from .network import Network
-from .trace import Trace
+from .trace import QUIET, name_of, shown
 
 # `machine.Machine` and `invariants.Invariants`, which stand on this file.
 Machine = Any
@@ -32,17 +29,6 @@ STATE_BYTES, FILE_BYTES, SHARD_BYTES = 2_000_000, 130_000, 4_000_000
 SOUND_LOSS, POISONED_LOSS = 3.0, 11.0
 
 Content = Literal["good", "poison", "garbage"]
-
-
-class Decider(Protocol):
-    """A member, or a stand-in in a test."""
-
-    def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take an event, return what is to be done."""
-        ...
-
-
-MakeMember = Callable[[Machine], Decider]
 
 
 @dataclass(frozen=True)
@@ -56,29 +42,17 @@ class File:
 
 
 @dataclass
-class Conditions:
-    """What goes wrong everywhere alike, at the moment."""
-
-    look_s: tuple[float, float] = (0.2, 1.5)
-    """How long reading the swarm takes."""
-    look_fails: float = 0.0
-    path_fails: float = 0.0
-    """Share of the shards that cannot be had at first."""
-
-
-@dataclass
 class World:
     """One history's plan, clock, network, directory, files, steps and machines."""
 
     plan: RunPlan
     engine: Engine
-    make_member: MakeMember
-    trace: Trace
+    log: list[str] | None = None
+    """What every machine heard, decided and did, a line each; None: nothing is kept."""
     machines: dict[str, Machine] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     shard_holders: dict[int, dict[str, Machine]] = field(default_factory=dict)
     """Peers that have had the shard of a path; one may have lost its disk since."""
-    conditions: Conditions = field(default_factory=Conditions)
 
     def __post_init__(self) -> None:
         self.grid = Grid(self.plan.model, self.plan.grid, self.plan.rounds.level_offsets)
@@ -100,28 +74,17 @@ class World:
         return self.engine.now_s
 
     def say(self, peer: str, kind: str, what: Any) -> None:
-        """Write a line of the log."""
-        self.trace.add(self.engine.now_s - START_S, peer, kind, what)
+        """Write a line of the log: who, in which direction, and what."""
+        if self.log is not None and name_of(what) not in QUIET:
+            time_s = self.now_s - START_S
+            self.log.append(f"{time_s:9.2f} {peer:>6} {kind:<5} {shown(what)}")
 
-    def publish(
-        self,
-        peer: str,
-        path: int,
-        where: tuple[str, int, str],
-        tokens: tuple[int, int],
-        content: Content = "good",
-        said: int | None = None,
-    ) -> Row:
-        """Make a contribution: module, round and parent, and from and to which token.
-
-        `said` is how many tokens its row says that are in it.
-        """
-        module, round_index, parent = where
+    def make_file(self, row: Row, begin: int, end: int, content: Content = "good") -> Row:
+        """Make a contribution, and return its row, in which the file was not named yet."""
         self._made += 1
-        name = hashlib.sha256(f"{peer}/{self._made}".encode()).hexdigest()
-        count = tokens[1] - tokens[0] if said is None else said
-        row = Row(module, round_index, parent, path, peer, count, name, FILE_BYTES)
-        self.files[name] = File(row, *tokens, content)
+        name = hashlib.sha256(f"{row.peer}/{self._made}".encode()).hexdigest()
+        row = replace(row, file=name)
+        self.files[name] = File(row, begin, end, content)
         return row
 
     def add(self, step: Step) -> bool:
