@@ -14,6 +14,7 @@ fall to a tenth to the end, so that perplexities can be compared.
 * garbage: its files do not decode;
 * silent: its rows come and its files never do: who asks waits;
 * forker: it tells one half of the peers a step and the other half another one;
+* alone: with every row it tells a step of that row alone, before others have told theirs;
 * flood: a thousand rows a second, and a file to everybody as fast as it can;
 * strangers: three identities that were never admitted tell, ask, get and put without a pause;
 * states: every state that it serves is spoiled with noise, and named by that state's digest.
@@ -53,9 +54,13 @@ SEEN_S = 17.0
 ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
 MEANS: dict[str, dict[str, Any]] = {"robust": ROBUST, "default": {}}
 _CONTRIBUTION = """
+from dipaco.modules.outer import OuterGradient
 from dipaco.peer.trainer import Snapshot
 honest = Snapshot.outer_gradient
-Snapshot.outer_gradient = lambda snapshot: honest(snapshot)[:] * {factor}
+def changed(snapshot):
+    gradient = honest(snapshot)
+    return OuterGradient(gradient.anchor, gradient.anchor - gradient[:] * {factor})
+Snapshot.outer_gradient = changed
 """
 # What a hostile peer does before it starts as any other.
 KINDS = {
@@ -70,10 +75,7 @@ outer_steps.claimed_tokens = lambda plan, tokens, round: credible(plan, 1000 * t
     "garbage": """
 from dipaco.peer import outer_steps
 encode = outer_steps.publish
-def garbage(*arguments):
-    data, error = encode(*arguments)
-    return bytes([255]) * len(data), error
-outer_steps.publish = garbage
+outer_steps.publish = lambda *arguments: bytes([255]) * len(encode(*arguments))
 """,
     "silent": """
 import asyncio
@@ -92,6 +94,15 @@ def tell(exchange, peers, module, rows=(), steps=(), keep=False):
     other = (*steps[:-1], Step.of(steps[-1].rows[:-1]))
     honest(exchange, peers[::2], module, rows, steps, keep)
     honest(exchange, peers[1::2], module, rows, other, keep)
+Exchange.tell = tell
+""",
+    "alone": """
+from dipaco.dht.chain import Step
+from dipaco.peer.exchange.exchange import Exchange
+honest = Exchange.tell
+def tell(exchange, peers, module, rows=(), steps=(), keep=False):
+    own = [row for row in rows if row.peer == exchange.peer_id]
+    honest(exchange, peers, module, rows, steps or [Step.of([row]) for row in own[:1]], keep)
 Exchange.tell = tell
 """,
     "flood": """

@@ -27,6 +27,20 @@ from parts import common, mutations  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
 
+# Lets a process become every kind of hostile peer at once, and has it publish garbage.
+BECOME_HOSTILE = """
+import types
+import hostile
+for kind, does in hostile.KINDS.items():
+    exec(does, {})
+exec(hostile.KINDS["garbage"], {})
+import torch
+from dipaco.modules.contributions import CODECS
+from dipaco.peer import outer_steps, trainer
+anchor = types.SimpleNamespace(parameters=torch.ones(4096))
+told = trainer.Snapshot("P0", 0, anchor, torch.zeros(4096), 1)
+print(set(outer_steps.publish(told.outer_gradient(), CODECS["int4"])))
+"""
 # Prints what each of the scripts named in the arguments says to --help: one process, because
 # importing PyTorch and Hivemind takes seconds.
 ASK_FOR_HELP = """
@@ -47,6 +61,19 @@ for name in names:
     said[name] = (code, output.getvalue())
 print(json.dumps(said))
 """
+
+
+def test_what_hostile_peers_replace_is_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BECOME_HOSTILE],
+        cwd=FOLDER,
+        env={**common.one_thread(), "PYTHONPATH": str(FOLDER)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "{255}"), done.stderr
 
 
 @pytest.fixture(scope="module")

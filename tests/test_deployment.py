@@ -29,8 +29,8 @@ from support.commands import ROOT, commands, options_of, parsers
 
 PACKAGES = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
 DEPLOY = ROOT / "examples" / "deploy"
-NOTEBOOK = ROOT / "examples" / "notebook" / "peer.ipynb"
-FILES = [*sorted(file for file in DEPLOY.iterdir() if file.is_file()), NOTEBOOK]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebook").glob("*.ipynb"))
+FILES = [*sorted(file for file in DEPLOY.iterdir() if file.is_file()), *NOTEBOOKS]
 UNITS = sorted(DEPLOY.glob("*.service"))
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
@@ -193,8 +193,9 @@ def test_the_locks_hold_what_the_project_asks_for(lock: str, extras: list[str]) 
             assert pinned[canonicalize_name(wanted.name)] in wanted.specifier, text
 
 
-def test_the_notebook_is_one_without_outputs() -> None:
-    notebook = json.loads(NOTEBOOK.read_text())
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
+def test_a_notebook_is_one_without_outputs(file: Path) -> None:
+    notebook = json.loads(file.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in notebook["cells"]]
     assert len(set(ids)) == len(ids)

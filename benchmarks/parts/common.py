@@ -104,7 +104,8 @@ class Report:
             table.add_column(column, justify="left" if index == 0 else "right")
         for row in self.rows:
             table.add_row(*row)
-        console = Console(soft_wrap=True)
+        # In a file nothing is cut off.
+        console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
         console.print(table)
         machine = found["machine"]
         self.notes.append(
