@@ -1,11 +1,11 @@
 """Robust means: averages that a few of many contributions can move only so far (design 4.3).
 
-Everything gives
-the same bits on every machine: fp32 on the CPU, each operation rounded by itself, in the order of
-the rows.
+Everything gives the same bits on every machine: fp32 on the CPU, each operation rounded by itself,
+in the order of the rows.
 
-A path has one vote, with the weight of all its replicas: they are combined first, in the same way.
-Of fewer than three voters none can be told from the others, so that their weighted mean is taken.
+A path has one vote, with the weight of all its replicas: they are combined first, in the same way,
+and count alike, because nobody can check how many tokens one of them has trained. Of fewer than
+three voters none can be told from the others, so that their weighted mean is taken.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def of_paths(
     paths: Sequence[int],
     mean: Mean,
 ) -> torch.Tensor:
-    """Return the mean of the paths, of each of which the mean of its replicas is taken first.
+    """Return the mean of the paths, of each of which the mean of its replicas is taken first: each
+    of them counts alike there, and in the vote of its path as it is weighted.
 
     :param contributions: flat fp32 of one shape, in canonical order, so that replicas are together
     :param paths: the path of each
@@ -44,9 +45,8 @@ def of_paths(
     voters, votes = [], []
     for _, group in itertools.groupby(range(len(paths)), key=paths.__getitem__):
         places = list(group)
-        own = [weights[place] for place in places]
-        voters.append(mean([contributions[place] for place in places], own))
-        votes.append(sum(own))
+        voters.append(mean([contributions[place] for place in places], [1.0] * len(places)))
+        votes.append(sum(weights[place] for place in places))
     return mean(voters, votes)
 
 
