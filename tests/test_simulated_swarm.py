@@ -7,16 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from dipaco.dht.chain import Step
 from dipaco.peer.member.actions import Action, Adopt, Compute, Publish, Tell
 from dipaco.peer.member.events import Event
 from dipaco.peer.member.member import Member
+from dipaco.simulator.swarm import history, hostile
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import run_history
 from dipaco.simulator.swarm.network import Link, Network
-from dipaco.simulator.swarm.scenario import PROFILES
+from dipaco.simulator.swarm.scenario import PROFILES, Scenario, draw_scenario
 from dipaco.simulator.swarm.work import length, merged, without
 
 # Seeds of each profile that every run of the tests lives through; the benchmark lives through many.
@@ -44,6 +46,22 @@ def test_what_movers_trained_is_in_the_model() -> None:
     for seed in SEEDS:
         figures = run_history(seed, "moving", rounds=10).figures
         assert figures["gone by move"] <= 0.01 * figures["trained"]
+        assert figures["lost"] <= 0.05 * figures["trained"]
+
+
+@pytest.mark.parametrize("inner_steps", [0, 8])
+def test_a_peer_that_is_always_first_wastes_nobody_s_work(
+    inner_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells a step of its own row alone, before others have told theirs."""
+
+    def drawn(*given: Any, **options: Any) -> Scenario:
+        return replace(draw_scenario(*given, **options), inner_steps=inner_steps)
+
+    monkeypatch.setattr(history, "draw_scenario", drawn)
+    monkeypatch.setattr(hostile, "KINDS", ("alone",))
+    for seed in SEEDS:
+        figures = run_history(seed, "hostile", members=6, rounds=6).figures
         assert figures["lost"] <= 0.05 * figures["trained"]
 
 

@@ -20,8 +20,7 @@ from .taking import Strand
 
 # A peer that was asked and does not announce a copy is passed over for so many refresh periods.
 ASKED_PERIODS = 3
-# A copy may be dropped by a peer whose place in the rendezvous order is beyond this many times the
-# copies, once others announce enough.
+# Beyond this many times the copies in rendezvous order a copy is dropped, if others have enough.
 GREATEST_PLACE = 4
 # Of one peer, so many modules at most are kept for others.
 MOST_KEPT = 64
@@ -109,8 +108,7 @@ class Copies:
                 return
 
     def hand_over(self) -> bool:
-        """This peer leaves: have what nobody else announces kept by others; returns whether there
-        is something."""
+        """Have what nobody else announces kept by others; returns whether there is something."""
         known, is_wanted = self._known, False
         for module, strand in sorted(self._strands.items()):
             others = set(known.view.holders(module, strand.stand)) - {known.me}

@@ -282,9 +282,12 @@ class OuterRound:
         one: nobody who is always first puts a state under the others."""
         known, schedule = self.known, self.known.schedule
         for link in self.book.back_from(best.name):
-            boundary_s = self.boundary_s
             if not schedule.fixed_steps:
                 boundary_s = schedule.boundary(link.round_index, self.level).time_s
+            elif self.is_open or self.role is not Role.TRAINER:
+                boundary_s = self.boundary_s + schedule.duration_s / 2
+            else:
+                boundary_s = known.now_s  # It is still to come here.
             late_s = known.now_s - boundary_s - known.gather_s
             if link.name == self.stand or late_s > 3 * known.grace_s:
                 return False
