@@ -87,24 +87,14 @@ def bounded_table(table: Sequence[Contribution], usual: Usual) -> tuple[Contribu
 
     Its rows are what weights and a state's counts are made of. A row counts up to
     `GREATEST_LEAP` times the median of all rows' tokens, or the usual tokens of the path with the
-    most, whichever is more; among three replicas or more, up to `GREATEST_OF_MEDIAN` times their
-    median. A row that is alone is measured by the usual ones only, and cannot be measured at all
-    with a genesis state.
+    most, whichever is more. A row that is alone is measured by the usual ones only, and cannot be
+    measured at all with a genesis state.
     """
     most = max(usual.tokens.values(), default=0)
     if len(table) > 1 or not most:
         most = max(most, _lower_median([row.tokens for row in table]))
-    of_path: dict[int, list[int]] = {}
-    for row in table:
-        of_path.setdefault(row.path, []).append(row.tokens)
-    bounds = {
-        path: min(
-            GREATEST_LEAP * most,
-            GREATEST_OF_MEDIAN * _lower_median(tokens) if len(tokens) > 2 else math.inf,
-        )
-        for path, tokens in of_path.items()
-    }
-    return tuple(replace(row, tokens=int(min(row.tokens, bounds[row.path]))) for row in table)
+    most *= GREATEST_LEAP
+    return tuple(replace(row, tokens=min(row.tokens, most)) for row in table)
 
 
 def _lower_median(values: Sequence[T]) -> T:
