@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from dipaco.dht.chain import Head, Row, Step
@@ -13,6 +14,7 @@ from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
+from dipaco.peer.member.copies import Copies
 from dipaco.peer.member.knowledge import Knowledge, MemberSettings, mailbox_order
 from dipaco.peer.member.member import Member
 from dipaco.peer.member.outer_round import Role
@@ -390,6 +392,23 @@ def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
     strand.handle(e.StateHere(MODULE, head))
     assert member.take(a.Check) == []
     assert strand.ready == head
+
+
+def test_a_peer_that_leaves_hands_over_what_it_alone_holds() -> None:
+    member = Trainer("A", "A")
+    strand, known = member.strand, member.known
+    step = Step.of([member.row("A")])
+    strand.book.add(step)
+    strand.head, strand.stand = Head(MODULE, step.name, 1, 1, 0, name("A"), 10**6), step.name
+    records = {p: view_of(p).peers[p].model_copy(update={"path": None}) for p in "BC"}
+    for held, told in ((), True), ((Holding("B", strand.head),), False):
+        known.view = replace(view_of("A", held=held), peers={**view_of("A").peers, **records})
+        copies = Copies(known, {MODULE: strand})
+        assert copies.hand_over() is told
+        tells = member.take(a.Tell)
+        assert [(set(t.peers), t.steps, t.keep) for t in tells] == (
+            [({"B", "C"}, (step,), True)] if told else []
+        )
 
 
 def test_equal_events_give_equal_actions() -> None:

@@ -373,6 +373,7 @@ class Strand(OuterRound):
         self._doubted = {n for n in self._doubted if not self.book.stands_on(head.step, n)}
         known.do(Serve(self.module, head.step))
         self.book.prune(self.module, head.step, REMEMBERED_STEPS)
+        self._refused = {n for n in self._refused if n in self.book}
         self._tellers = {n: t for n, t in self._tellers.items() if n in self.book}
         self._held = {n: h for n, h in self._held.items() if n in self.book}
         self._unavailable = {n: s for n, s in self._unavailable.items() if n in self.book}
