@@ -1,8 +1,7 @@
 """Hivemind's DHT protocol, mended: what a stranger may send a node, and what a node believes.
 
 * A node stores what `quotas.py` admits, which is asked before any signature is checked, and looks
-  at so many records of a request only. Nobody writes into its cache: a cached answer with a late
-  expiration would hide what is stored.
+  at so many records of a request only. Nobody writes into its cache, and nobody is told of it.
 * Its answers fit into a message, and of an answer it looks at as much as an honest node gives.
 * The id of a node is a hash of its peer id. So whoever wants to be near a key has to make keys
   until one is, and cannot be in a routing table many times.
@@ -199,15 +198,18 @@ def _portions(values: Sequence[Any]) -> list[list[int]]:
 async def rpc_find(
     self: DHTProtocol, request: dht_pb2.FindRequest, context: P2PContext
 ) -> dht_pb2.FindResponse:
-    """Answer with what is stored here of some keys, else with what was read of them lately, and
-    with the nodes that are nearest to them."""
+    """Answer with what is stored here of some keys, and with the nodes that are nearest to them.
+
+    What was only read is told to nobody: a reader visits twenty nodes, and each copy is the whole
+    key. Five nodes store it, which is enough.
+    """
     _greet(self, request, context)
     if len(request.keys) > MOST_FOUND:
         raise ValueError(f"at most {MOST_FOUND} keys at once")
     response = dht_pb2.FindResponse(results=[], peer=self.node_info)
     room = ANSWER_BYTES
     for number, key in enumerate(map(DHTID.from_bytes, request.keys)):
-        found = self.storage.get(key) or _copied(self.cache.get(key))
+        found = self.storage.get(key)
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         if found is not None and isinstance(found.value, DictionaryDHTValue):
             room -= cut(found.value, room // (len(request.keys) - number))
@@ -274,15 +276,6 @@ async def call_find(
         )
         for key, (found, nearest) in answers.items()
     }
-
-
-def _copied(found: ValueWithExpiration[Any] | None) -> ValueWithExpiration[Any] | None:
-    if found is None or not isinstance(found.value, DictionaryDHTValue):
-        return None
-    copy = DictionaryDHTValue()
-    copy.data = dict(found.value.data)
-    copy.latest_expiration_time = found.value.latest_expiration_time
-    return ValueWithExpiration(copy, found.expiration_time)
 
 
 def _bounded(found: ValueWithExpiration[Any] | None) -> ValueWithExpiration[Any] | None:

@@ -13,6 +13,8 @@ from .chain import Step, genesis_name
 
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
 DENSE_NAMES = 10
+# Steps of a module that are known beside what is kept; beyond, only the heaviest tips stay.
+MOST_SIDE_STEPS, KEPT_TIPS = 1024, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,9 @@ class ChainBook:
         self._links: dict[str, Link] = {}
         self._tips: dict[str, set[str]] = {}
         self._genesis: dict[str, str] = {}
-        for module in modules:
+        self._side_steps = dict.fromkeys(modules, 0)
+        """Added since branches were forgotten last."""
+        for module in self._side_steps:
             name = genesis_name(run_id, module)
             self._genesis[module] = name
             self._links[name] = Link(module, name, None, "", 0, 0, -1)
@@ -80,6 +84,7 @@ class ChainBook:
             parent.weight + len(step.rows),
             step.round_index,
         )
+        self._side_steps[step.module] += 1
         tips = self._tips[step.module]
         tips.discard(step.parent)
         tips.add(step.name)
@@ -196,6 +201,7 @@ class ChainBook:
     def prune(self, module: str, keep: str, depth: int) -> None:
         """Forget the branches of a module that parted from the chain to `keep` more than `depth`
         steps ago: nobody has gone on from there."""
+        self._side_steps[module] = 0
         floor = self._links[keep].version - depth
         chain = {link.name for link in self.back_from(keep)}
         dead, alive = set[str](), set[str]()
@@ -213,17 +219,17 @@ class ChainBook:
         if not self._tips[module]:
             self._tips[module] = {keep}
 
-    def keep_heaviest(self, module: str, count: int, served: str) -> int:
-        """Forget all branches of a module but the `count` heaviest and the chain to `served`.
-
-        Returns how many steps are left beside that chain. What strangers invent stays bounded.
-        """
-        chain = {link.name for link in self.back_from(served)}
-        tips = sorted(self._tips[module], key=lambda tip: self._links[tip].rank)[:count]
-        kept = chain | {link.name for tip in tips for link in self.back_from(tip)}
+    def trim(self, module: str, kept: Collection[str]) -> bool:
+        """Where very many steps of a module were added, forget all branches but the heaviest and
+        the chains to `kept`: what others invent stays bounded. Returns whether it was so."""
+        if self._side_steps[module] <= MOST_SIDE_STEPS:
+            return False
+        heaviest = sorted(self._tips[module], key=lambda tip: self._links[tip].rank)[:KEPT_TIPS]
+        alive = {link.name for name in (*kept, *heaviest) for link in self.back_from(name)}
         for name in [n for n, link in self._links.items() if link.module == module]:
-            if name not in kept:
+            if name not in alive:
                 del self._links[name]
-        parents = {self._links[name].parent for name in kept}
-        self._tips[module] = kept - parents
-        return len(kept - chain)
+        self._tips[module] = alive - {self._links[name].parent for name in alive}
+        # What is left may be one long chain, which is wanted.
+        self._side_steps[module] = MOST_SIDE_STEPS // 2
+        return True

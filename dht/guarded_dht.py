@@ -182,7 +182,7 @@ SILENT_PINGS = 2
 START_LIMIT_S = 75.0
 REPLICA_LIMIT_S = 20.0
 CLOSE_LIMIT_S = 1.0
-# Keys that this node read, which it answers others from while nobody else has them.
+# Keys that this node has read and still remembers.
 CACHED_KEYS = 1024
 _P2PD_ENDED, _P2PD_HANGS = 71, 72
 _ENDINGS = {

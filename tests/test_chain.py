@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from dipaco.dht import chain_book
 from dipaco.dht.chain import (
     MAX_ROWS,
     Row,
@@ -324,21 +325,19 @@ def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
     assert all(made.add(one) for one in old)
 
 
-def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_served() -> None:
-    served = chain(2, 0)
-    invented = [step(*range(1, number + 2), round_index=0) for number in range(6)]
-    made = book(*served, *invented)
-    assert made.keep_heaviest(MODULE, 2, served[-1].name) == 2
-    assert [one.name in made for one in invented] == [False] * 4 + [True] * 2
-    assert all(one.name in made for one in served)
-    assert made.heaviest(MODULE).name == invented[-1].name
-    assert made.heaviest(MODULE, {one.name for one in invented}).name == served[-1].name
+def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain_book, "MOST_SIDE_STEPS", 10)
+    monkeypatch.setattr(chain_book, "KEPT_TIPS", 2)
+    kept, long = chain(2, 0), chain(3, 7, 8, 9)
+    invented = [step(*range(1, number + 2), round_index=0) for number in range(5)]
+    made = book(*kept, *invented, *long)
+    assert not made.trim(MODULE, {kept[-1].name})
+    made.add(step(6))
+    assert made.trim(MODULE, {kept[-1].name})
+    assert [one.name in made for one in invented] == [False] * 4 + [True]
+    assert all(one.name in made for one in (*kept, *long))
+    assert made.heaviest(MODULE).name == long[-1].name
+    assert made.heaviest(MODULE, {invented[-1].name, long[0].name}).name == kept[-1].name
     assert made.heaviest(OTHER).version == 0
-
-
-def test_a_chain_that_is_kept_counts_once() -> None:
-    served, long, other = chain(1, 0), chain(3, 1, 2, 3), step(4, 5)
-    made = book(*served, *long, other)
-    for _ in range(2):
-        assert made.keep_heaviest(MODULE, 2, served[-1].name) == 4
-    assert other.name in made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dipaco.dht import chain_book
 from dipaco.dht.chain import Head, Step
 from dipaco.peer.exchange import chain_store
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -121,7 +122,7 @@ def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered() ->
 def test_forks_that_somebody_invents_stay_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_store, "MOST_SIDE_STEPS", 50)
+    monkeypatch.setattr(chain_book, "MOST_SIDE_STEPS", 50)
     chains, steps = filled(tmp_path)
     heavy = chain_of(30, (0, 1, 2), steps[-1].name, begin=5)
     chains.add_verified(heavy)

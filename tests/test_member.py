@@ -423,3 +423,49 @@ def test_equal_events_give_equal_actions() -> None:
     first, second = life(), life()
     assert first == second
     assert any(isinstance(action, a.FetchPath) for action in first)
+
+
+def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
+    first, _ = first_and_second()
+    member = Trainer(first, "ABC")
+    others = sorted(set("ABC") - {first})
+    for number in range(40):
+        row = member.row(others[0], parent=name(f"{number}"), file=name(f"invented {number}"))
+        member.strand.hear_rows([row], others[0])
+    member.publish()
+    member.hear(others[1])
+    member.wait(GATHER_S + 0.1)
+    (step,) = member.proposed()
+    assert step.peers == {first, others[1]}
+
+
+def test_branches_that_one_peer_invents_are_forgotten() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    strand, genesis = member.strand, member.strand.stand
+    invented = [Step.of([member.row(first, tokens=n, parent=genesis)]) for n in range(1, 3000)]
+    for one in invented:
+        strand.hear_steps([one], first)
+    assert sum(one.name in strand.book for one in invented) < 1500
+    step = Step.of([member.row(peer) for peer in "ABC"])
+    strand.hear_steps([step], "C")
+    member.take(a.Gather)
+    for peer in "ABC":
+        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+    assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
+
+
+def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
+    """Nobody who trains can be called, and one row is of the round that is under way."""
+    member = Trainer("N", "ABC", closed="ABC")
+    strand, known = member.strand, member.known
+    strand.follow(Role.MAILBOX)
+    known.path = None
+    strand.hear_rows([member.row("A", round_index=1)], "A")
+    strand.hear_rows([member.row(peer) for peer in "BC"], "B")
+    strand.hear_rows([member.row("A", round_index=1, tokens=11)], "A")
+    for peer in "BC":
+        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+    member.wait(GATHER_S + 0.1)
+    (step,) = member.proposed()
+    assert (step.round_index, step.peers) == (0, {"B", "C"})

@@ -30,8 +30,6 @@ ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
 # Rows that are remembered of a module, and of one peer in it.
 MOST_ROWS, MOST_ROWS_OF_A_PEER = 256, 3
 MOST_ADMISSIONS = 50_000
-# Steps of a module that are known beside the served chain; beyond, only the heaviest tips stay.
-MOST_SIDE_STEPS, KEPT_TIPS = 4096, 8
 # Branches that parted earlier than this are forgotten.
 FORK_DEPTH = 64
 KEPT_HEADS = 8
@@ -59,7 +57,6 @@ class _Module:
     rows: OrderedDict[tuple[str, int, str], Row] = field(default_factory=OrderedDict)
     saved: set[str] = field(default_factory=set)
     """Steps and peers that are in the log."""
-    side_steps: int = 0
 
 
 class ChainStore:
@@ -100,12 +97,7 @@ class ChainStore:
                 except ValueError as error:
                     logger.debug("a step of %s: %s", step.module, error)
                     continue
-                kept = self._modules[step.module]
-                kept.side_steps += 1
-                if kept.side_steps > MOST_SIDE_STEPS:
-                    left = self._book.keep_heaviest(step.module, KEPT_TIPS, kept.served)
-                    # What is left may be one long chain, which is wanted.
-                    kept.side_steps = min(left, MOST_SIDE_STEPS // 2)
+                self._book.trim(step.module, {self._modules[step.module].served})
 
     def note_rows(self, rows: Iterable[Row]) -> None:
         """Take in checked rows. Of a peer's rows of one round and parent the first counts."""
@@ -144,7 +136,6 @@ class ChainStore:
             self._save(module, step, head)
             self._set_served(kept, step, head)
             self._book.prune(module, step, FORK_DEPTH)
-            kept.side_steps = 0
 
     def _set_served(self, kept: _Module, step: str, head: Head | None) -> None:
         kept.served, kept.held = step, head

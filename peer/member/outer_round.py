@@ -42,8 +42,8 @@ ROUNDS_IN_VAIN = 2
 MAILBOXES = 2
 # A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
 FIRST_ASK_OF_CLOSED, ASKS_OF_CLOSED = 0.45, 0.65
-# Rows of so many rounds, and of so many peers in each, are remembered.
-REMEMBERED_ROUNDS, REMEMBERED_PEERS = 3, 512
+# Rows of so many rounds are remembered, of so many peers behind a step, and so many of a peer.
+REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 8
 # A parent that is not known is asked for once in so many seconds.
 ASK_AGAIN_S = 2.0
 # Branches that parted so many steps ago are forgotten.
@@ -64,6 +64,7 @@ class OuterRound:
     heaviest: Callable[[], Link]
     consider: Callable[[], None]
     note_teller: Callable[[str, str], None]
+    trim: Callable[[], None]
     taking: object | None
     """Another state that is about to be taken."""
 
@@ -166,38 +167,38 @@ class OuterRound:
         """Rows of others are here, unasked or as an answer: get their files."""
         wanted: list[Row] = []
         for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
-            if row.parent not in self.book:
-                if teller:
-                    self.ask(teller)
-            elif self._is_of_a_later_round(row) and self.role is not Role.TRAINER:
-                self.open_round(row.round_index, self._boundary_s(row.round_index))
+            if row.parent not in self.book and teller:
+                self.ask(teller)
             if row.round_index <= self.round_index - REMEMBERED_ROUNDS or not self._note(row):
                 continue
             if row.parent in self.book:
                 wanted.append(row)
         self.last_told_s = self.known.now_s
+        self.open_as_heard()
         self.gather(wanted, (teller,) if teller else ())
 
-    def _boundary_s(self, round_index: int) -> float:
-        """Return when a round that is heard of ends: a peer that leaves contributes before that."""
-        schedule, now_s = self.known.schedule, self.known.now_s
-        if schedule.fixed_steps:
-            return now_s
-        return max(now_s, schedule.boundary(round_index, self.level).time_s)
-
-    def _is_of_a_later_round(self, row: Row) -> bool:
-        """Tell whether a row can follow its parent; with fixed steps rounds are counted."""
-        parent = self.book.link(row.parent)
-        if self.known.schedule.fixed_steps:
-            return row.round_index == parent.round_index + 1
-        return row.round_index > parent.round_index
+    def open_as_heard(self) -> None:
+        """Begin the round that rows here are of, where this peer trains nothing and so has no
+        boundaries: once it has come, or as soon as the last one is over; who leaves is early."""
+        schedule, link, now_s = self.known.schedule, self.link, self.known.now_s
+        if self.role is Role.TRAINER:
+            return
+        for round_index in sorted(r for r, parent in self._rows if parent == self.stand):
+            if schedule.fixed_steps:
+                boundary_s, has_come = now_s, round_index == link.round_index + 1
+            else:
+                boundary_s = schedule.boundary(round_index, self.level).time_s
+                has_come = boundary_s <= now_s or link.round_index >= self.round_index
+            if has_come and round_index > link.round_index:
+                self.open_round(round_index, max(now_s, boundary_s))
 
     def _note(self, row: Row) -> bool:
         """Take a row in; of a peer, a round and a parent the first counts."""
-        found = self._rows.setdefault((row.round_index, row.parent), {})
-        if row.peer in found or len(found) >= REMEMBERED_PEERS or len(self._rows) > 16:
+        found = self._rows.get((row.round_index, row.parent), {})
+        own = sum(row.peer in others for others in self._rows.values())
+        if row.peer in found or len(found) >= REMEMBERED_PEERS or own >= ROWS_OF_A_PEER:
             return False
-        found[row.peer] = row
+        self._rows.setdefault((row.round_index, row.parent), found)[row.peer] = row
         return True
 
     def gather(self, rows: Iterable[Row], others: tuple[str, ...] = ()) -> None:
@@ -397,6 +398,7 @@ class OuterRound:
                 return
             self.note_teller(step.name, teller)
         self.last_told_s = self.known.now_s
+        self.trim()
         self.consider()
 
     # -- asking

@@ -164,6 +164,7 @@ class Strand(OuterRound):
 
     def on_time(self) -> None:
         """Time has passed."""
+        self.open_as_heard()
         self._hurry()
         self._ask_if_due()
         self._propose_if_due()
@@ -373,10 +374,21 @@ class Strand(OuterRound):
         self._doubted = {n for n in self._doubted if not self.book.stands_on(head.step, n)}
         known.do(Serve(self.module, head.step))
         self.book.prune(self.module, head.step, REMEMBERED_STEPS)
-        self._refused = {n for n in self._refused if n in self.book}
-        self._tellers = {n: t for n, t in self._tellers.items() if n in self.book}
-        self._held = {n: h for n, h in self._held.items() if n in self.book}
-        self._unavailable = {n: s for n, s in self._unavailable.items() if n in self.book}
+        self._forget_gone()
+
+    def trim(self) -> None:
+        """Forget what others invent beyond a bound, and nothing that is used here."""
+        target, ready = self.taking and self.taking.target, self.ready and self.ready.step
+        if self.book.trim(self.module, {n for n in (self.stand, target, ready) if n}):
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """What is known of a step goes with it."""
+        book = self.book
+        self._refused = {n for n in self._refused if n in book}
+        self._tellers = {n: t for n, t in self._tellers.items() if n in book}
+        self._held = {n: h for n, h in self._held.items() if n in book}
+        self._unavailable = {n: s for n, s in self._unavailable.items() if n in book}
 
     # -- the view
 

@@ -6,8 +6,8 @@ each record with some probability. In a split each part sees what it has written
 before; afterwards everybody sees everything that has not expired. Records are signed and their
 peers admitted: what is not, no reader sees.
 
-What reading and writing costs is counted as Hivemind does it: both visit `NODES_VISITED` nodes,
-each of which returns the whole key, and a record is then stored on `NODES_STORED` of them.
+What reading and writing costs is counted as Hivemind does it: both visit `NODES_VISITED` nodes, and
+the `NODES_STORED` of them that store a key return all of it; a record is then stored there.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ class SimulatedDirectory:
     def _visit(self, link: Link, key: str, stored_bytes: int = 0) -> None:
         """Count what it costs to find the nodes of a key; all that they have comes with it."""
         nodes = min(NODES_VISITED, len(self._network.links) - 1)
-        stores = min(NODES_STORED, nodes) if stored_bytes else 0
+        storing = min(NODES_STORED, nodes)
         size = self._keys[key].size if key in self._keys else 0
-        link.traffic.requests["views"] += nodes + stores
-        link.traffic.received["views"] += nodes * (VISIT_BYTES + size)
+        link.traffic.requests["views"] += nodes + (storing if stored_bytes else 0)
+        link.traffic.received["views"] += nodes * VISIT_BYTES + storing * size
         link.traffic.sent["views"] += stored_bytes
 
     def read(self, reader: str, believed_s: float, scope: Scope) -> SwarmView:

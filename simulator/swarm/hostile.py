@@ -73,8 +73,10 @@ class Liar(Machine):
         elif self.lies == "equivocates" and action.rows:
             self._tell_each(action, [self._other_row(row) for row in action.rows])
         elif self.lies == "floods" and action.rows:
-            rows = [self._other_row(action.rows[0], number) for number in range(FLOOD)]
-            super().act(replace(action, rows=(*action.rows, *rows)))
+            row = action.rows[0]
+            rows = [self._other_row(row, round_more=number) for number in range(FLOOD)]
+            rows += [self._other_row(row, parent=f"{number:064x}") for number in range(FLOOD)]
+            super().act(replace(action, rows=(*rows, *action.rows)))
         elif self.lies == "two-faced" and action.steps and len(action.steps[-1].rows) > 2:
             self._tell_many_steps(action)
         elif self.lies == "alone" and action.rows:
@@ -83,13 +85,14 @@ class Liar(Machine):
         else:
             super().act(action)
 
-    def _other_row(self, row: Row, round_more: int = 0) -> Row:
+    def _other_row(self, row: Row, *, round_more: int = 0, parent: str = "") -> Row:
         """Return another contribution of its own in place of one."""
         if row.peer != self.peer:
             return row
         file = self.world.files[row.file]
         count, round_index = file.end - file.begin, row.round_index + round_more
-        other = replace(row, round_index=round_index, tokens=count)
+        parent = parent or row.parent
+        other = replace(row, round_index=round_index, tokens=count, parent=parent)
         made = self.world.make_file(other, file.begin, file.end)
         self.store.files[made.file] = self.world.now_s
         return made

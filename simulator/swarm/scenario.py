@@ -31,6 +31,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "nat_churn": ("all_nat", "churn"),
     "clock": ("clock",),
     "hostile": ("hostile",),
+    "nat_hostile": ("all_nat", "hostile"),
     "moving": (),
     "fixed": (),
     "mixed": ("churn", "suspend", "split", "loss", "latency", "nat", "clock"),
