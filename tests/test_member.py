@@ -469,3 +469,18 @@ def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
     member.wait(GATHER_S + 0.1)
     (step,) = member.proposed()
     assert (step.round_index, step.peers) == (0, {"B", "C"})
+
+
+def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
+    member = Trainer("A", "ABCDE")
+    heads = [
+        Head(MODULE, name(p), 9, weight, 8, name(p), 9)
+        for p, weight in zip("BCDE", (4, 4, 4, 3), strict=True)
+    ]
+    member.known.view = view_of("ABCDE", held=map(Holding, "BCDE", heads))
+    asked = []
+    for _ in range(2):
+        member.known.now_s += DURATION_S
+        member.strand.on_view()
+        asked += [ask.peer for ask in member.take(a.Ask)]
+    assert sorted(asked) == ["B", "C", "D", "E"]

@@ -167,12 +167,12 @@ class OuterRound:
         """Rows of others are here, unasked or as an answer: get their files."""
         wanted: list[Row] = []
         for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
-            if row.parent not in self.book and teller:
-                self.ask(teller)
             if row.round_index <= self.round_index - REMEMBERED_ROUNDS or not self._note(row):
                 continue
             if row.parent in self.book:
                 wanted.append(row)
+            elif teller:
+                self.ask(teller)
         self.last_told_s = self.known.now_s
         self.open_as_heard()
         self.gather(wanted, (teller,) if teller else ())

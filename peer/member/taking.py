@@ -7,6 +7,7 @@ done, steps are computed from their files or the state is fetched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
@@ -405,7 +406,9 @@ class Strand(OuterRound):
             and holding.peer_id != known.me
             and holding.head.step not in self._refused | self._doubted
         }
-        for peer in sorted(heavier, key=lambda peer: (heavier[peer], peer))[:2]:
+        # The longest unasked first: what some say of their chains may be untrue.
+        asked_s = {peer: self._asked_s.get(peer, -math.inf) for peer in heavier}
+        for peer in sorted(heavier, key=lambda peer: (asked_s[peer], heavier[peer], peer))[:2]:
             self.ask(peer, known.gather_s)
         self._compare_digests()
 
