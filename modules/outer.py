@@ -24,9 +24,9 @@ from .plan import RunPlan, ShardIndex
 from .robust_mean import fp32
 from .state import ModuleState, PathProgress
 
-# What a row may count, as a multiple of the median row or of what a step of the module's busiest
-# path usually has. Machines differ; a contribution can hold the work of several rounds.
-GREATEST_LEAP = 16
+# What a row may count, as a multiple of the median row: machines differ. A robust mean expects
+# liars: a row that moves its path's schedule on does more harm than one that counts too little.
+GREATEST_LEAP, ROBUST_LEAP = 16, 1
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
 GREATEST_OF_MEDIAN, GREATEST_OF_USUAL = 4, 2
 # Values that are combined at a time. Changes no bit.
@@ -82,19 +82,19 @@ class Usual:
         return cls({path: entry.tokens // max(1, version) for path, entry in progress.items()})
 
 
-def bounded_table(table: Sequence[Contribution], usual: Usual) -> tuple[Contribution, ...]:
+def bounded_table(
+    table: Sequence[Contribution], usual: Usual, leap: int = GREATEST_LEAP
+) -> tuple[Contribution, ...]:
     """Return a canonical table in which no row counts more than is credible.
 
-    Its rows are what weights and a state's counts are made of. A row counts up to
-    `GREATEST_LEAP` times the median of all rows' tokens, or the usual tokens of the path with the
-    most, whichever is more. A row that is alone is measured by the usual ones only, and cannot be
-    measured at all with a genesis state.
+    Its rows are what weights and a state's counts are made of, and so where a path stands in its
+    schedule. A row counts up to `leap` times the median of all rows' tokens. One that is alone is
+    measured by the usual tokens of the path with the most, and by nothing behind a genesis.
     """
     most = max(usual.tokens.values(), default=0)
     if len(table) > 1 or not most:
-        most = max(most, _lower_median([row.tokens for row in table]))
-    most *= GREATEST_LEAP
-    return tuple(replace(row, tokens=min(row.tokens, most)) for row in table)
+        most = _lower_median([row.tokens for row in table])
+    return tuple(replace(row, tokens=min(row.tokens, leap * most)) for row in table)
 
 
 def _lower_median(values: Sequence[T]) -> T:
@@ -229,7 +229,8 @@ class OuterRule:
         replicas of a path count once. Given the module's `paths`, rows of other paths raise
         ValueError. Raises `IntegrityError` when a number is not finite.
         """
-        rows = bounded_table(canonical_table(table), Usual.of(state.progress, state.version))
+        leap = GREATEST_LEAP if self._robust_mean() is None else ROBUST_LEAP
+        rows = bounded_table(canonical_table(table), Usual.of(state.progress, state.version), leap)
         contributing = {row.path for row in rows}
         if paths is not None and not contributing <= set(paths):
             raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")

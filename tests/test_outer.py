@@ -164,24 +164,25 @@ def progress_of(usual: Mapping[int, int], version: int) -> dict[int, PathProgres
     rows,
     st.dictionaries(st.integers(0, 5), st.integers(1, 10**6), max_size=4),
     st.integers(1, 100),
+    st.sampled_from((1, 16)),
 )
 def test_no_row_counts_more_than_is_credible(
-    table: list[Contribution], usual: dict[int, int], version: int
+    table: list[Contribution], usual: dict[int, int], version: int, leap: int
 ) -> None:
     canonical = canonical_table(table)
     known = Usual.of(progress_of(usual, version), version)
     assert known.tokens == usual
-    bounded = bounded_table(canonical, known)
+    bounded = bounded_table(canonical, known, leap)
     assert canonical_table(bounded) == bounded
     tokens = sorted(row.tokens for row in canonical)
-    measured = [] if usual and len(tokens) == 1 else [tokens[(len(tokens) - 1) // 2]]
-    most = 16 * max([*measured, *usual.values()])
+    is_alone = usual and len(tokens) == 1
+    most = leap * (max(usual.values()) if is_alone else tokens[(len(tokens) - 1) // 2])
     for row, counted in zip(canonical, bounded, strict=True):
         assert (counted.path, counted.peer) == (row.path, row.peer)
         assert counted.tokens == min(row.tokens, most)
     # What a liar says beyond that changes nothing for anybody.
     more = [replace(row, tokens=row.tokens * 10**6) if row.tokens > most else row for row in table]
-    assert bounded_table(canonical_table(more), known) == bounded
+    assert bounded_table(canonical_table(more), known, leap) == bounded
 
 
 def test_one_lie_moves_a_schedule_by_sixteen_steps_at_most() -> None:

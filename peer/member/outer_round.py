@@ -38,6 +38,8 @@ from .knowledge import Knowledge, mailbox_order
 RECENT_STEPS = 3
 # Rounds without a step after which a proposal needs no quorum.
 ROUNDS_IN_VAIN = 2
+# A claim is young for so many rounds.
+YOUNG_ROUNDS = 2
 # Peers that take rows and files of a round.
 MAILBOXES = 2
 # A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
@@ -184,12 +186,11 @@ class OuterRound:
         if self.role is Role.TRAINER:
             return
         for round_index in sorted(r for r, parent in self._rows if parent == self.stand):
-            if schedule.fixed_steps:
-                boundary_s, has_come = now_s, round_index == link.round_index + 1
-            else:
+            is_next, boundary_s = round_index == link.round_index + 1, now_s
+            if not schedule.fixed_steps:
+                is_next = round_index > link.round_index
                 boundary_s = schedule.boundary(round_index, self.level).time_s
-                has_come = boundary_s <= now_s or link.round_index >= self.round_index
-            if has_come and round_index > link.round_index:
+            if is_next and (boundary_s <= now_s or link.round_index >= self.round_index):
                 self.open_round(round_index, max(now_s, boundary_s))
 
     def _note(self, row: Row) -> bool:
@@ -223,7 +224,7 @@ class OuterRound:
         with anybody.
         """
         known = self.known
-        trainers = self._trainers()
+        trainers = known.trainers(self.module)
         recent = self._recent() & trainers or trainers
         boxes = self._in_order(recent)
         holders = {*known.holders(self.module), *([known.me] if self.head is not None else [])}
@@ -242,15 +243,15 @@ class OuterRound:
         """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
         has just come."""
         known = self.known
-        trainers = self._trainers()
-        young = {peer for peer in trainers if self._is_young(peer, ROUNDS_IN_VAIN)}
+        trainers = known.trainers(self.module)
+        young = {peer for peer in trainers if self._is_young(peer)}
         return trainers & (self._recent() | young | self._heard() | {known.me})
 
-    def _is_young(self, peer: str, rounds: int) -> bool:
-        """Tell whether a peer's claim, as it was read, has stood for fewer rounds than these."""
+    def _is_young(self, peer: str) -> bool:
+        """Tell whether a peer's claim, as it was read, has stood for a round or two."""
         view = self.known.view
         claim = view.claims.get(peer)
-        return claim is not None and view.rounds_held(claim) < rounds
+        return claim is not None and view.rounds_held(claim) < YOUNG_ROUNDS
 
     def _heard(self) -> set[str]:
         """Return whose files of the last rounds came, in time or not: the slow get in again."""
@@ -260,18 +261,11 @@ class OuterRound:
     def _recent(self) -> frozenset[str]:
         return self.book.contributors(self.stand, RECENT_STEPS)
 
-    def _trainers(self) -> frozenset[str]:
-        """Return who trains the module; where that was not read, who did in the last steps."""
-        known = self.known
-        if known.view.covers_module(self.module):
-            return known.trainers(self.module)
-        return known.trainers(self.module) | self._recent()
-
     def is_good(self, peers: frozenset[str], parent: str) -> bool:
         """Tell whether more than half of those who count are among some contributors."""
         if self.in_vain >= ROUNDS_IN_VAIN or parent not in self.book:
             return True
-        trainers = self._trainers()
+        trainers = self.known.trainers(self.module)
         voters = (self.book.contributors(parent, RECENT_STEPS) or trainers) & trainers
         return not voters or 2 * len(voters & peers) > len(voters)
 
@@ -332,21 +326,15 @@ class OuterRound:
         if known.me not in boxes:
             return not boxes and late_s >= 4 * known.grace_s
         place = boxes.index(known.me)
-        if place == 0 and self._may_be_early() and self.awaited() <= self._heard_now(rows):
+        # Before the round is over, as a peer that leaves, only if nobody else can.
+        is_over = known.now_s >= self.boundary_s or boxes == [known.me]
+        if place == 0 and is_over and self.awaited() <= self._heard_now(rows):
             return True
         limit_s = place * known.grace_s
         if known.schedule.fixed_steps and self.in_vain < ROUNDS_IN_VAIN:
             # Exactly what one process computes: everybody is waited for, as long as it takes.
             limit_s += known.schedule.duration_s / 2
         return late_s >= limit_s
-
-    def _may_be_early(self) -> bool:
-        """Tell whether to propose as soon as all files are here: once others have had the time to
-        see this peer; and before the round is over, as a peer that leaves, if nobody else can."""
-        known = self.known
-        if known.now_s < self.boundary_s:
-            return self.mailboxes() == [known.me]
-        return bool(known.schedule.fixed_steps) or not self._is_young(known.me, 1)
 
     def _heard_now(self, rows: dict[str, Row]) -> set[str]:
         """Return whose rows of this round are known, but for those whose files are on their way."""

@@ -344,7 +344,7 @@ class Strand(OuterRound):
         if self.head is None:
             return False
         fork = self.book.ancestor(step, self.stand).name
-        voters = self.book.contributors(fork, RECENT_STEPS) & self._trainers()
+        voters = self.book.contributors(fork, RECENT_STEPS) & self.known.trainers(self.module)
         made = {p for found in self.book.steps_between(fork, step) for p in found.peers}
         return 2 * len(voters & made) >= len(voters)
 
@@ -385,11 +385,10 @@ class Strand(OuterRound):
 
     def _forget_gone(self) -> None:
         """What is known of a step goes with it."""
-        book = self.book
-        self._refused = {n for n in self._refused if n in book}
-        self._tellers = {n: t for n, t in self._tellers.items() if n in book}
-        self._held = {n: h for n, h in self._held.items() if n in book}
-        self._unavailable = {n: s for n, s in self._unavailable.items() if n in book}
+        self._refused = {step for step in self._refused if step in self.book}
+        for about in (self._tellers, self._held, self._unavailable):
+            for step in [step for step in about if step not in self.book]:
+                del about[step]
 
     # -- the view
 
