@@ -484,3 +484,22 @@ def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
         member.strand.on_view()
         asked += [ask.peer for ask in member.take(a.Ask)]
     assert sorted(asked) == ["B", "C", "D", "E"]
+
+
+def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    member.hear(*sorted(set("ABC") - {first, second}))
+    member.wait(GATHER_S + GRACE_S + 0.1)
+    told = member.strand.stand
+    for number in range(20):
+        for ask in member.take(a.Ask):
+            row = member.row(first, parent=told, round_index=number)
+            step = Step.of([row])
+            told = step.name
+            member.strand.handle(e.Answered(ask.peer, MODULE, steps=(step,), has_more=True))
+        member.wait(2.0)
+        if member.proposed():
+            return
+    raise AssertionError("no step was proposed")

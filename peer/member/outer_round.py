@@ -96,8 +96,9 @@ class OuterRound:
         self._asks = 0
         self._unanswered: set[str] = set()
         """Peers that were asked and have not answered yet."""
-        self._has_asked = False
-        """Other mailboxes were asked for a step before a late proposal of this round."""
+        self._sure_s = math.inf
+        """Other mailboxes were asked for a step before a late proposal of this round, until then.
+        """
 
     # -- 1. publish
 
@@ -126,7 +127,7 @@ class OuterRound:
         if self.round_index >= 0:
             self.in_vain = 0 if self.link.round_index >= self.round_index else self.in_vain + 1
         self.round_index, self.boundary_s, self._asks = round_index, boundary_s, 0
-        self._has_asked = False
+        self._sure_s = math.inf
         for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
             for row in self._rows.pop(key).values():
                 self.files.discard(row.file)
@@ -242,16 +243,10 @@ class OuterRound:
     def awaited(self) -> frozenset[str]:
         """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
         has just come."""
-        known = self.known
-        trainers = known.trainers(self.module)
-        young = {peer for peer in trainers if self._is_young(peer)}
-        return trainers & (self._recent() | young | self._heard() | {known.me})
-
-    def _is_young(self, peer: str) -> bool:
-        """Tell whether a peer's claim, as it was read, has stood for a round or two."""
-        view = self.known.view
-        claim = view.claims.get(peer)
-        return claim is not None and view.rounds_held(claim) < YOUNG_ROUNDS
+        claims, held = self.known.view.claims, self.known.view.rounds_held
+        trainers = self.known.trainers(self.module)
+        young = {p for p in trainers & claims.keys() if held(claims[p]) < YOUNG_ROUNDS}
+        return trainers & (self._recent() | young | self._heard() | {self.known.me})
 
     def _heard(self) -> set[str]:
         """Return whose files of the last rounds came, in time or not: the slow get in again."""
@@ -346,15 +341,16 @@ class OuterRound:
 
     def _is_sure(self) -> bool:
         """Before a proposal out of turn or late, other mailboxes are asked: a step may have been
-        told in vain. True once each of them has answered, or was silent."""
+        told in vain. True once each of them has answered, or was silent, or says ever more."""
         known, boxes = self.known, [box for box in self.mailboxes() if box != self.known.me]
         late_s = known.now_s - self.boundary_s - known.gather_s
         is_first = self.mailboxes()[:1] == [known.me]
-        if not self._has_asked and not (is_first and late_s < known.grace_s):
-            self._has_asked = True
+        if self._sure_s == math.inf and not (is_first and late_s < known.grace_s):
+            self._sure_s = known.now_s + known.gather_s
             for box in boxes[:MAILBOXES]:
                 self.ask(box, 0.0)
-        return not self._has_asked or not self._unanswered
+        is_told = not self._unanswered or known.now_s >= self._sure_s
+        return is_told or self._sure_s == math.inf
 
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """Return as many rows as a step may have: first of those who were in none lately."""
