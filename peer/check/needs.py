@@ -21,7 +21,14 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
-from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES, head_bytes, pass_bytes
+from dipaco.modules.memory import (
+    ADAMW_BYTES,
+    FP32_BYTES,
+    USABLE_SHARE,
+    head_bytes,
+    least_pass_bytes,
+    pass_bytes,
+)
 from dipaco.modules.muon import is_for_muon
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
@@ -30,8 +37,8 @@ from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 LOGITS = "logits, at most"
-# Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
-SCORING = "anchors, while they are scored"
+# GPUs that volunteers have.
+GPU_GIB = (8, 12, 24)
 
 
 class Run(Protocol):
@@ -76,15 +83,28 @@ def device_bytes(
     *,
     in_16_bits: bool = True,
 ) -> dict[str, int]:
-    """Return what training keeps on the device at least: a batch is split until it fits there."""
+    """Return what training keeps on the device at least: a batch is split until it fits there.
+
+    Anchors that are scored are between steps where the gradients were.
+    """
     return {
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
-        SCORING: FP32_BYTES * path_parameters,
         LOGITS: head_bytes(run.model, run.inner.batch_sequences),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
+
+
+def greatest_paths(
+    run: Run, path_parameters: int, optimizer: Literal["adamw", "adamw8bit"]
+) -> dict[int, int]:
+    """Return, by GiB of a GPU, the parameters of the largest path like this one, in its
+    proportions, that trains there: a sequence at a time, with blocks computed twice."""
+    kept = device_bytes(run, path_parameters, optimizer)
+    logits, _ = kept.pop(LOGITS), kept.pop(ONE_PASS)
+    each = (sum(kept.values()) + least_pass_bytes(run.model)) / path_parameters
+    return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
 
 
 def moments_bytes(
