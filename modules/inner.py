@@ -250,7 +250,7 @@ class InnerLoop:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             if finite is not None:
-                # As `GradScaler` does, which looks at the gradients of each optimizer alone.
+                # As `GradScaler` does, but for all: one optimizer's gradients may overflow alone.
                 optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         try:
             for optimizer in self._optimizers.values():

@@ -194,24 +194,18 @@ def look_at_device(name: str) -> tuple[Gpu | None, str]:
     Uses CUDA, so nothing may be forked afterwards. Raises ConfigurationError, as `choose_device`.
     """
     import torch
-    from dipaco.modules.device import (
-        choose_device,
-        cpu_has_bf16,
-        device_name,
-        free_and_total_bytes,
-        number_format,
-    )
+    from dipaco.modules import device as devices
 
-    device, reason = choose_device(name)
-    if device.type == "cpu" and cpu_has_bf16():
+    device, reason = devices.choose_device(name)
+    if device.type == "cpu" and devices.cpu_has_bf16():
         reason += "; it has bf16"
-    sizes = free_and_total_bytes(device)
+    sizes = devices.free_and_total_bytes(device)
     if sizes is None:
         return None, reason
     formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    shown = formats.get(number_format(device), "fp32")
+    shown = formats.get(devices.number_format(device), "fp32")
     missing = missing_for_compiler() if device.type == "cuda" else None
-    return Gpu(device_name(device), *sizes, shown, missing), reason
+    return Gpu(devices.device_name(device), *sizes, shown, missing), reason
 
 
 def missing_for_compiler() -> tuple[str, ...]:
