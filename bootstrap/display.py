@@ -125,10 +125,11 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(
         _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
     )
-    cards, paths = zip(*figures.greatest_paths.items(), strict=True)
+    plain, in_8_bits = (figures.greatest_paths[kind] for kind in ("adamw", "adamw8bit"))
     console.print(
-        f"A GPU of {', '.join(map(str, cards))} GiB trains a path like this one of about "
-        f"{', '.join(map(_millions, paths))} parameters, a sequence at a time"
+        f"A GPU of {', '.join(map(str, plain))} GiB trains a path like this one of about "
+        f"{', '.join(map(_millions, plain.values()))} parameters, with --optimizer adamw8bit of "
+        f"{', '.join(map(_millions, in_8_bits.values()))}: a sequence at a time, blocks twice"
     )
     console.print(
         _sizes(

@@ -16,12 +16,12 @@ from dipaco.dht.admission import opened
 from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
-from dipaco.modules.memory import FP32_BYTES, USABLE_SHARE
+from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
 from dipaco.modules.plan import RunBlobs
 from dipaco.peer.check.needs import (
-    LOGITS,
     device_bytes,
     disk_bytes,
+    greatest_paths,
     grid_of,
     main_memory_bytes,
     paths_per_module,
@@ -34,8 +34,6 @@ from .plan_times import Times, plan_times
 from .run_config import RunConfig
 
 _ANY_SHA256 = "0" * 64
-# GPUs that volunteers have.
-GPU_GIB = (8, 12, 24)
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,8 @@ class PlanFigures:
     disk_bytes: dict[str, int]
     device_bytes: dict[str, int]
     """Memory of the GPU, or of whatever trains the path."""
+    greatest_paths: dict[str, dict[int, int]]
+    """By optimizer and GiB of a GPU: parameters of the largest path like this one."""
     main_memory_bytes: dict[str, int]
     manifest_bytes: int
     greatest_manifest_bytes: int
@@ -140,14 +140,6 @@ class PlanFigures:
         return sum(self.device_bytes.values())
 
     @property
-    def greatest_paths(self) -> dict[int, int]:
-        """By GiB of a GPU: parameters of the largest path like this one, in its proportions, that
-        trains there a sequence at a time."""
-        logits = self.device_bytes[LOGITS]
-        each = (self.device_total_bytes - logits) / self.path_parameters
-        return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
-
-    @property
     def main_memory_total_bytes(self) -> int:
         """What a peer has in main memory at most, besides its programs."""
         return sum(self.main_memory_bytes.values())
@@ -163,7 +155,6 @@ class PlanFigures:
             **asdict(self),
             "disk_total_bytes": self.disk_total_bytes,
             "device_total_bytes": self.device_total_bytes,
-            "greatest_paths": self.greatest_paths,
             "main_memory_total_bytes": self.main_memory_total_bytes,
             "main_memory_a_parameter": round(self.main_memory_a_parameter, 2),
         }
@@ -213,6 +204,7 @@ def plan_figures(
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
         device_bytes=device_bytes(config, counts["path"]),
+        greatest_paths={o: greatest_paths(config, counts["path"], o) for o in ADAMW_BYTES},
         main_memory_bytes=main_memory_bytes(config, grid, counts["path"]),
         manifest_bytes=manifest_bytes,
         greatest_manifest_bytes=MAX_MANIFEST_BYTES,

@@ -92,6 +92,18 @@ def device_name(device: torch.device) -> str:
     return str(named(device)) if named else device.type
 
 
+def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Return how much of a GPU's memory nobody has, and how much there is; None where nobody says.
+
+    Apple's GPUs have a part of main memory, of which other programs' share is not told.
+    """
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        total = module.recommended_max_memory()
+        return total - module.driver_allocated_memory(), total
+    return module.mem_get_info(device) if hasattr(module, "mem_get_info") else None
+
+
 def number_format(device: torch.device) -> torch.dtype:
     """Return what the products of a pass are computed in: bf16, else fp16, where a GPU is made for
     it, otherwise fp32.

@@ -143,9 +143,9 @@ class InnerLoop:
 
         `tokens` is int64 [B, T] on the CPU; `path_step` is the path's own step, for the schedule.
         A batch whose loss or gradient is not finite changes nothing and is logged. Where
-        AdamW is fused it is the loss of the step before, from the second step on: AdamW itself
-        leaves an update out, and nobody waits for a GPU. Raises `ConfigurationError` when not even
-        one sequence fits in memory.
+        AdamW is fused it is the loss of the step before, from the second step on: the optimizers
+        leave an update out, and nobody waits for a GPU. With 8 bits bitsandbytes waits after each
+        tensor. Raises `ConfigurationError` when not even one sequence fits in memory.
         """
         targets = int(target_mask(tokens).sum())
         if targets == 0:
@@ -249,12 +249,12 @@ class InnerLoop:
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            if finite is not None and not self._scaler.is_enabled():
-                # As `GradScaler` does, which looks at the gradients alone.
+            if finite is not None:
+                # As `GradScaler` does, but for all: one optimizer's gradients may overflow alone.
                 optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         try:
             for optimizer in self._optimizers.values():
-                self._scaler.step(optimizer)
+                optimizer.step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -13,6 +13,7 @@ import torch
 from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
+from .device import free_and_total_bytes
 from .transformer import LOGITS_AT_ONCE, PathModel
 
 logger = logging.getLogger(__name__)
@@ -116,12 +117,14 @@ class AtOnce:
 
 def free_bytes(device: torch.device) -> int | None:
     """Return how much of a GPU's memory this process may still take; None where nobody says."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
+    module, found = torch.get_device_module(device), free_and_total_bytes(device)
+    if found is None:
         return None
-    free, total = module.mem_get_info(device)
-    share = getattr(module, "get_per_process_memory_fraction", lambda device: 1.0)(device)
-    return min(int(free), int(share * total) - int(module.memory_reserved(device)))
+    free, total = found
+    if not hasattr(module, "get_per_process_memory_fraction"):
+        return free
+    share = module.get_per_process_memory_fraction(device)
+    return min(free, int(share * total) - int(module.memory_reserved(device)))
 
 
 def fitting_sequences(config: ModelConfig, batch: int, usable_bytes: float) -> int:

@@ -30,7 +30,13 @@ def is_for_muon(name: str, shape: Sequence[int]) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates `matrices`, each [rows, columns], with Nesterov momentum and decoupled decay."""
+    """Updates `matrices`, each [rows, columns], with Nesterov momentum and decoupled decay.
+
+    As fused optimizers of PyTorch do, it leaves a step out where its `found_inf`, which is on the
+    device, is 1.
+    """
+
+    _step_supports_amp_scaling = True
 
     def __init__(self, matrices: Iterable[torch.Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
@@ -39,6 +45,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; there is no closure."""
         assert closure is None
+        live = 1.0 - getattr(self, "found_inf", 0.0)
         for group in self.param_groups:
             rate: float = group["lr"]
             for matrix in group["params"]:
@@ -47,11 +54,12 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[matrix]
                 if not state:
                     state["momentum"] = torch.zeros_like(matrix)
-                momentum = state["momentum"].lerp_(matrix.grad, 1.0 - MOMENTUM)
-                update = orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
-                matrix.mul_(1.0 - rate * group["weight_decay"])
+                gradient = matrix.grad.nan_to_num_()
+                momentum = state["momentum"].lerp_(gradient, (1.0 - MOMENTUM) * live)
+                update = orthogonal(gradient.lerp(momentum, MOMENTUM))
+                matrix.mul_(1.0 - rate * group["weight_decay"] * live)
                 longer = max(matrix.shape)
-                matrix.add_(update, alpha=-rate * _UPDATE_SIZE * math.sqrt(longer))
+                matrix.add_(update * live, alpha=-rate * _UPDATE_SIZE * math.sqrt(longer))
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

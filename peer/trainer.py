@@ -210,13 +210,19 @@ class PathTrainer:
         """Return the loss of `rows` [sequences, length] of a path under states of its modules.
 
         The routing prefix is not scored. On a CPU the states' own memory is what is scored; else
-        copies of them are on the device meanwhile.
+        copies of them are on the device meanwhile. Raises `ConfigurationError` when they do not
+        fit there.
         """
         if self._is_released:
             self._make_model()
-        with lent_parameters(self.model, self.grid, path, states):
-            skip_tokens = self.plan.routing.prefix_tokens
-            return LossSum(*sum_losses(self.model, rows, skip_tokens, self._scoring, self.device))
+        skip_tokens = self.plan.routing.prefix_tokens
+
+        def score(_: int) -> tuple[float, int]:
+            with lent_parameters(self.model, self.grid, path, states):
+                return sum_losses(self.model, rows, skip_tokens, self._scoring, self.device)
+
+        # For the copies; the rows are halved in `sum_losses`.
+        return LossSum(*self._scoring.attempt(score, rows.shape[1]))
 
     def optimizer_state(self) -> dict[str, object]:
         """Return the AdamW state, which the next step changes, to be kept on disk."""

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from dipaco.base.errors import AddressError, ConfigurationError, StorageError, UnreachableError
-from dipaco.modules.memory import head_bytes
+from dipaco.modules import device
+from dipaco.modules.memory import free_bytes, head_bytes
 from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
@@ -214,6 +216,16 @@ def test_what_of_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/gcc")
     assert machine.missing_for_compiler() == ()
+
+
+def test_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = torch.device("mps")
+    monkeypatch.setattr(device, "choose_device", lambda name: (mps, "mps is there"))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: GIB)
+    found = machine.look_at_device("auto")
+    assert found == (Gpu("mps", 9 * GIB, 10 * GIB, "fp32", None), "mps is there")
+    assert free_bytes(mps) == 9 * GIB
 
 
 @pytest.mark.parametrize("file", ["dev/nvidia0", "dev/kfd", "usr/lib/wsl/lib/libcuda.so.1"])

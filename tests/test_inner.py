@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import math
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules import device, transformer
+from dipaco.modules import device, inner, muon, transformer
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.config import PAD_TOKEN, GridConfig
 from dipaco.modules.grid import Grid
@@ -19,7 +21,7 @@ from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import sequence_loss
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inner_loops import MODEL, batch_of, config_of, flat, loop_of, model_of
+from support.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop_of, model_of
 
 # Schedule
 
@@ -194,10 +196,30 @@ def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
     assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_optimizer_leaves_an_update_out(
-    without_bf16: None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+@pytest.mark.parametrize("number_format", [torch.bfloat16, torch.float16])
+def test_a_step_reads_nothing_of_the_device(
+    matrices: str, number_format: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = loop_of(exact=False)
+    """Whoever reads a tensor of the device "meta", which has no values, gets an error."""
+    for module in (device, muon):
+        monkeypatch.setattr(module, "number_format", lambda device: number_format)
+    monkeypatch.setattr(inner, "autocast_for", lambda *_: contextlib.nullcontext())
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
+    meta = torch.device("meta")
+    loop = InnerLoop(model_of().to(meta), config_of(optimizer=matrices), meta, micro_batch_size=2)
+    loop._newest_loss = 4.0  # As after a first step, whose loss was read.
+    assert loop.step(batch_of(), 0) == 4.0
+    with pytest.raises(RuntimeError, match="meta"):
+        loop.step(batch_of(), 1)
+
+
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+def test_the_optimizer_leaves_an_update_out(
+    matrices: str, without_bf16: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = InnerLoop(model_of(), config_of(optimizer=matrices), CPU, exact=False)
     loop.step(batch_of(), 0)
     loop.step(batch_of(), 1)
     before, kept = flat(loop.model), loop.state_dict()
@@ -213,9 +235,10 @@ def test_the_optimizer_leaves_an_update_out(
     after = loop.state_dict()
     assert "step 2 left out" in caplog.text
     assert (loop.skipped_steps, after["steps_since_fresh"]) == (1, kept["steps_since_fresh"])
-    for index, entry in kept["optimizer"]["state"].items():
-        for name, value in entry.items():
-            assert torch.equal(value, after["optimizer"]["state"][index][name]), name
+    for part in loop._optimizers:
+        for index, entry in kept[part]["state"].items():
+            for name, value in entry.items():
+                assert torch.equal(value, after[part]["state"][index][name]), name
     assert math.isfinite(loop.step(batch_of(), 3) + loop.step(batch_of(), 4))
 
 
@@ -246,10 +269,12 @@ def test_bf16_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(p.dtype == torch.float32 for p in loop.model.parameters())
 
 
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+@pytest.mark.parametrize("exact", [True, False])
 def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(
-    fp16: None, caplog: pytest.LogCaptureFixture
+    exact: bool, matrices: str, fp16: None, without_bf16: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = loop_of()
+    loop = InnerLoop(model_of(), config_of(optimizer=matrices), CPU, exact=exact)
     kept = loop.state_dict()
     loop.load_state_dict({**kept, "scaler": {**kept["scaler"], "scale": 2.0**40}})
     before = flat(loop.model)

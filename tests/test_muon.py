@@ -20,9 +20,9 @@ from dipaco.routing.dense import DenseCheckpoint
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatorSettings
+from support.inner_loops import CPU, batch_of, flat
 from support.tiny_run import PRIVATE, make_tiny_run
 
-CPU = torch.device("cpu")
 MODEL = ModelConfig(
     vocabulary_size=64,
     block_count=2,
@@ -48,15 +48,6 @@ def loop_of(adamw: str = "adamw", micro_batch_size: int | None = None, **changes
     return InnerLoop(
         model, InnerConfig(**values), CPU, optimizer=adamw, micro_batch_size=micro_batch_size
     )
-
-
-def batch_of(seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, 64, (4, 16), generator=generator)
-
-
-def flat(model: PathModel) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])

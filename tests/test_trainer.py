@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device
-from dipaco.modules.compose import gather_module
+from dipaco.modules.compose import gather_module, lent_parameters
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState, PathProgress
@@ -151,3 +154,26 @@ def test_scoring_restores_local_parameters_bit_for_bit(trainer: PathTrainer) -> 
     assert found.loss is not None
     for module, flat in before.items():
         assert torch.equal(local(trainer, module), flat)
+
+
+def test_copies_that_do_not_fit_are_tried_again_and_then_said(
+    trainer: PathTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.ones(2, trainer.plan.model.sequence_length, dtype=torch.int64)
+    expected, original = trainer.loss_of(PATH, trainer.anchors(), rows), lent_parameters
+    failures = 1
+
+    def lent(*arguments: Any) -> AbstractContextManager[None]:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*arguments)
+
+    monkeypatch.setattr("dipaco.peer.trainer.lent_parameters", lent)
+    assert trainer.loss_of(PATH, trainer.anchors(), rows) == expected
+    failures = 100
+    with pytest.raises(ConfigurationError, match="scoring: .* does not fit in the memory"):
+        trainer.loss_of(PATH, trainer.anchors(), rows)
+    failures = 0
+    assert trainer.loss_of(PATH, trainer.anchors(), rows) == expected

@@ -2,12 +2,13 @@
 transformers on the same exported path in fp32.
 
     pip install llama-cpp-python
-    python benchmarks/model/serving.py [--json] [--clients 1,8] [--tokens 48] [--threads 2]
+    python benchmarks/model/serving.py [--json] [--clients 1,8] [--tokens 48] [--threads 1]
 
 A run of random parameters is made for it; all compute greedy tokens of one path, on as many
-threads. They take turns: as many prompts as there are clients by the service, then the same prompts
-by the others, one after the other. Look at the ratios, of all turns: the least, the quarters and
-the greatest. A disturbed turn is far off; the median is not.
+threads: one, as several wait for each other where other programs run. They take turns: as many
+prompts as there are clients by the service, then the same prompts by the others, one after the
+other, for about --seconds. Look at the ratios, of all turns: the least, the quarters and the
+greatest. A disturbed turn is far off; the median is not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from dipaco.inference import export_cli
 from support.tiny_run import make_tiny_run, tiny_documents
 
 SHAPE = {"block_count": 8, "hidden_size": 256, "head_count": 4, "feed_forward_size": 704}
+LEAST_TURNS = 2
 
 
 @contextmanager
@@ -110,10 +112,9 @@ def _figures(firsts: list[float], tokens: int, wall_s: float) -> dict[str, float
 class Transformers:
     """The exported path in transformers, in this process: one prompt after the other."""
 
-    def __init__(self, exported: Path, threads: int) -> None:
+    def __init__(self, exported: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(exported)
 
@@ -173,21 +174,24 @@ def main() -> int:
     parser.add_argument("--clients", default="1,8")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--beside", default="llama.cpp,transformers")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     prompts = [text[:40] for text in tiny_documents(4, -(-options.requests // 4), 5)]
     prompts = prompts[: options.requests]
     with tempfile.TemporaryDirectory() as name:
         run, exported, file = (Path(name) / part for part in ("run", "exported", "it.gguf"))
         make_tiny_run(run, sequence_length=128, **SHAPE)
         words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out"]
-        assert export_cli.main([*words, str(exported)]) == 0
-        assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
+        with redirect_stdout(sys.stderr):
+            assert export_cli.main([*words, str(exported)]) == 0
+            assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
         others: dict[str, Transformers | LlamaCpp] = {}
         if "transformers" in options.beside:
-            others["transformers"] = Transformers(exported, options.threads)
+            others["transformers"] = Transformers(exported)
         if "llama.cpp" in options.beside:
             others["llama.cpp"] = LlamaCpp(file, options.threads)
         for model in others.values():
@@ -195,8 +199,11 @@ def main() -> int:
         turns: dict[int, list[Turn]] = {int(count): [] for count in options.clients.split(",")}
         with serving(run, options.threads) as port:
             load(port, prompts[:8], 4, 8)
+            end_s = time.monotonic() + options.seconds
             for clients, found in list(turns.items()) * options.rounds:
                 for first in range(0, len(prompts), clients):
+                    if time.monotonic() > end_s and len(found) >= LEAST_TURNS:
+                        break
                     asked = prompts[first : first + clients]
                     turn = {n: alone(m, asked, options.tokens) for n, m in others.items()}
                     found.append({"service": load(port, asked, options.tokens, clients), **turn})

@@ -173,7 +173,7 @@ def _machine_checks(
         gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
     has_hardware = m.look_for_gpu_hardware()
     yield c.check_gpu(gpu, settings.device, reason, torch.__version__, has_hardware)
-    if gpu is not None:
+    if gpu is not None and gpu.missing is not None:
         yield c.check_compiler(gpu, settings.compile_model)
     if plan is None:
         return
@@ -195,8 +195,6 @@ def memory_need(
     in_16_bits = gpu is not None and gpu.number_format != "fp32"
     on_device = needs.device_bytes(plan, count, settings.optimizer, in_16_bits=in_16_bits)
     one_pass = on_device.pop(needs.ONE_PASS)
-    if gpu is None:
-        del on_device[needs.SCORING]
     main = needs.main_memory_bytes(plan, grid, count)
     main_bytes = sum(main.values()) + programs_bytes
     return c.MemoryNeed(

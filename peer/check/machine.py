@@ -76,8 +76,8 @@ class Gpu:
     total_bytes: int
     number_format: str
     """Of passes: bf16, fp16 or fp32."""
-    missing: tuple[str, ...] = ()
-    """What compiling the model needs and is not installed."""
+    missing: tuple[str, ...] | None = ()
+    """What compiling the model needs and is not installed; None: it is not compiled here."""
 
 
 def look_at_system(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> System:
@@ -194,18 +194,18 @@ def look_at_device(name: str) -> tuple[Gpu | None, str]:
     Uses CUDA, so nothing may be forked afterwards. Raises ConfigurationError, as `choose_device`.
     """
     import torch
-    from dipaco.modules.device import choose_device, cpu_has_bf16, device_name, number_format
+    from dipaco.modules import device as devices
 
-    device, reason = choose_device(name)
-    module = torch.get_device_module(device)
-    if device.type == "cpu" and cpu_has_bf16():
+    device, reason = devices.choose_device(name)
+    if device.type == "cpu" and devices.cpu_has_bf16():
         reason += "; it has bf16"
-    if not hasattr(module, "mem_get_info"):
+    sizes = devices.free_and_total_bytes(device)
+    if sizes is None:
         return None, reason
-    free, total = module.mem_get_info(device)
     formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    shown = formats.get(number_format(device), "fp32")
-    return Gpu(device_name(device), free, total, shown, missing_for_compiler()), reason
+    shown = formats.get(devices.number_format(device), "fp32")
+    missing = missing_for_compiler() if device.type == "cuda" else None
+    return Gpu(devices.device_name(device), *sizes, shown, missing), reason
 
 
 def missing_for_compiler() -> tuple[str, ...]:

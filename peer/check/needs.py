@@ -9,7 +9,7 @@ one peer on every path, all of them reachable and equally fast.
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Protocol
 
 from dipaco.base.command_line import shown_bytes
 from dipaco.modules.config import (
@@ -21,7 +21,14 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
-from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES, head_bytes, pass_bytes
+from dipaco.modules.memory import (
+    ADAMW_BYTES,
+    FP32_BYTES,
+    USABLE_SHARE,
+    head_bytes,
+    least_pass_bytes,
+    pass_bytes,
+)
 from dipaco.modules.muon import is_for_muon
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
@@ -30,8 +37,8 @@ from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 LOGITS = "logits, at most"
-# Seldom, and only while nothing else is in progress on a GPU; a CPU scores them where they are.
-SCORING = "anchors, while they are scored"
+# GPUs that volunteers have.
+GPU_GIB = (8, 12, 24)
 
 
 class Run(Protocol):
@@ -72,24 +79,33 @@ def paths_per_module(grid: Grid, level: str) -> int:
 def device_bytes(
     run: Run,
     path_parameters: int,
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw",
+    optimizer: str = "adamw",
     *,
     in_16_bits: bool = True,
 ) -> dict[str, int]:
-    """Return what training keeps on the device at least: a batch is split until it fits there."""
+    """Return what training keeps on the device at least: a batch is split until it fits there.
+
+    Anchors are scored between steps: their copies take the room of the gradients.
+    """
     return {
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
-        SCORING: FP32_BYTES * path_parameters,
         LOGITS: head_bytes(run.model, run.inner.batch_sequences),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
 
-def moments_bytes(
-    run: Run, path_parameters: int, optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-) -> int:
+def greatest_paths(run: Run, path_parameters: int, optimizer: str) -> dict[int, int]:
+    """Return, by GiB of a GPU, the parameters of the largest path like this one, in its
+    proportions, that trains there: a sequence at a time, with blocks computed twice."""
+    kept = device_bytes(run, path_parameters, optimizer)
+    logits, _ = kept.pop(LOGITS), kept.pop(ONE_PASS)
+    each = (sum(kept.values()) + least_pass_bytes(run.model)) / path_parameters
+    return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
+
+
+def moments_bytes(run: Run, path_parameters: int, optimizer: str = "adamw") -> int:
     """Return the size of the inner optimizer's state of a path. Muon has one moment, in fp32."""
     matrices = 0
     if run.inner.optimizer == "muon":
@@ -109,9 +125,9 @@ def codec_of(run: Run, level: str) -> Codec:
 def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, int]:
     """Return what a peer holds beside its device, fp32, if all that can happen happens at once.
 
-    Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; 13 were
-    measured (`benchmarks/outer_round.py --phases`). Anchors lie in files, which are mapped,
-    if every round is saved.
+    Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; of 150 M
+    parameters 10.7 bytes each were measured, of 20 M 12.9 (`benchmarks/outer_round.py --phases`).
+    Anchors lie in files, which are mapped, if every round is saved.
     """
     path = FP32_BYTES * path_parameters
     is_saved = run.rounds.save_every_rounds == 1
