@@ -116,8 +116,8 @@ def test_versions_and_limits() -> None:
     assert checks.check_versions(Versions(("dipaco 0.1.0",))).verdict == "ok"
     missing = Versions((), (("torch", "", ">=2.6,<2.14"),))
     assert "pip install 'torch>=2.6,<2.14'" in remedy(checks.check_versions(missing), "problem", 3)
-    assert checks.check_open_files(4096).verdict == "ok"
-    assert "ulimit -n 4096" in remedy(checks.check_open_files(1024), "warning")
+    assert checks.check_open_files(checks.OPEN_FILES).verdict == "ok"
+    assert f"ulimit -n {checks.OPEN_FILES}" in remedy(checks.check_open_files(1024), "warning")
 
 
 def test_ports() -> None:

@@ -21,8 +21,8 @@ from dipaco.modules.memory import USABLE_SHARE
 
 from .machine import Disk, Gpu, Memory, System, Versions
 
-# What `dipaco.peer.app` asks for.
-OPEN_FILES = 4096
+# Files and connections that a peer asks for.
+OPEN_FILES = 16384
 # A clock that is so far off is corrected, one beyond the second figure refused.
 CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 5.0
 # Main memory of a peer's programs beside all tensors: about, with two levels.
