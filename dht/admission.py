@@ -279,8 +279,8 @@ class Gate:
             return admission
         if is_used_up:
             raise RecordError(
-                f"the invitation {name} is for {admission.places} peers and was used by "
-                f"{IDENTITIES_PER_PLACE} times as many"
+                f"{IDENTITIES_PER_PLACE} times as many peers used the invitation {name} as it has "
+                f"places: {admission.places}"
             )
         if self._on_admitted is not None and name not in self._revoked:
             self._on_admitted(peer, admission)
