@@ -63,9 +63,6 @@ class Slots:
         self._bounds, self._monotonic = bounds, monotonic
         self._taken: list[Slot] = []
 
-    def __len__(self) -> int:
-        return len(self._taken)
-
     def take(self, peer: str, is_stranger: bool, stop: Callable[[], None]) -> Slot | None:
         """Return a place, if need be that of another; None when there is none."""
         bounds = self._bounds
