@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import pytest
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.records import Claim, Holding, PeerRecord
 from dipaco.dht.view import SwarmView
@@ -58,7 +60,7 @@ def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) ->
 class Trainer:
     """One trainer's strand of the only module, at the boundary of round 0."""
 
-    def __init__(self, me: str, peers: str, closed: str = "", **view: Any) -> None:
+    def __init__(self, me: str, peers: Iterable[str], closed: str = "", **view: Any) -> None:
         self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
         known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
         known.now_s = BOUNDARY_S
@@ -301,7 +303,8 @@ def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
     assert ask.locator[-1] == member.strand.book.genesis(MODULE)
 
 
-def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
+@pytest.mark.parametrize("loss", [9.0, math.nan])
+def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss: float) -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     strand = member.strand
@@ -320,7 +323,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     (fetch,) = member.take(a.FetchState)
     strand.handle(e.StateHere(MODULE, fetch.head))
     (check,) = member.take(a.Check)
-    strand.handle(e.Checked(MODULE, check.step, 2.0, 9.0))
+    strand.handle(e.Checked(MODULE, check.step, 2.0, loss))
     assert member.take(a.Adopt) == []
     assert strand.heaviest().name == mine.name
     assert strand.stand == mine.name
@@ -423,3 +426,52 @@ def test_equal_events_give_equal_actions() -> None:
     first, second = life(), life()
     assert first == second
     assert any(isinstance(action, a.FetchPath) for action in first)
+
+
+def test_half_are_no_quorum_until_two_rounds_brought_no_step() -> None:
+    member = Trainer("A", "ABCD")
+    strand = member.strand
+    base = Step.of([member.row(peer) for peer in "ABCD"])
+    strand.book.add(base)
+    strand.head, strand.stand = Head(MODULE, base.name, 1, 4, 0, name("base"), 10**6), base.name
+    made = []
+    for round_index in (1, 2, 3):
+        strand.carry_on("no step came")
+        member.known.now_s = BOUNDARY_S + round_index * DURATION_S
+        strand.begin(round_index, member.known.now_s)
+        for peer in "AB":
+            row = member.row(peer, round_index=round_index, file=name(f"{peer} {round_index}"))
+            strand.hear_rows([row], peer)
+            strand.handle(e.Gathered(MODULE, row.file))
+        for _ in range(10):
+            member.wait(GATHER_S / 4)
+            for ask in [action for action in member.known.actions if isinstance(action, a.Ask)]:
+                strand.handle(e.Failed(ask, "it is silent"))
+        made.append([step.peers for step in member.proposed()])
+    assert made == [[], [], [{"A", "B"}]]
+
+
+def test_a_boundary_that_was_slept_through_does_not_come() -> None:
+    member = Trainer("A", "AB")
+    member.known.now_s = BOUNDARY_S + DURATION_S + GATHER_S + 1.0
+    member.strand.begin(1, BOUNDARY_S + DURATION_S)
+    assert member.take(a.Publish) == []
+
+
+def test_more_trainers_than_a_step_has_room_for_take_turns() -> None:
+    peers = [f"peer {number}" for number in range(70)]
+    member = Trainer(mailbox_order(MODULE, 1, set(peers[:64]))[0], peers)
+    strand = member.strand
+    base = Step.of([member.row(peer) for peer in peers[:64]])
+    strand.book.add(base)
+    strand.head, strand.stand = Head(MODULE, base.name, 1, 64, 0, name("base"), 10**6), base.name
+    strand.carry_on("no step came")
+    member.known.now_s += DURATION_S
+    strand.begin(1, member.known.now_s)
+    for peer in peers:
+        row = member.row(peer, round_index=1, file=name(f"{peer} 1"))
+        strand.hear_rows([row], peer)
+        strand.handle(e.Gathered(MODULE, row.file))
+    (step,) = member.proposed()
+    assert len(step.rows) == 64
+    assert set(peers[64:]) <= step.peers
