@@ -105,6 +105,10 @@ class Life:
         found, self.wanted = [w for w in self.wanted if isinstance(w, kind)], []
         return found
 
+    def has(self, kind: type[a.Action]) -> bool:
+        """Tell whether something of this kind was wanted since."""
+        return any(isinstance(action, kind) for action in self.wanted)
+
     def begun(self) -> Life:
         """Let it begin to train."""
         self.live(5.0)
@@ -171,7 +175,7 @@ def test_a_peer_goes_on_in_a_successor_unless_its_owner_wants_otherwise(follows:
     life.see()
     life.take(a.Tell)
     life.live(DURATION_S, 5.0)
-    assert not any(tell.keep for tell in life.wanted if isinstance(tell, a.Tell))
+    assert not any(getattr(action, "keep", False) for action in life.wanted)
     assert [left.to_successor for left in life.take(a.Left)] == [True] * follows
 
 
@@ -275,3 +279,46 @@ def test_a_copy_that_is_not_a_peer_s_to_keep_is_dropped_once_enough_others_have_
     life.holdings = [Holding(peer, life.head) for peer in PEERS if peer != FARTHEST][:others]
     life.see()
     assert bool(life.take(a.Drop)) is (others == 3)
+
+
+# -- what is taken
+
+
+def test_a_state_that_most_others_computed_otherwise_is_fetched_from_them_once() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.silent = {a.FetchState}
+    life.others = dict.fromkeys("BC", 0)
+    other = replace(life.head, digest=name("other"))
+    for holders in ("B", "BC", "BC"):
+        life.holdings = [Holding(peer, other) for peer in holders]
+        life.see()
+    (fetch,) = life.take(a.FetchState)
+    assert (fetch.head.digest, fetch.holders) == (other.digest, ("B", "C"))
+
+
+@pytest.mark.parametrize(("file_bytes", "wanted"), [(4, a.Gather), (6, a.FetchState)])
+def test_the_fewer_bytes_are_fetched(file_bytes: int, wanted: type[a.Action]) -> None:
+    """The state has 10 bytes."""
+    life = Life(holds=True, pinned=0).begun()
+    life.silent = {a.FetchState}
+    life.others = dict.fromkeys("BC", 0)
+    rows = [Row(MODULE, 6, life.step.name, 0, peer, 10, name(peer), file_bytes) for peer in "BC"]
+    step = Step.of(rows)
+    life.holdings = [Holding("B", Head(MODULE, step.name, 2, 3, 6, name("next"), 10))]
+    life.see()
+    life.now_s += 2 * DURATION_S
+    life.tell(e.Told("B", MODULE, steps=(step,)))
+    assert [kind for kind in (a.Gather, a.FetchState) if life.has(kind)] == [wanted]
+
+
+def test_a_step_that_few_have_made_is_checked_before_it_is_taken() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.others = dict.fromkeys("BC", 0)
+    row = Row(MODULE, 6, life.step.name, 0, "B", 10, name("B"), 4)
+    step = Step.of([row])
+    life.see()
+    life.now_s += 2 * DURATION_S
+    life.tell(e.Told("B", MODULE, steps=(step,)))
+    life.tell(e.Gathered(MODULE, row.file))
+    life.tell(e.StateHere(MODULE, Head(MODULE, step.name, 2, 2, 6, name("next"), 10)))
+    assert (life.has(a.Check), life.has(a.Adopt)) == (True, False)
