@@ -26,7 +26,7 @@ MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
 
 
 def home_folder() -> Path:
-    """Return the home of who runs this; the root, where nobody else may write, of a user without
+    """Return the home of the user; the root, where nobody else may write, of a user without
     a name and without one, as containers have them."""
     try:
         return Path.home()

@@ -258,8 +258,8 @@ class Gate:
     def check(self, peer: str, data: Any, *, even_revoked: bool = False) -> Admission:
         """Return what the admission of a peer says. Raises `RecordError`.
 
-        What was signed before its signer was revoked stays signed: whoever reads that asks for
-        `even_revoked`.
+        What was signed before its signer was revoked stays signed: `even_revoked` is for readers
+        of that.
         """
         if type(data) is not bytes or len(data) != ADMISSION_BYTES:
             raise RecordError("it has no admission to this run")

@@ -255,6 +255,15 @@ def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
     assert asked() == ()
 
 
+def test_a_peer_keeps_so_many_copies_for_others_and_no_more() -> None:
+    life = Life(paths=70, trains=False)
+    life.silent, life.others = {a.FetchState}, {"B": None}
+    life.see()
+    for module in life.grid.modules():
+        life.tell(e.Told("B", module, keep=True))
+    assert len(life.take(a.FetchState)) == 64
+
+
 PEERS = [f"peer {number}" for number in range(30)]
 NEAREST, *_, FARTHEST = keepers(MODULE, PEERS, len(PEERS))
 

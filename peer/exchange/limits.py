@@ -74,7 +74,7 @@ class Slots:
             if not self._make_room(strangers, own):
                 return None
         elif len(self._taken) >= bounds.most:
-            # Strangers have the last say, and whoever is admitted has a claim on their places.
+            # Strangers come last: an admitted peer has a claim on their places.
             others = strangers if is_stranger else self._taken
             if not (self._make_room(strangers, own) or self._make_room(others, own)):
                 return None
