@@ -1,7 +1,7 @@
 """Files named by the SHA-256 of their content: tokenizer, router, shards, base model, states.
 
-A reader that asks for a blob by its hash can trust the content, whatever the source. Several threads
-and processes may use one store at once.
+A reader that asks for a blob by its hash can trust the content, whatever the source. Several
+threads and processes may use one store at once.
 """
 
 from __future__ import annotations
