@@ -173,6 +173,7 @@ def test_disks(tmp_path: Path) -> None:
     assert checks.check_disk(disk, 11 * GIB, 2 * GIB, LINUX).verdict == "ok"
     limited = checks.check_disk(disk, 9 * 10**9, 0, LINUX, limit_bytes=8 * 10**9)
     assert "--max-disk-gb 9 " in remedy(limited, "problem", 9)
+    assert limited.value.startswith("8 GB may be used")
     windows = checks.check_disk(replace(disk, file_system="9p"), None, 0, WSL)
     assert "home folder of Linux" in remedy(windows, "warning")
     assert remedy(checks.check_disk(replace(disk, file_system="tmpfs"), None, 0, LINUX), "warning")
