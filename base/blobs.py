@@ -1,7 +1,7 @@
 """Files named by the SHA-256 of their content: tokenizer, router, shards, base model, states.
 
-Whoever asks for a blob by its hash can trust the content whatever the source. One store may be
-used by several threads and processes at once.
+A reader that asks for a blob by its hash can trust the content, whatever the source. Several
+threads and processes may use one store at once.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SharedContent:
     def turn(self, digest: str) -> Iterator[bool]:
         """Let one peer at a time fetch a file; yields whether it is this one's turn.
 
-        Whoever has no turn looks again after a while: the file may be here then.
+        A caller without a turn looks again after a while: the file may be here then.
         """
         with storage_errors(self.folder), (self.folder / "turns" / digest).open("wb") as file:
             try:

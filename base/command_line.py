@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import re
@@ -315,6 +316,9 @@ def run_parsed(parsed: argparse.Namespace) -> int:
     """Run the command that was parsed and return its exit code."""
     command: Command[Any] = parsed._command
     found: list[Settings] = []
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Texts and names have characters that the terminal may lack.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     def read() -> int:
         found.append(command.read(parsed))

@@ -26,7 +26,7 @@ MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
 
 
 def home_folder() -> Path:
-    """Return the home of who runs this; the root, where nobody else may write, of a user without
+    """Return the home of the user; the root, where nobody else may write, of a user without
     a name and without one, as containers have them."""
     try:
         return Path.home()
@@ -37,8 +37,12 @@ def home_folder() -> Path:
 def decoded(content: bytes) -> str:
     """Return a text that a person has saved, also as Windows does: with a byte order mark, or in
     UTF-16. Raises UnicodeDecodeError."""
-    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return content.decode("utf-16" if is_wide else "utf-8-sig")
+    return content.decode("utf-16" if is_utf16(content) else "utf-8-sig")
+
+
+def is_utf16(content: bytes) -> bool:
+    """Tell whether a text begins with the mark of UTF-16."""
+    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
 def canonical_json(value: Any) -> bytes:

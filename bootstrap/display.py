@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ class Display:
         )
         # A successor is of no use where the peers of the run before it cannot see it.
         beside = f" --initial-peers {self._peer}" if plan.successor_of is not None else ""
-        self.say(f"Start it with: dipaco-bootstrap serve {folder}{beside}")
+        self.say(f"Start it with: dipaco-bootstrap serve {shlex.quote(str(folder))}{beside}")
 
 
 def show_figures(figures: PlanFigures, console: Console) -> None:

@@ -1,8 +1,7 @@
 """Preparing a run: tokenizer, tokens, base model, router, shards, signed manifest.
 
 Each stage notes what it was made from, so a preparation that was stopped (or killed) goes on where
-it was, and a changed RUN.toml repeats only what depends on the change. Volunteers never run this;
-see "For operators" in README.md.
+it was, and a changed RUN.toml repeats only what depends on the change. Volunteers never run this.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +43,7 @@ from .pieces import RoutingTools, base_model, encode, route
 from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
-from .stages import StageMarkers, corpus_fingerprint, inputs_hash
+from .stages import StageMarkers, corpus_fingerprint, differing_keys, inputs_hash
 from .succession import SUMMARY_SEQUENCES, Succession
 from .token_stage import TokenStage
 from .workers import Workers
@@ -473,18 +472,6 @@ class Preparation:
                 )
                 total_nll, total_tokens = total_nll + nll, total_tokens + count
         return math.exp(total_nll / max(1, total_tokens)), total_tokens
-
-
-def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
-    """Return the keys of nested settings whose values differ, as `outer.momentum`."""
-    found = []
-    for key in {**old, **new}:
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += differing_keys(before, after, f"{table}{key}.")
-        elif before != after:
-            found.append(f"{table}{key}")
-    return found
 
 
 def check_shards(summaries: tuple[PathSummary, ...]) -> None:

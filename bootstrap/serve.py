@@ -152,12 +152,13 @@ def _refresh_until_stopped(
         except DipacoError as error:
             logger.warning("%s", error)
             continue
+        peers, held = len(view.present), len(node.held.all())
         training = [claim for claim in view.claims.values() if claim.state == "training"]
         paths = view.paths(node.grid)
         served = {claim.path for claim in training} & set(paths)
         which = "paths" if len(paths) == node.grid.path_count else "paths near this node"
         display.say(
             f"{time.strftime('%H:%M:%S')} round {present_round(node.plan, view)}: "
-            f"{len(view.present)} peers, {len(served)} of {len(paths)} {which} in training, "
-            f"{len(node.held.all())} states held here"
+            f"{peers} peer{'s' * (peers != 1)}, {len(served)} of {len(paths)} {which} in training, "
+            f"{held} state{'s' * (held != 1)} held here"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,18 @@ def inputs_hash(*inputs: Any) -> str:
         value.model_dump(mode="json") if isinstance(value, BaseModel) else value for value in inputs
     ]
     return hashlib.sha256(canonical_json([_STAGES_VERSION, plain])).hexdigest()
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
+    """Return the keys of nested settings whose values differ, as `outer.momentum`."""
+    found = []
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differing_keys(before, after, f"{table}{key}.")
+        elif before != after:
+            found.append(f"{table}{key}")
+    return found
 
 
 def corpus_fingerprint(config: CorpusConfig) -> str:

@@ -258,8 +258,8 @@ class Gate:
     def check(self, peer: str, data: Any, *, even_revoked: bool = False) -> Admission:
         """Return what the admission of a peer says. Raises `RecordError`.
 
-        What was signed before its signer was revoked stays signed: whoever reads that asks for
-        `even_revoked`.
+        What was signed before its signer was revoked stays signed: `even_revoked` is for readers
+        of that.
         """
         if type(data) is not bytes or len(data) != ADMISSION_BYTES:
             raise RecordError("it has no admission to this run")
@@ -279,8 +279,8 @@ class Gate:
             return admission
         if is_used_up:
             raise RecordError(
-                f"the invitation {name} is for {admission.places} peers and was used by "
-                f"{IDENTITIES_PER_PLACE} times as many"
+                f"{IDENTITIES_PER_PLACE} times as many peers used the invitation {name} as it has "
+                f"places: {admission.places}"
             )
         if self._on_admitted is not None and name not in self._revoked:
             self._on_admitted(peer, admission)

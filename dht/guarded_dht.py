@@ -235,14 +235,6 @@ class GuardedDHT(DHT):
         """Hivemind's way in: its properties and `replicate_p2p` come through here."""
         return self._answer(partial(super().run_coroutine, coro), return_future, limit_s)
 
-    def get(self, *arguments: Any, return_future: bool = False, **options: Any) -> Any:
-        """Hivemind's, bounded like `call`."""
-        return self._answer(partial(super().get, *arguments, **options), return_future)
-
-    def store(self, *arguments: Any, return_future: bool = False, **options: Any) -> Any:
-        """Hivemind's, bounded like `call`."""
-        return self._answer(partial(super().store, *arguments, **options), return_future)
-
     def get_visible_maddrs(self, latest: bool = False, limit_s: float = CALL_LIMIT_S) -> Any:
         """Return the addresses of this node; `latest` asks p2pd anew."""
         return self.call(_visible_maddrs, latest, limit_s=limit_s)

@@ -257,10 +257,6 @@ class HeldRecords:
         self._expire()
         return key in self._keys
 
-    def __len__(self) -> int:
-        """The number of keys, as in Hivemind's."""
-        return len(self._keys)
-
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         """Store a record that this node wrote; nothing but records stands under a key."""
         return self.store_subkey(key, subkey, value, expiration_time)

@@ -135,7 +135,7 @@ class _Standing(Record):
     def goodbye(self) -> Self:
         """Return what stands here until it expires, once its peer has left.
 
-        Whoever looks learns that the peer was not lost: the last one there would believe itself
+        A reader learns that the peer was not lost: the last one there would believe itself
         cut off.
         """
         gone = {"state": "leaving", "reachable": "outgoing"}

@@ -53,8 +53,7 @@ class SwarmView:
     duration_s: float = math.inf
     """Seconds of a round."""
     scope: Scope | None = None
-    """What was read; None for everything. Of the rest nothing is known: it is not that there is
-    nothing."""
+    """What was read; None for everything. Of the rest nothing is known."""
 
     def covers_module(self, module: str) -> bool:
         """Tell whether the trainers and holders of a module were read."""
@@ -71,7 +70,7 @@ class SwarmView:
     def narrowed(self, scope: Scope, grid: Grid) -> SwarmView:
         """Return the view without buckets that `scope` has not.
 
-        What was read under the keys of modules stays, with all whom it names.
+        Records under the keys of modules stay, with all peers that they name.
         """
         if self.scope is None or set(self.scope.buckets) <= set(scope.buckets):
             return self
@@ -138,7 +137,7 @@ class SwarmView:
     def trainers(self, grid: Grid, *, joining: bool) -> Mapping[str, Sequence[str]]:
         """Return who trains a path through each module; with `joining` those too who are about to.
 
-        All modules at once, for who chooses among many paths.
+        All modules at once, for a peer that chooses among many paths.
         """
         place = grid, joining
         if place not in self._trainers:

@@ -156,7 +156,7 @@ class Exporter:
         write_gguf(parameters, plan.model, self._tokenizer, file, stored=self._gguf, name=file.stem)
         template = Tokenizer(self._tokenizer).chat_template
         content = modelfile(file.name, plan.model.sequence_length, template is not None)
-        (folder / "Modelfile").write_text(content)
+        (folder / "Modelfile").write_text(content, encoding="utf-8")
 
     def _link_modules(self, states: Mapping[str, ModuleState], folder: Path) -> None:
         """Write a path's modules as shards of a checkpoint, each stored once for all paths."""

@@ -6,6 +6,7 @@ dipaco-export --initial-peers ADDR --all --out my-model --dtype bfloat16
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ def run(settings: ExportSettings) -> int:
             _export_path(settings, settings.path, source, notes)
     # The paths have what is in modules/ themselves: those are hard links.
     apart = "" if settings.path is not None else " --exclude 'modules/*'"
-    _say(f"to publish it: hf upload {settings.repository or 'OWNER/NAME'} {settings.out}{apart}")
+    out = shlex.quote(str(settings.out))
+    _say(f"to publish it: hf upload {settings.repository or 'OWNER/NAME'} {out}{apart}")
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command, Option
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError
+from dipaco.base.files import decoded
 from dipaco.dht.addresses import PROXY_NAME
 
 from .options import RerouterSettings
@@ -67,7 +68,7 @@ class ServeSettings(RerouterSettings):
         if self.chat_template is None:
             return own
         try:
-            return self.chat_template.read_text(encoding="utf-8-sig")
+            return decoded(self.chat_template.read_bytes())
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"--chat-template {self.chat_template}: {error}") from None
 

@@ -290,6 +290,8 @@ class SwarmSource(StateSource):
         if self._unserved:
             names = ", ".join(sorted(self._unserved))
             found.append(f"no peer serves {names}: the last good states are used")
+        elif not self._client.view().present:
+            found.append("no peer of the run is in sight: the last good states are used")
         with contextlib.suppress(DipacoError):
             if (plan := self._client.successor()) is not None:
                 found.append(

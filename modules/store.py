@@ -166,15 +166,11 @@ class StateStore:
                 found.append(read_state_summary(entry.path))
         return found
 
-    def save_optimizer(self, path: int, state: Mapping[str, Any]) -> None:
-        """Keep the optimizer state of `path` for a return to it; only the latest few are kept."""
-        self.write_optimizer(path, state)()
-
     def write_optimizer(self, path: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Write an optimizer state, tensor by tensor, so that it may change afterwards.
+        """Write the optimizer state of `path`, tensor by tensor, so that it may change afterwards.
 
-        The returned function waits for the disk, and makes it the one that is kept. Both raise
-        `StorageError`.
+        The returned function waits for the disk, and makes it the one that is kept; only the
+        latest few paths have one. Both raise `StorageError`.
         """
         entries = self._optimizer_entries()
         sequence = entries[0][0] + 1 if entries else 1

@@ -28,6 +28,7 @@ from dipaco.modules.device import (
 from dipaco.modules.memory import release_memory
 
 from .background import Background
+from .check.checks import OPEN_FILES
 from .check.doctor import contributions_limit, fitting_batch
 from .check.machine import look_for_gpu_hardware
 from .check.needs import too_slow
@@ -53,7 +54,6 @@ logger = logging.getLogger("dipaco.peer.app")
 LEAVE_LIMIT_S = 9.0
 # Before the swarm is joined there is nothing to leave.
 GIVE_UP_LIMIT_S = 3.0
-MOST_FILES = 16384
 
 
 def run_peer(settings: PeerSettings) -> int:
@@ -296,10 +296,10 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
 
 
 def open_many_files() -> None:
-    """Let this process have as many files and connections as it may, up to `MOST_FILES`."""
+    """Let this process have as many files and connections as it may, up to `OPEN_FILES`."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = most == resource.RLIM_INFINITY
-    wanted = MOST_FILES if unlimited else min(MOST_FILES, most)
+    wanted = OPEN_FILES if unlimited else min(OPEN_FILES, most)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 

@@ -275,7 +275,7 @@ def join_run(
         remembered = known.beside(given)
         through = (*remembered, *given)
         if remembered:
-            say(f"nobody answers there; tries {len(remembered)} peers that were there before")
+            say(f"nobody answers there; tries those that were there before: {len(remembered)}")
             with contextlib.suppress(UnreachableError):
                 return join(remembered), through, own_manifest
         manifest = own_manifest or _remembered_run(known, given, run, operator)

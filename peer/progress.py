@@ -90,10 +90,10 @@ class ProgressReports:
                 loss=round(validation.loss, 6),
                 tokens=validation.tokens,
             )
-        view, own = self._publisher.view, self._status.progress
-        known = own.get(path) or view.progress.get(path)
+        own = self._status.progress
+        known = own.get(path)
         if not validation.tokens and known is not None:
-            # What was scored last goes on to stand for the path.
+            # What this peer scored last goes on to stand for the path.
             validation = LossSum(known.validation_nll, known.validation_tokens)
         counted = [state.progress.get(path) for state in trainer.anchors().values()]
         plain = math.isfinite(train_loss) and abs(train_loss) < MAX_LOSS

@@ -158,8 +158,8 @@ class Publisher:
     def announce(self) -> None:
         """Publish soon: something changed.
 
-        With fixed steps a round may take a fraction of a second, and who is in which round is read
-        again with every change: a view that is rounds old tells nobody whom to wait for.
+        With fixed steps a round may take a fraction of a second. The swarm is read again with
+        every change: a view that is rounds old tells nobody whom to wait for.
         """
         if self._node.schedule.fixed_steps:
             with self._refreshed:
@@ -342,7 +342,7 @@ class Publisher:
         home = home_bucket(self._node.me, record.path, self._buckets)
         self._directory.publish_peer(record, home, life_s)
         for bucket in self._said_in.keys() - {home}:
-            # Whoever sees this peer there learns that it did not crash; the record expires.
+            # A reader learns from it that this peer did not crash; the record expires.
             goodbye = self._said_in.pop(bucket).model_copy(update={"state": "leaving"})
             self._directory.publish_peer(goodbye, bucket, life_s)
         self._said_in[home] = record

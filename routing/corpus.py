@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from dipaco.base.errors import CorpusError, nearest_name
+from dipaco.base.files import is_utf16
 from dipaco.modules.config import Config
 from pydantic import Field, field_validator, model_validator
 
@@ -237,12 +239,17 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
     def open_rows() -> Iterable[dict[str, Any]]:
         if path.stat().st_size == 0:
             raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
+        with path.open("rb") as file:
+            if is_utf16(file.read(2)):
+                raise CorpusError(f"{path} is UTF-16; save it as UTF-8")
         # Slow to import, and only preparation and evaluation read text.
         import datasets
 
         from .compression import read_compressed_whole
 
         read_compressed_whole()
+        # What it would say is in the error that follows.
+        datasets.logging.set_verbosity(logging.CRITICAL)
 
         if builder is None:
             known = ", ".join(sorted(_BUILDERS))
@@ -290,7 +297,8 @@ def _document(
     """Turn a row into a document, or None if it has no text."""
     if config.tokens_field is not None:
         return _tokenised_document(row, number, source, config, config.tokens_field)
-    text = _field(row, "text" if source.endswith(".txt") else config.text_field, source)
+    is_plain = _is_plain_text(source)
+    text = _field(row, "text" if is_plain else config.text_field, source)
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if not isinstance(text, str):
@@ -298,7 +306,14 @@ def _document(
             f"{source}, row {number}: '{config.text_field}' is a {type(text).__name__}, not a "
             f"text; name another field with text_field = '...' under [data]"
         )
+    if is_plain:
+        # What Windows puts first is no text, and would lead all files to one path.
+        text = text.removeprefix("\ufeff")
     return Document(text, _label(row, source, config))
+
+
+def _is_plain_text(source: str) -> bool:
+    return source.endswith((".txt", *(f".txt{packed}" for packed in _COMPRESSIONS)))
 
 
 def _tokenised_document(
@@ -317,7 +332,7 @@ def _tokenised_document(
 
 
 def _label(row: Mapping[str, Any], source: str, config: CorpusConfig) -> str | None:
-    if config.label_field is None or source.endswith(".txt"):
+    if config.label_field is None or _is_plain_text(source):
         return None
     value = _field(row, config.label_field, source, "label_field")
     return None if value is None else str(value)

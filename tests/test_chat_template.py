@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from dipaco.base.errors import ConfigurationError
@@ -48,6 +49,14 @@ def test_it_gives_what_transformers_gives(opened: Callable[..., ChatTemplate], t
         conversations=[MESSAGES], chat_template=text, add_generation_prompt=True, **SPECIAL
     )
     assert opened(text).render(MESSAGES, SPECIAL) == expected
+
+
+def test_a_base_without_a_template_has_one_in_the_examples(
+    opened: Callable[..., ChatTemplate],
+) -> None:
+    text = (Path(__file__).parents[1] / "examples/chat.jinja").read_text()
+    said = [{"role": "user", "content": "Hi."}]
+    assert opened(text).render(said, SPECIAL) == "User: Hi.\n\nAssistant:"
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_versions_and_limits() -> None:
     assert checks.check_versions(Versions(("dipaco 0.1.0",))).verdict == "ok"
     missing = Versions((), (("torch", "", ">=2.6,<2.14"),))
     assert "pip install 'torch>=2.6,<2.14'" in remedy(checks.check_versions(missing), "problem", 3)
-    assert checks.check_open_files(4096).verdict == "ok"
-    assert "ulimit -n 4096" in remedy(checks.check_open_files(1024), "warning")
+    assert checks.check_open_files(checks.OPEN_FILES).verdict == "ok"
+    assert f"ulimit -n {checks.OPEN_FILES}" in remedy(checks.check_open_files(1024), "warning")
 
 
 def test_ports() -> None:
@@ -175,6 +175,7 @@ def test_disks(tmp_path: Path) -> None:
     assert checks.check_disk(disk, 11 * GIB, 2 * GIB, LINUX).verdict == "ok"
     limited = checks.check_disk(disk, 9 * 10**9, 0, LINUX, limit_bytes=8 * 10**9)
     assert "--max-disk-gb 9 " in remedy(limited, "problem", 9)
+    assert limited.value.startswith("8 GB may be used")
     windows = checks.check_disk(replace(disk, file_system="9p"), None, 0, WSL)
     assert "home folder of Linux" in remedy(windows, "warning")
     assert remedy(checks.check_disk(replace(disk, file_system="tmpfs"), None, 0, LINUX), "warning")

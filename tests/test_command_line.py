@@ -116,6 +116,18 @@ def test_help_reads_well(command: list[str]) -> None:
     assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
 
 
+def test_a_terminal_that_lacks_a_character_gets_its_number() -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "dipaco-peer"), "--show-config", "--name", "Zo\u00eb"],
+        env={**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b'name = "Zo\\xeb"' in done.stdout
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_does_not_wait_for_large_imports(name: str) -> None:
     """Importing PyTorch and Hivemind takes seconds; help and mistakes should come at once."""

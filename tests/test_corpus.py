@@ -54,6 +54,17 @@ def test_text_files(tmp_path: Path, unit: str, expected: list[str]) -> None:
     assert [text.strip("\n") for text in texts] == [text.strip("\n") for text in expected]
 
 
+def test_texts_from_windows(tmp_path: Path) -> None:
+    packed = tmp_path / "c.txt.gz"
+    packed.write_bytes(gzip.compress("\ufeffone".encode()))
+    config = CorpusConfig(train=str(packed), text_field="content", label_field="domain")
+    assert list(iterate_documents(config, "train")) == [Document("one", None)]
+    wide = tmp_path / "wide.jsonl"
+    wide.write_text('{"text": "x"}', encoding="utf-16")
+    with pytest.raises(CorpusError, match=r"wide\.jsonl is UTF-16; save it as UTF-8"):
+        _texts(CorpusConfig(train=str(wide)))
+
+
 def test_white_space_of_documents_survives(tmp_path: Path) -> None:
     text = "\n  def f():\r\n\treturn\n\n"
     _jsonl(tmp_path / "a.jsonl", [{"text": text}])

@@ -26,7 +26,7 @@ class _Swarm:
         return ("a peer",)
 
     def get(self, sha256: str, sources: tuple[str, ...], *given: Any, **options: Any) -> Path:
-        self.asked += 1
+        self.asked, self.sources = self.asked + 1, sources
         if self.errors:
             raise self.errors.pop(0)
         return Path("here")
@@ -36,7 +36,8 @@ def _fetcher(swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Conte
     monkeypatch.setattr(fetching, "NEEDED_AGAIN_S", 0.0)
     plan = make_plan()
     stores = BlobStore(folder / "blobs"), BlobStore(folder / "scratch")
-    return ContentFetcher(swarm, swarm, *stores, plan, Grid(plan.model, plan.grid))
+    grid = Grid(plan.model, plan.grid)
+    return ContentFetcher(swarm, swarm, *stores, plan, grid, given_peers=["given"])
 
 
 def test_a_holder_that_has_just_gone_ends_no_program(
@@ -45,6 +46,8 @@ def test_a_holder_that_has_just_gone_ends_no_program(
     swarm = _Swarm(NetworkError("its address is not known"), NetworkError("it is busy"))
     assert _fetcher(swarm, tmp_path, monkeypatch).needed_blob(SHA, "the tokenizer") == Path("here")
     assert swarm.asked == 3
+    # Whatever the swarm says, the given addresses are asked too.
+    assert swarm.sources == ("a peer", "given")
 
 
 @pytest.mark.parametrize("error", [NetworkError("nobody answers"), IntegrityError("wrong bytes")])

@@ -321,7 +321,7 @@ def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, matrices: str, tmp_pat
     for step in range(3):
         loop.step(batch_of(step), step)
     store = StateStore(tmp_path)
-    store.save_optimizer(0, loop.state_dict())
+    store.write_optimizer(0, loop.state_dict())()
     other = made()
     other.step(batch_of(99), 0)  # its own state must be forgotten
     other.model.load_state_dict(loop.model.state_dict())

@@ -2,113 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+import math
 from dataclasses import replace
-from typing import Any, TypeVar
 
+import pytest
 from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.records import Claim, Holding, PeerRecord
-from dipaco.dht.view import SwarmView
-from dipaco.modules.config import GridConfig, RoundsConfig
-from dipaco.modules.grid import Grid
+from dipaco.dht.records import Holding
 from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.copies import Copies
-from dipaco.peer.member.knowledge import Knowledge, MemberSettings, mailbox_order
+from dipaco.peer.member.knowledge import MemberSettings, mailbox_order
 from dipaco.peer.member.member import Member
 from dipaco.peer.member.outer_round import Role
-from dipaco.peer.member.taking import Strand
-from support.make_plan import make_plan
-
-MODULE, DURATION_S, GATHER_S, GRACE_S = "L0.E0", 100.0, 20.0, 4.0
-PLAN = make_plan(
-    rounds=RoundsConfig(duration_s=DURATION_S, gather_s=GATHER_S, grace_s=GRACE_S),
-    grid=GridConfig(modules_per_level=(1,)),
+from support.trainer import (
+    BOUNDARY_S,
+    DURATION_S,
+    GATHER_S,
+    GRACE_S,
+    GRID,
+    MODULE,
+    PLAN,
+    Trainer,
+    first_and_second,
+    name,
+    view_of,
 )
-GRID = Grid(PLAN.model, PLAN.grid)
-BOUNDARY_S = PLAN.start_s + DURATION_S
-ActionT = TypeVar("ActionT")
-
-
-def name(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) -> SwarmView:
-    claims, records = {}, {}
-    for peer in peers:
-        reachable = "outgoing" if peer in closed else "direct"
-        claims[peer] = Claim.model_construct(
-            peer_id=peer, path=0, state="training", since_s=PLAN.start_s, round=0,
-            reachable=reachable, pinned=False,
-        )  # fmt: skip
-        records[peer] = PeerRecord.model_construct(
-            peer_id=peer, path=0, state="training", reachable=reachable, round=0
-        )
-    return SwarmView(
-        now_s=BOUNDARY_S,
-        claims=claims,
-        peers=records,
-        holdings={MODULE: tuple(held)},
-        duration_s=DURATION_S,
-    )
-
-
-class Trainer:
-    """One trainer's strand of the only module, at the boundary of round 0."""
-
-    def __init__(self, me: str, peers: str, closed: str = "", **view: Any) -> None:
-        self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
-        known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
-        known.now_s = BOUNDARY_S
-        self.strand = strand = Strand(known, MODULE)
-        genesis = strand.book.genesis(MODULE)
-        strand.ready = Head(MODULE, genesis, 0, 0, -1, name("genesis"), 10**6)
-        strand.follow(Role.TRAINER)
-        strand.begin(0, BOUNDARY_S)
-        self.done: list[a.Action] = []
-        self.take(a.Publish)
-
-    def take(self, kind: type[ActionT]) -> list[ActionT]:
-        """Return what was wanted of this kind since the last time, and forget all."""
-        self.done += self.known.actions
-        self.known.actions = []
-        found = [action for action in self.done if isinstance(action, kind)]
-        self.done = []
-        return found
-
-    def row(self, peer: str, **fields: Any) -> Row:
-        given = {
-            "module": MODULE, "round_index": 0, "parent": self.strand.stand, "path": 0,
-            "peer": peer, "tokens": 10, "file": name(f"file {peer}"), "bytes": 100, **fields,
-        }  # fmt: skip
-        return Row(**given)
-
-    def publish(self) -> None:
-        self.strand.published(self.row(self.known.me))
-
-    def hear(self, *peers: str, gathered: bool = True) -> None:
-        for peer in peers:
-            self.strand.hear_rows([self.row(peer)], peer)
-            if gathered:
-                self.strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
-
-    def refuse(self, peer: str) -> None:
-        asked = a.Gather(MODULE, (self.row(peer),))
-        self.strand.handle(e.Failed(asked, "it is too short", is_final=True))
-
-    def wait(self, seconds: float) -> None:
-        self.known.now_s += seconds
-        self.strand.on_time()
-
-    def proposed(self) -> list[Step]:
-        return [step for tell in self.take(a.Tell) for step in tell.steps]
-
-
-def first_and_second(peers: str = "ABC") -> tuple[str, str]:
-    order = mailbox_order(MODULE, 0, set(peers))
-    return order[0], order[1]
 
 
 def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here() -> None:
@@ -301,7 +219,8 @@ def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
     assert ask.locator[-1] == member.strand.book.genesis(MODULE)
 
 
-def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
+@pytest.mark.parametrize("loss", [9.0, math.nan])
+def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss: float) -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     strand = member.strand
@@ -320,7 +239,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused() -> None:
     (fetch,) = member.take(a.FetchState)
     strand.handle(e.StateHere(MODULE, fetch.head))
     (check,) = member.take(a.Check)
-    strand.handle(e.Checked(MODULE, check.step, 2.0, 9.0))
+    strand.handle(e.Checked(MODULE, check.step, 2.0, loss))
     assert member.take(a.Adopt) == []
     assert strand.heaviest().name == mine.name
     assert strand.stand == mine.name
@@ -425,81 +344,50 @@ def test_equal_events_give_equal_actions() -> None:
     assert any(isinstance(action, a.FetchPath) for action in first)
 
 
-def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
-    first, _ = first_and_second()
-    member = Trainer(first, "ABC")
-    others = sorted(set("ABC") - {first})
-    for number in range(40):
-        row = member.row(others[0], parent=name(f"{number}"), file=name(f"invented {number}"))
-        member.strand.hear_rows([row], others[0])
-    member.publish()
-    member.hear(others[1])
-    member.wait(GATHER_S + 0.1)
+def test_half_are_no_quorum_until_two_rounds_brought_no_step() -> None:
+    member = Trainer("A", "ABCD")
+    strand = member.strand
+    base = Step.of([member.row(peer) for peer in "ABCD"])
+    strand.book.add(base)
+    strand.head, strand.stand = Head(MODULE, base.name, 1, 4, 0, name("base"), 10**6), base.name
+    made = []
+    for round_index in (1, 2, 3):
+        strand.carry_on("no step came")
+        member.known.now_s = BOUNDARY_S + round_index * DURATION_S
+        strand.begin(round_index, member.known.now_s)
+        for peer in "AB":
+            row = member.row(peer, round_index=round_index, file=name(f"{peer} {round_index}"))
+            strand.hear_rows([row], peer)
+            strand.handle(e.Gathered(MODULE, row.file))
+        for _ in range(10):
+            member.wait(GATHER_S / 4)
+            for ask in [action for action in member.known.actions if isinstance(action, a.Ask)]:
+                strand.handle(e.Failed(ask, "it is silent"))
+        made.append([step.peers for step in member.proposed()])
+    assert made == [[], [], [{"A", "B"}]]
+
+
+def test_a_boundary_that_was_slept_through_does_not_come() -> None:
+    member = Trainer("A", "AB")
+    member.known.now_s = BOUNDARY_S + DURATION_S + GATHER_S + 1.0
+    member.strand.begin(1, BOUNDARY_S + DURATION_S)
+    assert member.take(a.Publish) == []
+
+
+def test_more_trainers_than_a_step_has_room_for_take_turns() -> None:
+    peers = [f"peer {number}" for number in range(70)]
+    member = Trainer(mailbox_order(MODULE, 1, set(peers[:64]))[0], peers)
+    strand = member.strand
+    base = Step.of([member.row(peer) for peer in peers[:64]])
+    strand.book.add(base)
+    strand.head, strand.stand = Head(MODULE, base.name, 1, 64, 0, name("base"), 10**6), base.name
+    strand.carry_on("no step came")
+    member.known.now_s += DURATION_S
+    strand.begin(1, member.known.now_s)
+    for peer in peers:
+        row = member.row(peer, round_index=1, file=name(f"{peer} 1"))
+        strand.hear_rows([row], peer)
+        strand.handle(e.Gathered(MODULE, row.file))
     (step,) = member.proposed()
-    assert step.peers == {first, others[1]}
-
-
-def test_branches_that_one_peer_invents_are_forgotten() -> None:
-    first, second = first_and_second()
-    member = Trainer(second, "ABC")
-    strand, genesis = member.strand, member.strand.stand
-    invented = [Step.of([member.row(first, tokens=n, parent=genesis)]) for n in range(1, 3000)]
-    for one in invented:
-        strand.hear_steps([one], first)
-    assert sum(one.name in strand.book for one in invented) < 1500
-    step = Step.of([member.row(peer) for peer in "ABC"])
-    strand.hear_steps([step], "C")
-    member.take(a.Gather)
-    for peer in "ABC":
-        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
-    assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
-
-
-def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
-    """Nobody who trains can be called, and one row is of the round that is under way."""
-    member = Trainer("N", "ABC", closed="ABC")
-    strand, known = member.strand, member.known
-    strand.follow(Role.MAILBOX)
-    known.path = None
-    strand.hear_rows([member.row("A", round_index=1)], "A")
-    strand.hear_rows([member.row(peer) for peer in "BC"], "B")
-    strand.hear_rows([member.row("A", round_index=1, tokens=11)], "A")
-    for peer in "BC":
-        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
-    member.wait(GATHER_S + 0.1)
-    (step,) = member.proposed()
-    assert (step.round_index, step.peers) == (0, {"B", "C"})
-
-
-def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
-    member = Trainer("A", "ABCDE")
-    heads = [
-        Head(MODULE, name(p), 9, weight, 8, name(p), 9)
-        for p, weight in zip("BCDE", (4, 4, 4, 3), strict=True)
-    ]
-    member.known.view = view_of("ABCDE", held=map(Holding, "BCDE", heads))
-    asked = []
-    for _ in range(2):
-        member.known.now_s += DURATION_S
-        member.strand.on_view()
-        asked += [ask.peer for ask in member.take(a.Ask)]
-    assert sorted(asked) == ["B", "C", "D", "E"]
-
-
-def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> None:
-    first, second = first_and_second()
-    member = Trainer(second, "ABC")
-    member.publish()
-    member.hear(*sorted(set("ABC") - {first, second}))
-    member.wait(GATHER_S + GRACE_S + 0.1)
-    told = member.strand.stand
-    for number in range(20):
-        for ask in member.take(a.Ask):
-            row = member.row(first, parent=told, round_index=number)
-            step = Step.of([row])
-            told = step.name
-            member.strand.handle(e.Answered(ask.peer, MODULE, steps=(step,), has_more=True))
-        member.wait(2.0)
-        if member.proposed():
-            return
-    raise AssertionError("no step was proposed")
+    assert len(step.rows) == 64
+    assert set(peers[64:]) <= step.peers

@@ -49,9 +49,9 @@ def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder, str]:
     folder = tmp_path_factory.mktemp("prepared")
     display = quiet_display()
-    _prepare(write_run(folder), folder / "out", display=display)
+    _prepare(write_run(folder), folder / "an out", display=display)
     assert isinstance(display.console.file, io.StringIO)
-    return folder, RunFolder(folder / "out"), display.console.file.getvalue()
+    return folder, RunFolder(folder / "an out"), display.console.file.getvalue()
 
 
 def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
@@ -104,7 +104,7 @@ def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunFolder, s
     _, run, output = prepared
     for words in ("base model: done", "Shards", "mostly", "100.0%", "validation perplexity"):
         assert words in output
-    assert f"dipaco-bootstrap serve {run.path}" in output
+    assert f"dipaco-bootstrap serve '{run.path}'" in output
 
 
 def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_is_done_is_not_done_again(
     prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _copied(prepared, tmp_path)
-    run = RunFolder(folder / "out")
+    run = RunFolder(folder / "an out")
     before = run.plan()
     envelope = run.manifest_path.read_bytes()
     _forbid(monkeypatch, "train_tokenizer", "pretrain", "fit_corpus_router")
@@ -179,7 +179,7 @@ def test_another_run_is_not_overwritten(
     prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _copied(prepared, tmp_path)
-    run = RunFolder(folder / "out")
+    run = RunFolder(folder / "an out")
     before, envelope = run.plan(), run.manifest_path.read_bytes()
     write_run(folder, RUN_TOML.replace("seed = 3", "seed = 3\n[outer]\nmomentum = 0.5"))
     with pytest.raises(ConfigurationError, match=f"{before.run_id}.*outer.momentum.*--replace"):
@@ -209,8 +209,8 @@ def test_other_routers(
     toml = RUN_TOML + keys
     if agreement:  # three labels make three paths
         toml = toml.replace("[2, 2]", "[1, 3]")
-    plan = _prepare(write_run(folder, toml), folder / "out", replace=True)
-    run = RunFolder(folder / "out")
+    plan = _prepare(write_run(folder, toml), folder / "an out", replace=True)
+    run = RunFolder(folder / "an out")
     assert plan.routing.kind == run.router(plan).kind
     report = RoutingReport.model_validate_json((run.path / "routing.json").read_bytes())
     shards = run.shard_index(plan).paths
@@ -243,20 +243,22 @@ def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
     peer = peer_id_of_public_key(raw_public_key(stranger))
     admission = read_invitation(plan.admission).admit(raw_public_key(stranger), time.time())
     assert gate.check(peer, admission).places == MOST_PLACES
-    noted = [json.loads(line) for line in (folder / "out" / LIST_FILE).open()]
+    noted = [json.loads(line) for line in (folder / "an out" / LIST_FILE).open()]
     assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]
 
     options: dict[str, Any] = {"admission": "invitation"}
     with pytest.raises(ConfigurationError, match="admission differs"):
-        _prepare(folder / "RUN.toml", folder / "out", **options)
-    closed = _prepare(folder / "RUN.toml", folder / "out", replace=True, **options)
+        _prepare(folder / "RUN.toml", folder / "an out", **options)
+    closed = _prepare(folder / "RUN.toml", folder / "an out", replace=True, **options)
     assert closed.admission is None
     assert closed.blobs == plan.blobs
-    assert (folder / "out" / OWN_INVITATION).read_text().startswith("dipaco-invitation-")
+    assert (folder / "an out" / OWN_INVITATION).read_text().startswith("dipaco-invitation-")
     with pytest.raises(RecordError):
-        Gate.of(verify_manifest((folder / "out/manifest.json").read_bytes())).check(peer, admission)
+        Gate.of(verify_manifest((folder / "an out/manifest.json").read_bytes())).check(
+            peer, admission
+        )
     for again in (options, {}):
-        assert _prepare(folder / "RUN.toml", folder / "out", **again) == closed
+        assert _prepare(folder / "RUN.toml", folder / "an out", **again) == closed
 
 
 def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:

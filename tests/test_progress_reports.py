@@ -57,10 +57,15 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
 
     trainer.loss_of = score
     status, publisher = PeerStatus(), MagicMock()
-    publisher.view.progress = {}
+    # Another peer's figure, which this one does not repeat.
+    publisher.view.progress = {0: SimpleNamespace(validation_nll=9.0, validation_tokens=9)}
     node.load_shard_index = lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
     files: Any = MagicMock()
     reports = ProgressReports(node, publisher, trainer, files, status, MagicMock())  # type: ignore[arg-type]
+    rounds.validation_every_rounds = 2
+    reports.end_round(0, 1.0)
+    assert status.progress[0].validation_tokens == 0
+    rounds.validation_every_rounds = 1
     for round_index in range(12):
         began_s = now_s = max(now_s, 10.0 * round_index)
         reports.end_round(round_index, 1.0)
@@ -71,4 +76,4 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
         assert known == (2.0, 7), "the last score stands for the path until there is another"
     assert scored_in == scored
     assert status.validation_loss == 2.0
-    assert publisher.announce.call_count == 12
+    assert publisher.announce.call_count == 13

@@ -232,6 +232,14 @@ def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) ->
         assert "continued as 'the next one'" in health["troubles"][1]
 
 
+def test_a_swarm_that_has_gone_is_a_trouble_also_where_nothing_is_in_memory(out: Path) -> None:
+    swarm = FakeClient(out, out)
+    source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
+    assert source.troubles() == ()
+    swarm.present = []
+    assert source.troubles() == ("no peer of the run is in sight: the last good states are used",)
+
+
 class Wanderer(Rerouter):
     """Goes from path to path."""
 

@@ -150,13 +150,13 @@ def test_optimizers_are_kept_for_a_return(store: StateStore) -> None:
     assert store.load_optimizer(3) is None
     state = {"kind": "adamw", "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "n": 5}
     for path in (1, 2, 3):
-        store.save_optimizer(path, {**state, "n": path})
+        store.write_optimizer(path, {**state, "n": path})()
     assert store.load_optimizer(1) is None
     loaded = StateStore(store.folder).load_optimizer(3)
     assert loaded is not None
     assert loaded["n"] == 3
     assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], torch.ones(2))
-    store.save_optimizer(3, {**state, "n": 7})
+    store.write_optimizer(3, {**state, "n": 7})()
     again = store.load_optimizer(3)
     assert again is not None
     assert again["n"] == 7
@@ -167,7 +167,7 @@ def test_optimizers_are_kept_for_a_return(store: StateStore) -> None:
 def test_a_damaged_optimizer_is_no_catastrophe(
     store: StateStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.save_optimizer(3, {"a": torch.ones(100)})
+    store.write_optimizer(3, {"a": torch.ones(100)})()
     (file,) = (store.folder / "optimizers").iterdir()
     file.write_bytes(file.read_bytes()[:50])
     with caplog.at_level(logging.WARNING, logger="dipaco"):

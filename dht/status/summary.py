@@ -34,7 +34,7 @@ def status_of(
     round_index = present_round(plan, view)
     finished = successor is not None and not any(c.state != "leaving" for c in view.claims.values())
     paths = [_path_status(view, grid, path) for path in range(grid.path_count)]
-    # Whoever was here trains the successor: what is missing here is no problem.
+    # All peers train the successor: what is missing here is no problem.
     found = () if finished else problems(view, plan, grid)
     forked = forked_modules(found)
     modules = [_module_status(view, grid, module, module in forked) for module in grid.modules()]

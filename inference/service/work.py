@@ -106,7 +106,7 @@ class Work:
     slide: bool = False
     """Go on from the newer half of the context when it is full."""
     cancelled: bool = False
-    """Set by whoever does not want it any more."""
+    """Nobody waits for it any more."""
 
     open_answers: int = 0
     routed: int | None = None

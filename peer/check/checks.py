@@ -21,8 +21,8 @@ from dipaco.modules.memory import USABLE_SHARE
 
 from .machine import Disk, Gpu, Memory, System, Versions
 
-# What `dipaco.peer.app` asks for.
-OPEN_FILES = 4096
+# Files and connections that a peer asks for.
+OPEN_FILES = 16384
 # A clock that is so far off is corrected, one beyond the second figure refused.
 CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 5.0
 # Main memory of a peer's programs beside all tensors: about, with two levels.
@@ -208,7 +208,8 @@ def check_disk(
     limit_bytes: int | None = None,
 ) -> Check:
     """Whether everything that this run keeps fits; `here_bytes` lie there already."""
-    value = f"{shown_bytes(max(0, disk.spare_bytes))} can be used at {disk.folder}"
+    able = f"{shown_bytes(max(0, disk.spare_bytes))} can be used"
+    value = f"{able} at {disk.folder}"
     if needed_bytes is not None:
         value += f", this run takes up to {shown_bytes(needed_bytes)}"
     if here_bytes:
@@ -221,6 +222,7 @@ def check_disk(
         return problem("disk", value, "free space, or give another --cache-dir", StorageError)
     if needed_bytes is not None and limit_bytes is not None and limit_bytes < needed_bytes:
         least = f"--max-disk-gb {math.ceil(needed_bytes / 1e7) / 100:g} or more"
+        value = value.replace(able, f"{shown_bytes(limit_bytes)} may be used")
         return problem("disk", value, f"give {least}, or train another run", StorageError)
     if system.wsl and disk.file_system in ("9p", "drvfs"):
         return warning(

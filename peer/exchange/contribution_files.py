@@ -1,7 +1,6 @@
-"""Files of contributions, own and others', by their hash: served to whoever gathers (design 4.2).
+"""Files of contributions, own and others', by their hash: served to peers that gather (design 4.2).
 
-A file of somebody who cannot be called is put here and held for the others, as long and as many as
-there is room for.
+A peer that cannot be called puts its file here. It is held for the others while there is room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Getting blobs and module states from whoever holds them, checked by hash."""
+"""Getting blobs and module states from the peers that hold them, checked by hash."""
 
 from __future__ import annotations
 

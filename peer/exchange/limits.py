@@ -63,9 +63,6 @@ class Slots:
         self._bounds, self._monotonic = bounds, monotonic
         self._taken: list[Slot] = []
 
-    def __len__(self) -> int:
-        return len(self._taken)
-
     def take(self, peer: str, is_stranger: bool, stop: Callable[[], None]) -> Slot | None:
         """Return a place, if need be that of another; None when there is none."""
         bounds = self._bounds
@@ -77,7 +74,7 @@ class Slots:
             if not self._make_room(strangers, own):
                 return None
         elif len(self._taken) >= bounds.most:
-            # Strangers have the last say, and whoever is admitted has a claim on their places.
+            # Strangers come last: an admitted peer has a claim on their places.
             others = strangers if is_stranger else self._taken
             if not (self._make_room(strangers, own) or self._make_room(others, own)):
                 return None

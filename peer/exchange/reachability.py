@@ -1,9 +1,9 @@
 """How others reach this peer: two of them are asked to call back at the addresses it announces.
 
-Who is asked opens a plain connection, since libp2p would use the one that stands, and looks for the
-greeting of a libp2p node. It calls no address but those from which it sees the caller come, so
-nobody can send it to others, and few of them, seldom. A hole in a firewall cannot be seen from
-inside: what was not tried is `unknown`.
+A peer that is asked opens a plain connection, since libp2p would use the one that stands, and looks
+for the greeting of a libp2p node. It calls only addresses from which it sees the caller come, so
+nobody can send it to others. It calls few of them, and seldom. A hole in a firewall cannot be seen
+from inside: what was not tried is `unknown`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("dipaco.peer.exchange.reachability")
 
 Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# What a libp2p node says first to whoever connects over TCP.
+# A libp2p node says this first on every TCP connection.
 GREETING = b"\x13/multistream/1.0.0\n"
 DIAL_LIMIT_S = 4.0
 # Of those who are asked: calls back at once, and how often to one caller.

@@ -181,8 +181,7 @@ class ExchangeService:
                 await self._put(stream, request, slot)
 
     async def _hear(self, run: ServedRun, peer: str, request: TellRequest) -> None:
-        """Take in what is good of what a peer tells, and pass it on; of who is not admitted
-        nothing."""
+        """Take in what is good of what a peer tells, and pass it on. A stranger is not heard."""
         if peer in request.admissions:
             run.check.admit(peer, request.admissions[peer])
         if self._is_stranger(peer):

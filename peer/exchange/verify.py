@@ -141,5 +141,7 @@ class RowCheck:
             while len(self._rounds) > REMEMBERED_ROUNDS:
                 self._rounds.popitem(last=False)
             if row.peer not in peers and len(peers) >= found.places:
-                raise RecordError(f"more than {found.places} peers of {found.invitation}")
+                raise RecordError(
+                    f"more peers of {found.invitation} than its places, {found.places}"
+                )
             peers.add(row.peer)

@@ -24,6 +24,7 @@ class FakeClient:
         self.fetched: list[str] = []
         self.closed = False
         self.next_run: RunPlan | None = None
+        self.present = ["a peer"]
 
     def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
         return self._served.blobs.require(sha256)
@@ -36,7 +37,7 @@ class FakeClient:
         return self._served.states.load_latest(module, layout)
 
     def view(self) -> SimpleNamespace:
-        return SimpleNamespace(progress={})
+        return SimpleNamespace(progress={}, present=self.present)
 
     def successor(self) -> RunPlan | None:
         return self.next_run

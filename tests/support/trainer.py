@@ -1,0 +1,109 @@
+"""One trainer's strand of a module, at a boundary, and what it wants done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from dipaco.dht.chain import Head, Row, Step
+from dipaco.dht.records import Claim, PeerRecord
+from dipaco.dht.view import SwarmView
+from dipaco.modules.config import GridConfig, RoundsConfig
+from dipaco.modules.grid import Grid
+from dipaco.peer.member import actions as a
+from dipaco.peer.member import events as e
+from dipaco.peer.member.knowledge import Knowledge, MemberSettings, mailbox_order
+from dipaco.peer.member.outer_round import Role
+from dipaco.peer.member.taking import Strand
+
+from support.make_plan import make_plan
+
+MODULE, DURATION_S, GATHER_S, GRACE_S = "L0.E0", 100.0, 20.0, 4.0
+PLAN = make_plan(
+    rounds=RoundsConfig(duration_s=DURATION_S, gather_s=GATHER_S, grace_s=GRACE_S),
+    grid=GridConfig(modules_per_level=(1,)),
+)
+GRID = Grid(PLAN.model, PLAN.grid)
+BOUNDARY_S = PLAN.start_s + DURATION_S
+ActionT = TypeVar("ActionT")
+
+
+def name(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) -> SwarmView:
+    claims, records = {}, {}
+    for peer in peers:
+        reachable = "outgoing" if peer in closed else "direct"
+        claims[peer] = Claim.model_construct(
+            peer_id=peer, path=0, state="training", since_s=PLAN.start_s, round=0,
+            reachable=reachable, pinned=False,
+        )  # fmt: skip
+        records[peer] = PeerRecord.model_construct(
+            peer_id=peer, path=0, state="training", reachable=reachable, round=0
+        )
+    return SwarmView(
+        now_s=BOUNDARY_S,
+        claims=claims,
+        peers=records,
+        holdings={MODULE: tuple(held)},
+        duration_s=DURATION_S,
+    )
+
+
+class Trainer:
+    """One trainer's strand of the only module, at the boundary of round 0."""
+
+    def __init__(self, me: str, peers: Iterable[str], closed: str = "", **view: Any) -> None:
+        self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
+        known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
+        known.now_s = BOUNDARY_S
+        self.strand = strand = Strand(known, MODULE)
+        genesis = strand.book.genesis(MODULE)
+        strand.ready = Head(MODULE, genesis, 0, 0, -1, name("genesis"), 10**6)
+        strand.follow(Role.TRAINER)
+        strand.begin(0, BOUNDARY_S)
+        self.done: list[a.Action] = []
+        self.take(a.Publish)
+
+    def take(self, kind: type[ActionT]) -> list[ActionT]:
+        """Return what was wanted of this kind since the last time, and forget all."""
+        self.done += self.known.actions
+        self.known.actions = []
+        found = [action for action in self.done if isinstance(action, kind)]
+        self.done = []
+        return found
+
+    def row(self, peer: str, **fields: Any) -> Row:
+        given = {
+            "module": MODULE, "round_index": 0, "parent": self.strand.stand, "path": 0,
+            "peer": peer, "tokens": 10, "file": name(f"file {peer}"), "bytes": 100, **fields,
+        }  # fmt: skip
+        return Row(**given)
+
+    def publish(self) -> None:
+        self.strand.published(self.row(self.known.me))
+
+    def hear(self, *peers: str, gathered: bool = True) -> None:
+        for peer in peers:
+            self.strand.hear_rows([self.row(peer)], peer)
+            if gathered:
+                self.strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+
+    def refuse(self, peer: str) -> None:
+        asked = a.Gather(MODULE, (self.row(peer),))
+        self.strand.handle(e.Failed(asked, "it is too short", is_final=True))
+
+    def wait(self, seconds: float) -> None:
+        self.known.now_s += seconds
+        self.strand.on_time()
+
+    def proposed(self) -> list[Step]:
+        return [step for tell in self.take(a.Tell) for step in tell.steps]
+
+
+def first_and_second(peers: str = "ABC") -> tuple[str, str]:
+    order = mailbox_order(MODULE, 0, set(peers))
+    return order[0], order[1]
