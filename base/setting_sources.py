@@ -31,6 +31,20 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True,
              "0": False, "false": False, "no": False, "off": False}  # fmt: skip
 
 
+class _Words(argparse.Action):
+    """Words of a flag, which may be given again for more of them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, [*given, *values] if isinstance(given, list) else values)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the settings of a command are: ("bootstrap", "serve") is the table
@@ -164,7 +178,7 @@ class Argument:
         if get_origin(self.kind) is Literal:
             keywords["choices"] = get_args(self.kind)
         elif self.takes_words:
-            keywords["nargs"] = "+"
+            keywords |= {"nargs": "+", "action": _Words}
         elif self.kind is not str:
             keywords["type"] = self.kind
         if self.option.positional:

@@ -54,6 +54,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--private-outer", help="RATE/MOMENTUM of private modules (the plan's)")
     parser.add_argument("--steps", type=int, default=10, help="inner steps of a round (10)")
     parser.add_argument("--rounds", default="10", help="scored after these (10)")
+    parser.add_argument(
+        "--decay", action="store_true", help="a run for each of them, whose cosine ends there"
+    )
     parser.add_argument("--held-out-every", type=int, default=4, help="scored sequences (each 4th)")
     parser.add_argument("--table", action="store_true", help="only tell what --log has")
     parser.add_argument("--at", type=int, default=480, help="steps of one machine (480)")
@@ -77,9 +80,7 @@ class Swarm(ReferenceSwarm):
 def measure(chosen: argparse.Namespace) -> None:
     """Train and score what was asked for, unless the log has it."""
     changes = read_changes(chosen.set)
-    run = ChangedRun(
-        chosen.run, changes, one_path=chosen.one_path, held_out_every=chosen.held_out_every
-    )
+    run = _changed(chosen, changes)
     paths = run.grid(run.plan()).path_count
     peers = chosen.peers or paths
     if peers % paths:
@@ -92,24 +93,21 @@ def measure(chosen: argparse.Namespace) -> None:
         "set": changes,
         "private_outer": chosen.private_outer,
         "held_out_every": chosen.held_out_every,
+        "decay": chosen.decay,
     }
-    known = [(line["of"], line["round"]) for line in read_log(chosen.log)]
+    known = [({"decay": False, **line["of"]}, line["round"]) for line in read_log(chosen.log)]
     missing = [n for n in map(int, chosen.rounds.split(",")) if (of, n) not in known]
-    if not missing:
-        return
-    swarm = Swarm(
-        run,
-        steps_per_round=chosen.steps,
-        peers=[SimulatedPeer(n % paths, n // paths) for n in range(peers)],
-        settings=SimulatorSettings(validation_sequences=0),
-    )
-    if chosen.private_outer:
-        rate, momentum = map(float, chosen.private_outer.split("/"))
-        swarm.private_outer = {"learning_rate": rate, "momentum": momentum}
-    batch_tokens = swarm.plan.inner.batch_sequences * swarm.plan.model.sequence_length
+    swarm: Swarm | None = None
     for number in missing:
+        if swarm is None or chosen.decay:
+            if chosen.decay:
+                # The schedule counts the steps of all replicas.
+                steps = number * chosen.steps * peers // paths
+                run = _changed(chosen, {**changes, "inner.decay_steps": steps})
+            swarm = _swarm(chosen, run, peers, paths)
         while swarm.next_round < number:
             swarm.run_round()
+        batch_tokens = swarm.plan.inner.batch_sequences * swarm.plan.model.sequence_length
         amounts = {
             "tokens": number * chosen.steps * peers * batch_tokens,
             "bytes": number * received_bytes(swarm),
@@ -119,6 +117,25 @@ def measure(chosen: argparse.Namespace) -> None:
         print(text, flush=True)
         with chosen.log.open("a") as file:
             file.write(text + "\n")
+
+
+def _changed(chosen: argparse.Namespace, changes: Figures) -> ChangedRun:
+    return ChangedRun(
+        chosen.run, changes, one_path=chosen.one_path, held_out_every=chosen.held_out_every
+    )
+
+
+def _swarm(chosen: argparse.Namespace, run: ChangedRun, peers: int, paths: int) -> Swarm:
+    swarm = Swarm(
+        run,
+        steps_per_round=chosen.steps,
+        peers=[SimulatedPeer(n % paths, n // paths) for n in range(peers)],
+        settings=SimulatorSettings(validation_sequences=0),
+    )
+    if chosen.private_outer:
+        rate, momentum = map(float, chosen.private_outer.split("/"))
+        swarm.private_outer = {"learning_rate": rate, "momentum": momentum}
+    return swarm
 
 
 def received_bytes(swarm: ReferenceSwarm) -> int:
@@ -147,6 +164,7 @@ def table(lines: Sequence[Figures], at: int) -> str:
         row = (not of["one_path"], of["peers"], of["run"])
         parts = [f"{field} {value}" for field, value in of["set"].items()]
         parts += [f"private modules {of['private_outer']}"] if of["private_outer"] else []
+        parts += ["cosine"] if of.get("decay") else []
         setting = ", ".join([*parts, f"{of['steps']} steps a round"])
         rows.setdefault(row, {}).setdefault(setting, []).append(line)
     best = {row: chosen_setting(settings) for row, settings in rows.items()}

@@ -178,6 +178,8 @@ def test_an_address_needs_no_flag() -> None:
         assert cli.COMMAND.read(cli.COMMAND.parse(words)).initial_peers == (ADDRESS,)
     both = cli.COMMAND.parse([ADDRESS, "--initial-peers", other])
     assert cli.COMMAND.read(both).initial_peers == (ADDRESS, other)
+    twice = cli.COMMAND.parse(["--initial-peers", ADDRESS, "--initial-peers", other])
+    assert cli.COMMAND.read(twice).initial_peers == (ADDRESS, other)
 
 
 def test_what_a_volunteer_needs_is_on_one_page() -> None:
