@@ -120,7 +120,9 @@ def flood(node, row):
         for number in range(64):
             data = os.urandom(row.bytes)
             name = __import__("hashlib").sha256(data).hexdigest()
-            made = replace(row, file=name, round_index=row.round_index + number % 3)
+            parent = name if number % 2 else row.parent
+            later = row.round_index + number % 3
+            made = replace(row, file=name, round_index=later, parent=parent)
             rows.append(sign_row(made, node.identity.key))
         node.exchange.tell(peers, row.module, rows)
         for peer in peers:
