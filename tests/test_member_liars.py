@@ -8,6 +8,7 @@ from dipaco.peer.member import actions as a
 from dipaco.peer.member import events as e
 from dipaco.peer.member.outer_round import Role
 from support.trainer import (
+    BOUNDARY_S,
     DURATION_S,
     GATHER_S,
     GRACE_S,
@@ -97,3 +98,19 @@ def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> 
         if member.proposed():
             return
     raise AssertionError("no step was proposed")
+
+
+def test_a_copy_that_was_behind_for_long_hears_of_the_present_round() -> None:
+    """Rows of rounds that it could not begin have not filled its memory."""
+    member = Trainer("N", "ABC", closed="ABC")
+    strand, known = member.strand, member.known
+    strand.follow(Role.KEEPER)
+    known.path, parent = None, name("unknown")
+    for index in range(20):
+        known.now_s = BOUNDARY_S + index * DURATION_S
+        strand.hear_rows([member.row(p, round_index=index, parent=parent) for p in "ABC"], "")
+    rows = [member.row(p, round_index=20) for p in "ABC"]
+    known.now_s = BOUNDARY_S + 20 * DURATION_S
+    strand.hear_rows(rows, "")
+    assert [set(gather.rows) for gather in member.take(a.Gather)] == [set(rows)]
+    assert strand.round_index == 20

@@ -16,9 +16,7 @@ A round of a module, as it goes when nothing is wrong:
 2. The row is told to all who follow the module, and so are theirs here: `hear_rows`. Every file is
    gathered as soon as its row is known.
 3. The first mailbox holds all files that it awaits: `propose` makes the step and tells it.
-4. The others hear of it: `hear_steps`. It is on the heaviest chain, so all take it.
-
-What does not arrive is asked for: `_ask_if_due`.
+4. The others hear of it, or ask: `hear_steps`. It is on the heaviest chain, so all take it.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ from .knowledge import Knowledge, mailbox_order
 
 # Steps whose contributors say who matters now.
 RECENT_STEPS = 3
-# Rounds without a step after which a proposal needs no quorum.
-ROUNDS_IN_VAIN = 2
-# A claim is young for so many rounds.
-YOUNG_ROUNDS = 2
+# Rounds without a step after which a proposal needs no quorum; for how many a claim is young.
+ROUNDS_IN_VAIN, YOUNG_ROUNDS = 2, 2
 # Peers that take rows and files of a round.
 MAILBOXES = 2
 # A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
@@ -97,8 +93,7 @@ class OuterRound:
         self._unanswered: set[str] = set()
         """Peers that were asked and have not answered yet."""
         self._sure_s = math.inf
-        """Other mailboxes were asked for a step before a late proposal of this round, until then.
-        """
+        """Until then other mailboxes are waited for before a late proposal of this round."""
 
     # -- 1. publish
 
@@ -129,10 +124,8 @@ class OuterRound:
         self.round_index, self.boundary_s, self._asks = round_index, boundary_s, 0
         self._sure_s = math.inf
         for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
-            for row in self._rows.pop(key).values():
-                self.files.discard(row.file)
-                self.refused_files.discard(row.file)
-                self._asked_for.pop(row.file, None)
+            for peer in list(self._rows[key]):
+                self._forget_row(key, peer)
 
     def published(self, row: Row) -> None:
         """The own file is here, and the row that names it."""
@@ -195,13 +188,23 @@ class OuterRound:
                 self.open_round(round_index, max(now_s, boundary_s))
 
     def _note(self, row: Row) -> bool:
-        """Take a row in; of a peer, a round and a parent the first counts."""
-        found = self._rows.get((row.round_index, row.parent), {})
-        own = sum(row.peer in others for others in self._rows.values())
-        if row.peer in found or len(found) >= REMEMBERED_PEERS or own >= ROWS_OF_A_PEER:
+        """Take a row in; of a peer, a round and a parent the first counts, of a peer the newest."""
+        key, peer = (row.round_index, row.parent), row.peer
+        own = [key for key, others in self._rows.items() if peer in others]
+        if key in own or len(self._rows.get(key, ())) >= REMEMBERED_PEERS:
             return False
-        self._rows.setdefault((row.round_index, row.parent), found)[row.peer] = row
+        if len(own) >= ROWS_OF_A_PEER:
+            self._forget_row(min(own), peer)
+        self._rows.setdefault(key, {})[peer] = row
         return True
+
+    def _forget_row(self, key: tuple[int, str], peer: str) -> None:
+        file = self._rows[key].pop(peer).file
+        if not self._rows[key]:
+            del self._rows[key]
+        self.files.discard(file)
+        self.refused_files.discard(file)
+        self._asked_for.pop(file, None)
 
     def gather(self, rows: Iterable[Row], others: tuple[str, ...] = ()) -> None:
         """Have files fetched that are not here: from their owners, mailboxes and `others`."""

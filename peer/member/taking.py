@@ -153,15 +153,12 @@ class Strand(OuterRound):
         if self.role is Role.MAILBOX and not self.is_wanted:
             self._stand_on(best)
             return
-        if self.is_wanted and self._is_waiting_for_answers():
-            return
+        is_late = self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
+        if self.is_wanted and self._to_answer and not is_late:
+            return  # Holders that were asked for the chain may still answer.
         current = self.ready if self.is_wanted else self.head
         if current is None or best.rank < self.book.link(current.step).rank:
             self._begin_to_take(best)
-
-    def _is_waiting_for_answers(self) -> bool:
-        """Tell whether holders that were asked for the chain may still answer."""
-        return bool(self._to_answer) and self.known.now_s - self._wanted_s < ANSWER_LIMIT_S
 
     def on_time(self) -> None:
         """Time has passed."""
