@@ -1,9 +1,8 @@
 """What can happen to a member: everything that it ever learns, as values.
 
 The shell (`dipaco.peer.session`, or a swarm in the simulator) reports these, one after the other,
-each with the swarm time at which it happened. A member knows nothing else: not a clock, not the
-network, not a tensor. What comes from other peers was checked by the shell: rows are signed, of
-peers that are admitted, plausible and of this run.
+each with its swarm time. A member knows no clock, network or tensor. What comes from other peers
+was checked by the shell: rows are signed, of admitted peers, plausible and of this run.
 """
 
 from __future__ import annotations

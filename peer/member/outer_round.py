@@ -22,7 +22,7 @@ A round of a module, as it goes when nothing is wrong:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 
 from dipaco.dht.chain import MAX_ROWS, Head, Row, Step
@@ -246,10 +246,14 @@ class OuterRound:
     def awaited(self) -> frozenset[str]:
         """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
         has just come."""
-        claims, held = self.known.view.claims, self.known.view.rounds_held
         trainers = self.known.trainers(self.module)
-        young = {p for p in trainers & claims.keys() if held(claims[p]) < YOUNG_ROUNDS}
+        young = self._young(trainers, YOUNG_ROUNDS)
         return trainers & (self._recent() | young | self._heard() | {self.known.me})
+
+    def _young(self, peers: Collection[str], rounds: int) -> set[str]:
+        """Return whose claims, as they were read, have stood for fewer rounds than these."""
+        claims, held = self.known.view.claims, self.known.view.rounds_held
+        return {peer for peer in peers if peer in claims and held(claims[peer]) < rounds}
 
     def _heard(self) -> set[str]:
         """Return whose files of the last rounds came, in time or not: the slow get in again."""
@@ -324,9 +328,11 @@ class OuterRound:
         if known.me not in boxes:
             return not boxes and late_s >= 4 * known.grace_s
         place = boxes.index(known.me)
-        # Before the round is over, as a peer that leaves, only if nobody else can.
-        is_over = known.now_s >= self.boundary_s or boxes == [known.me]
-        if place == 0 and is_over and self.awaited() <= self._heard_now(rows):
+        # Once others could see this peer; before the round is over, to leave, if nobody else can.
+        may_be_early = bool(known.schedule.fixed_steps) or not self._young([known.me], 1)
+        if known.now_s < self.boundary_s:
+            may_be_early = boxes == [known.me]
+        if place == 0 and may_be_early and self.awaited() <= self._heard_now(rows):
             return True
         limit_s = place * known.grace_s
         if known.schedule.fixed_steps and self.in_vain < ROUNDS_IN_VAIN:
@@ -337,20 +343,17 @@ class OuterRound:
     def _heard_now(self, rows: dict[str, Row]) -> set[str]:
         """Return whose rows of this round are known, but for those whose files are on their way."""
         heard = {p for (r, _), found in self._rows.items() if r == self.round_index for p in found}
-        here = self._rows.get((self.round_index, self.stand), {})
-        return heard - {
-            p for p, row in here.items() if p not in rows and row.file not in self.refused_files
-        }
+        here = self._rows.get((self.round_index, self.stand), {}).items()
+        return heard - {p for p, r in here if p not in rows and r.file not in self.refused_files}
 
     def _is_sure(self) -> bool:
         """Before a proposal out of turn or late, other mailboxes are asked: a step may have been
         told in vain. True once each of them has answered, or was silent, or says ever more."""
-        known, boxes = self.known, [box for box in self.mailboxes() if box != self.known.me]
+        known, boxes = self.known, self.mailboxes()
         late_s = known.now_s - self.boundary_s - known.gather_s
-        is_first = self.mailboxes()[:1] == [known.me]
-        if self._sure_s == math.inf and not (is_first and late_s < known.grace_s):
+        if self._sure_s == math.inf and (boxes[:1] != [known.me] or late_s >= known.grace_s):
             self._sure_s = known.now_s + known.gather_s
-            for box in boxes[:MAILBOXES]:
+            for box in [box for box in boxes if box != known.me][:MAILBOXES]:
                 self.ask(box, 0.0)
         is_told = not self._unanswered or known.now_s >= self._sure_s
         return is_told or self._sure_s == math.inf

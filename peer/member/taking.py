@@ -381,7 +381,6 @@ class Strand(OuterRound):
             self._forget_gone()
 
     def _forget_gone(self) -> None:
-        """What is known of a step goes with it."""
         self._refused = {step for step in self._refused if step in self.book}
         for about in (self._tellers, self._held, self._unavailable):
             for step in [step for step in about if step not in self.book]:
