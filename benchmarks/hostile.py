@@ -15,7 +15,7 @@ fall to a tenth to the end, so that perplexities can be compared.
 * silent: its rows come and its files never do: who asks waits;
 * forker: it tells one half of the peers a step and the other half another one;
 * alone: with every row it tells a step of that row alone, before others have told theirs;
-* flood: a thousand rows a second, and a file to everybody as fast as it can;
+* flood: a thousand rows a second, of rounds to come and on invented steps, and files to everybody;
 * strangers: three identities that were never admitted tell, ask, get and put without a pause;
 * states: every state that it serves is spoiled with noise, and named by that state's digest.
 

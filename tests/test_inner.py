@@ -201,7 +201,7 @@ def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
 def test_a_step_reads_nothing_of_the_device(
     matrices: str, number_format: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads a tensor of the device "meta", which has no values, gets an error."""
+    """A tensor of the device "meta" has no values: a step that reads one fails."""
     for module in (device, muon):
         monkeypatch.setattr(module, "number_format", lambda device: number_format)
     monkeypatch.setattr(inner, "autocast_for", lambda *_: contextlib.nullcontext())

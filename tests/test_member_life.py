@@ -45,7 +45,7 @@ class Life:
         self.silent: set[type[a.Action]] = set()
         """What is not answered."""
         self.others: dict[str, int | None] = {}
-        """Who else is there, and trains which path, or none."""
+        """Peers in sight, each with the path that it trains, or None."""
         self.holdings: list[Holding] = []
         self.said = a.Say("serving", None, 0.0, "", False)
 
