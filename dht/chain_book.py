@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .chain import Step, genesis_name
+from .chain import Head, Step, genesis_name
 
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
 DENSE_NAMES = 10
@@ -33,6 +33,11 @@ class Link:
     def rank(self) -> tuple[int, str]:
         """Sort key of the heads of a module; the least wins: the heavier, then the smaller name."""
         return -self.weight, self.name
+
+    def head(self, digest: str, size_bytes: int) -> Head:
+        """Return what is announced of a state after this step."""
+        place = (self.version, self.weight, self.round_index)
+        return Head(self.module, self.name, *place, digest, size_bytes)
 
 
 class ChainBook:

@@ -290,6 +290,75 @@ def test_a_copy_that_is_not_a_peer_s_to_keep_is_dropped_once_enough_others_have_
     assert bool(life.take(a.Drop)) is (others == 3)
 
 
+def chain_on(parent: Step, *rounds: int) -> list[Step]:
+    """Steps of B alone, one on the other."""
+    found = [parent]
+    for index in rounds:
+        file = name(f"B {index}")
+        found.append(Step.of([Row(MODULE, index, found[-1].name, 0, "B", 10, file, 4)]))
+    return found
+
+
+def head_of(steps: list[Step]) -> Head:
+    number = len(steps)
+    return Head(MODULE, steps[-1].name, number, number, steps[-1].round_index, name("B"), 10)
+
+
+def test_a_copy_that_is_on_its_way_does_not_let_its_keeper_begin_with_the_genesis() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask, a.FetchState}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.see()
+    steps = chain_on(life.step, 6)
+    life.tell(e.Told("B", MODULE, steps=steps[1:], keep=True))
+    for fetch in life.take(a.FetchState):
+        life.tell(e.StateHere(MODULE, replace(fetch.head, digest=name("genesis"), bytes=100)))
+    life.tell(e.Answered("B", MODULE, tuple(steps), held=head_of(steps)))
+    life.live(60.0)
+    assert not life.has(a.StartPath)
+
+
+def test_a_newcomer_fetches_what_is_held_of_a_chain_whose_newest_states_nobody_says_to_hold() -> (
+    None
+):
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.live(3.0)
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    life.tell(e.Answered("B", MODULE, tuple(steps), held=head_of(steps[:4])))
+    assert [fetch.head.step for fetch in life.take(a.FetchState)] == [steps[3].name]
+
+
+def test_a_chain_that_has_hardly_begun_is_computed_and_nobody_has_to_be_believed() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.live(3.0)
+    life.tell(e.Answered("B", MODULE, (life.step,), held=life.head))
+    assert life.has(a.Gather)
+    assert [fetch.head.version for fetch in life.take(a.FetchState)] == [0]
+
+
+def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top_of_it() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask, a.FetchState}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.live(3.0)
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    held = head_of(steps[:4])
+    life.tell(e.Answered("B", MODULE, tuple(steps[:4]), held=held))
+    life.live(30.0)
+    life.tell(e.Told("B", MODULE, steps=steps[4:]))
+    life.holdings = [Holding("B", head_of(steps))]
+    life.see()
+    life.live(30.0)
+    (fetch,) = life.take(a.FetchState)
+    life.tell(e.StateHere(MODULE, replace(held, bytes=100)))
+    life.tell(e.Checked(MODULE, held.step, 3.0, 3.0))
+    assert (fetch.head.step, life.has(a.Gather)) == (held.step, True)
+
+
 # -- what is taken
 
 

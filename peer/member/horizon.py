@@ -10,7 +10,6 @@ could not begin it leaves alone for a while.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
 
 from dipaco.dht.coverage import (
     ENOUGH_PEERS,
@@ -127,13 +126,9 @@ class Horizon:
         near = view if self._scope is None else view.narrowed(self._scope, known.grid)
         self._outlook = view if near is not view else None
         known.view, known.has_view = near, True
-        self._count_neighbours(near)
-
-    def _count_neighbours(self, view: SwarmView) -> None:
-        home = home_bucket(self._known.me, self._known.path, self._count)
-        neighbours = (
-            peer
-            for peer, record in view.peers.items()
-            if record.state != "leaving" and home_bucket(peer, record.path, self._count) == home
+        home = home_bucket(known.me, known.path, self._count)
+        neighbours = sum(
+            record.state != "leaving" and home_bucket(peer, record.path, self._count) == home
+            for peer, record in near.peers.items()
         )
-        self._has_few_neighbours = len(list(islice(neighbours, ENOUGH_PEERS))) < ENOUGH_PEERS
+        self._has_few_neighbours = neighbours < ENOUGH_PEERS

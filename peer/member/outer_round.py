@@ -301,10 +301,8 @@ class OuterRound:
         """Make a step of what is here, if it is this peer's turn; returns whether it did."""
         known = self.known
         link, rows = self.link, self._ready_rows()
-        if not rows or self._proposed >= self.round_index:
+        if not rows or self._proposed >= self.round_index or not known.has_view:
             return False
-        if not known.has_view:
-            return False  # Nobody is in sight yet.
         if link.round_index >= self.round_index or not self._is_my_turn(rows):
             return False
         if not self.is_good(frozenset(rows), self.stand):

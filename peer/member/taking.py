@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dipaco.dht.chain import Head, Row, Step
 from dipaco.dht.chain_book import Link
@@ -77,7 +77,6 @@ class Strand(OuterRound):
         self._held: dict[str, Head] = {}
         """States as their holders say them, by step."""
         self._corrected = ""
-        self._to_answer: set[str] = set()
         self._wanted_s = 0.0
 
     def handle(self, event: Event) -> None:
@@ -100,7 +99,6 @@ class Strand(OuterRound):
             case Failed(action=Gather(rows=rows)):
                 self._gather_failed(rows[0].file, event.is_final)
             case Failed(action=Ask(peer=peer)):
-                self._to_answer.discard(peer)
                 self._unanswered.discard(peer)
             case Failed(action=Compute(steps=steps)):
                 self._compute_failed(steps[-1].name)
@@ -126,7 +124,6 @@ class Strand(OuterRound):
             tellers[peer] = None
 
     def _hear_answer(self, event: Answered) -> None:
-        self._to_answer.discard("" if event.has_more else event.peer)
         self._unanswered.discard(event.peer)
         if event.held is not None:
             self._held.setdefault(event.held.step, event.held)
@@ -141,11 +138,12 @@ class Strand(OuterRound):
     # -- taking
 
     def consider(self) -> None:
-        """Take the heaviest chain if it is not the own, or if a first state is wanted."""
+        """Take the heaviest chain if it is not the own, nor on top of what is being taken."""
         best = self.heaviest()
         if self.taking is not None:
             taken = self.book.link(self.taking.target)
-            if best.rank >= taken.rank and taken.name not in self._refused | self._doubted:
+            is_heavier = best.rank < taken.rank and not self.book.stands_on(best.name, taken.name)
+            if not is_heavier and taken.name not in self._refused | self._doubted:
                 return
             self._give_up()
         if not self.is_wanted and self._is_early(best):
@@ -153,8 +151,7 @@ class Strand(OuterRound):
         if self.role is Role.MAILBOX and not self.is_wanted:
             self._stand_on(best)
             return
-        is_late = self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
-        if self.is_wanted and self._to_answer and not is_late:
+        if self.is_wanted and self._unanswered and not self._is_late:
             return  # Holders that were asked for the chain may still answer.
         current = self.ready if self.is_wanted else self.head
         if current is None or best.rank < self.book.link(current.step).rank:
@@ -245,28 +242,36 @@ class Strand(OuterRound):
             self._fetch(self.book.link(step))
 
     def _fetch(self, link: Link) -> None:
-        """Fetch the state after a step from who holds it."""
-        known, view = self.known, self.known.view
-        self.taking = _Taking(link.name, known.now_s)
-        if link.step is None:
-            # Nobody knows the digest of a genesis before it is here.
-            known.do(FetchState(Head(self.module, link.name, 0, 0, -1, "", 0), ()))
-            return
-        announced = view.agreed_head(self.module, link.name)
-        head = announced or self._held.get(link.name)
-        told = (*view.holders(self.module, link.name), *self._tellers.get(link.name, ()))
+        """Fetch the newest state of a chain that somebody is known to hold; the steps after it are
+        computed. Where none is known, those who told of the chain are asked for what they hold.
+        What is near the genesis is computed from there: nobody has to be believed."""
+        known, view, current = self.known, self.known.view, self.ready or self.head
+        base = current.step if current else self.book.genesis(self.module)
+        is_near = not current and link.version <= GREATEST_REPLAY
+        newest = self.book.link(base) if is_near else self._newest_held(link)
+        head = view.agreed_head(self.module, newest.name) or self._held.get(newest.name)
+        if newest.step is None:
+            head = newest.head("", 0)  # Its digest is not known before it is here.
+        told = [*view.holders(self.module, newest.name), *self._tellers.get(newest.name, ())]
+        told += self._tellers.get(link.name, ())
         holders = tuple(peer for peer in dict.fromkeys(told) if peer != known.me)
-        if head is None:
-            # Somebody who told of the step may hold it, and says so when asked.
+        if head is None or (current and newest.rank >= self.book.link(base).rank):
             for peer in holders[:2]:
                 self.ask(peer)
             self.taking = None
-            self._leave_alone(link.name)
+            if not self._unanswered:
+                fork = self.book.ancestor(link.name, base).name
+                self._leave_alone(self.book.steps_between(fork, link.name)[0].name)
             return
-        exact = replace(
-            head, version=link.version, weight=link.weight, round_index=link.round_index
-        )
-        known.do(FetchState(exact, holders))
+        self.taking = _Taking(newest.name, known.now_s)
+        known.do(FetchState(newest.head(head.digest, head.bytes), holders))
+
+    def _newest_held(self, link: Link) -> Link:
+        """Return the newest step of a chain whose state others are known to hold, or `link`."""
+        said = self.known.view.holdings.get(self.module, ())
+        held = {h.head.step for h in said if h.peer_id != self.known.me} | self._held.keys()
+        found = [self.book.link(step) for step in held if self.book.stands_on(link.name, step)]
+        return min((f for f in found if f.version), key=lambda f: f.rank, default=link)
 
     def _fetch_failed(self, step: str) -> None:
         """Nobody gave the state: try again later, or what is heaviest by then."""
@@ -299,8 +304,8 @@ class Strand(OuterRound):
         if head.step == self._corrected == self.stand:
             self._take(head)
             return
-        is_late = self._unavailable.pop(head.step, None) is not None
-        if is_late and taking is None and self.book.link(head.step).rank < self.link.rank:
+        self._unavailable.pop(head.step, None)
+        if taking is None and self.book.link(head.step).rank < self.link.rank:
             taking = self.taking = _Taking(head.step, self.known.now_s)
         if taking is None or head.step != taking.target:
             # It may have been asked for twice, and be what the path begins with.
@@ -427,20 +432,23 @@ class Strand(OuterRound):
         """Get a state to begin with; what is held is as good as the chain that it is of."""
         self.is_wanted, self.ready, self._wanted_s = True, self.head, self.known.now_s
         held = sorted(
-            (h for h in self.known.view.holdings.get(self.module, ())),
+            self.known.view.holdings.get(self.module, ()),
             key=lambda h: (h.head.rank, not self.known.is_callable(h.peer_id), h.peer_id),
         )
         others = dict.fromkeys(h.peer_id for h in held if h.peer_id != self.known.me)
-        self._to_answer = set(list(others)[:FIRST_ASKED])
-        for peer in sorted(self._to_answer):
-            self.ask(peer)
+        for peer in list(others)[:FIRST_ASKED]:
+            self.ask(peer, 0.0)
 
     @property
     def is_settled(self) -> bool:
-        """Whether a state to begin with is here, and nobody who was asked may know a heavier."""
-        is_late = self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
-        is_open = bool(self._to_answer) or self.taking is not None
-        return self.ready is not None and (is_late or not is_open)
+        """Whether a state to begin with is here, none is on its way that is of a heavier chain, and
+        nobody who was asked may know one."""
+        return bool(self.ready and not self.taking) and (not self._unanswered or self._is_late)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether holders that were asked for the chain had long enough."""
+        return self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
 
     def follow(self, role: Role) -> None:
         """Train the module from `ready` on, or keep it, or only know it."""
@@ -469,5 +477,4 @@ class Strand(OuterRound):
 
     def last_step(self) -> tuple[Step, ...]:
         """Return the step that the head is of, if it is not the genesis."""
-        step = self.link.step
-        return () if step is None else (step,)
+        return (self.link.step,) if self.link.step else ()
