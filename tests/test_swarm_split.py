@@ -101,9 +101,9 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
             assert time.time() < deadline, swarm.outputs()
             time.sleep(0.1)
         together = {peer: _group_of_all(peer, 4, mended_s) or 0.0 for peer in peers}
-        # A peer that adopts has seen the other side; until then rounds go on as before.
-        adopted = [e["time_s"] for peer in peers for e in peer.of("adopt")]
-        met_s = min((s for s in adopted if s > mended_s), default=max(together.values()))
+        # Until the claims of the other side have been read, rounds go on without it.
+        commits = [e for peer in peers for e in peer.of("commit") if e["time_s"] > mended_s]
+        met_s = min(e["time_s"] for e in commits if e["module"] == SHARED and len(e["group"]) > 2)
         for peer, together_s in together.items():
             ended = [e for e in peer.of("round") if met_s < e["time_s"] < together_s]
             assert len(ended) <= HEALING_ROUNDS + 1, (peer.name, met_s, together, ended)
