@@ -330,12 +330,11 @@ def test_a_newcomer_fetches_what_is_held_of_a_chain_whose_newest_states_nobody_s
     assert [fetch.head.step for fetch in life.take(a.FetchState)] == [steps[3].name]
 
 
-def test_a_chain_that_has_hardly_begun_is_computed_and_nobody_has_to_be_believed() -> None:
-    life = Life(pinned=0)
-    life.silent, life.others = {a.Ask}, {"B": 0}
-    life.holdings = [Holding("B", life.head)]
-    life.live(3.0)
-    life.tell(e.Answered("B", MODULE, (life.step,), held=life.head))
+def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_believed() -> None:
+    life = Life(NEAREST, trains=False)
+    life.others, life.holdings = dict.fromkeys(PEERS), [Holding("B", life.head)]
+    life.see()
+    life.tell(e.Told("B", MODULE, steps=(life.step,), keep=True))
     assert life.has(a.Gather)
     assert [fetch.head.version for fetch in life.take(a.FetchState)] == [0]
 

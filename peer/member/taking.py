@@ -244,10 +244,10 @@ class Strand(OuterRound):
     def _fetch(self, link: Link) -> None:
         """Fetch the newest state of a chain that somebody is known to hold; the steps after it are
         computed. Where none is known, those who told of the chain are asked for what they hold.
-        What is near the genesis is computed from there: nobody has to be believed."""
+        A copy of what is near the genesis is computed from there: nobody has to be believed."""
         known, view, current = self.known, self.known.view, self.ready or self.head
         base = current.step if current else self.book.genesis(self.module)
-        is_near = not current and link.version <= GREATEST_REPLAY
+        is_near = not (current or self.is_wanted) and link.version <= GREATEST_REPLAY
         newest = self.book.link(base) if is_near else self._newest_held(link)
         head = view.agreed_head(self.module, newest.name) or self._held.get(newest.name)
         if newest.step is None:
@@ -259,7 +259,7 @@ class Strand(OuterRound):
             for peer in holders[:2]:
                 self.ask(peer)
             self.taking = None
-            if not self._unanswered:
+            if not (self.is_wanted and self._unanswered):
                 fork = self.book.ancestor(link.name, base).name
                 self._leave_alone(self.book.steps_between(fork, link.name)[0].name)
             return
@@ -431,6 +431,7 @@ class Strand(OuterRound):
     def want(self) -> None:
         """Get a state to begin with; what is held is as good as the chain that it is of."""
         self.is_wanted, self.ready, self._wanted_s = True, self.head, self.known.now_s
+        self._unavailable.clear()
         held = sorted(
             self.known.view.holdings.get(self.module, ()),
             key=lambda h: (h.head.rank, not self.known.is_callable(h.peer_id), h.peer_id),
@@ -441,8 +442,7 @@ class Strand(OuterRound):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a state to begin with is here, none is on its way that is of a heavier chain, and
-        nobody who was asked may know one."""
+        """Whether a state to begin with is here, and none of a heavier chain may still come."""
         return bool(self.ready and not self.taking) and (not self._unanswered or self._is_late)
 
     @property
