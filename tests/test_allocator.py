@@ -18,6 +18,28 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 print(work(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+THREADS = """
+import threading
+from pathlib import Path
+from dipaco.modules.device import keep_freed_memory
+assert keep_freed_memory()
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 1024
+def work():
+    bytearray(b"1") * 2**22
+    done.release()
+    over.wait()
+done, over = threading.Semaphore(0), threading.Event()
+bytearray(b"1") * 2**22
+before = resident_mib()
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+    done.acquire()
+print(resident_mib() - before)
+over.set()
+"""
+
 
 def page_faults(mode: str) -> tuple[str, int]:
     """Return the result and the page faults of twenty tensors of 4 MiB, taken and freed."""
@@ -33,3 +55,10 @@ def test_freed_memory_is_taken_again_without_page_faults_and_results_are_the_sam
     assert result == plain_result
     # 4 MiB are 1024 pages, unless the kernel gives out larger ones.
     assert faults < 64 <= plain_faults or plain_faults < 64
+
+
+def test_what_one_thread_freed_another_takes() -> None:
+    command = [sys.executable, "-c", THREADS]
+    output = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=280).stdout
+    # Each of eight had 4 MiB.
+    assert float(output) < 16
