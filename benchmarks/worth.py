@@ -190,7 +190,10 @@ def table(lines: Sequence[Figures], at: int) -> str:
 
 def chosen_setting(settings: Mapping[str, list[Figures]]) -> tuple[str, list[Figures]]:
     """Return the setting of the least `chosen_by` after the last steps that all were scored at."""
-    common = max(set.intersection(*({_steps(line) for line in c} for c in settings.values())))
+    scored = set.intersection(*({_steps(line) for line in c} for c in settings.values()))
+    if not scored:
+        raise ConfigurationError(f"score these after the same steps: {'; '.join(settings)}")
+    common = max(scored)
     return min(
         settings.items(),
         key=lambda item: min(line["chosen_by"] for line in item[1] if _steps(line) == common),
