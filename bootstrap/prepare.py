@@ -481,6 +481,6 @@ def check_shards(summaries: tuple[PathSummary, ...]) -> None:
         which = f"path {empty[0]} is" if len(empty) == 1 else f"paths {', '.join(empty)} are"
         raise CorpusError(
             f"the shard of {which} empty, so there would be nothing to train there; under [router] "
-            f"write balanced = true (k-means) or calibration = 'balanced' (discriminative), choose "
+            f"write balanced = true (k-means) or a higher least_share (discriminative), choose "
             f"fewer modules_per_level under [grid], or give more data"
         )

@@ -65,8 +65,6 @@ class DiscriminativeRouter(FeatureRouter):
         return fit_discriminative(
             sample.required_features(),
             sample.nll,
-            balanced=config.calibration == "balanced",
-            weights=sample.weights,
             regularisation=config.regularisation,
             least_share=config.least_share,
             seed=seed,
@@ -102,8 +100,6 @@ def fit_discriminative(
     features: np.ndarray,
     nll: np.ndarray,
     *,
-    balanced: bool,
-    weights: np.ndarray | None = None,
     regularisation: float = 1e-3,
     least_share: float = 0.1,
     seed: int = 0,
@@ -111,10 +107,9 @@ def fit_discriminative(
     """Fit to N router documents: features [N, H] and `nll` [N, P], the summed negative
     log-likelihood of each document under each path.
 
-    `balanced` calibrates the biases so that the paths get equal loads, counted in `weights` [N]
-    (usually tokens). Otherwise it is the paper's calibration: the paths get documents in
-    proportion to the labels, but no path less than `least_share` of an equal share, because a path
-    that no document prefers would stay empty and could never be trained to become better.
+    The biases are calibrated (section 7.2.1): the paths get documents in proportion to the labels,
+    but no path less than `least_share` of an equal share, because a path that no document prefers
+    would stay empty and could never be trained to become better.
 
     `regularisation` is the L2 penalty on weight and bias. Full-batch L-BFGS in float64 from zero:
     the objective is strictly convex, so nothing is random. `seed` decides only which of several
@@ -136,11 +131,7 @@ def fit_discriminative(
     labels = preferred_paths(nll, targets, seed)
     weight, bias = _logistic_regression(points, labels, paths, regularisation)
     costs = -(points @ weight.T + bias)
-    if balanced:
-        loads = np.ones(documents) if weights is None else np.asarray(weights, dtype=np.float64)
-        calibration = balance_biases(costs, loads)
-    else:
-        calibration = balance_biases(costs, np.ones(documents), targets=targets)
+    calibration = balance_biases(costs, np.ones(documents), targets=targets)
     return DiscriminativeRouter(mean, scale, weight, bias - calibration)
 
 

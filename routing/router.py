@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from dipaco.base.errors import IntegrityError
@@ -57,18 +57,13 @@ class FitConfig(Config):
     balanced: bool = Field(
         True, description="k-means of both kinds: make the shards about equally large."
     )
-    calibration: Literal["balanced", "paper"] = Field(
-        "balanced",
-        description="discriminative: load the paths alike, or in proportion to how many documents "
-        "prefer them (section 7.2.1).",
-    )
     least_share: float = Field(
         0.1,
         gt=0,
         le=1,
-        description="discriminative: a path that fewer documents prefer than this part of an equal "
-        "share learns from those on which it is the least behind; with calibration paper it is "
-        "also what such a path gets.",
+        description="discriminative: paths get documents in proportion to how many prefer them "
+        "(section 7.2.1). A path that fewer prefer than this part of an equal share gets so many, "
+        "and learns from those on which it is the least behind.",
     )
     regularisation: float = Field(
         1e-3, gt=0, description="discriminative: L2 penalty of the logistic regression."

@@ -63,12 +63,6 @@ class RouterConfig(FitConfig):
                 f"train_paths = {self.train_paths} does not go with kind = 'label': a label has "
                 f"one path and no second best; leave train_paths out"
             )
-        fitted_on_scores = ROUTER_KINDS[self.kind].fitted_on_scores
-        if fitted_on_scores and "balanced" in self.model_fields_set and not self.balanced:
-            raise ValueError(
-                f"balanced = false is for k-means; with kind = '{self.kind}' write "
-                f"calibration = 'paper'"
-            )
         return self
 
 

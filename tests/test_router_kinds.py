@@ -166,14 +166,14 @@ def _separable(documents: int = 800) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def test_discriminative_learns_the_best_path() -> None:
     features, nll, labels = _separable()
-    router = fit_discriminative(features[:600], nll[:600], balanced=False, least_share=0.01)
+    router = fit_discriminative(features[:600], nll[:600], least_share=0.01)
     routes = router.route(Prefixes(features[600:]))
     assert (routes == labels[600:]).mean() > 0.95
 
 
 def test_the_papers_calibration_matches_the_labels_and_leaves_no_path_empty() -> None:
     features, nll, labels = _separable()
-    router = fit_discriminative(features, nll, balanced=False, least_share=0.2)
+    router = fit_discriminative(features, nll, least_share=0.2)
     shares = np.bincount(router.route(Prefixes(features)), minlength=4) / len(labels)
     expected = label_targets(labels, 4, 0.2)
     assert expected[3] == pytest.approx(0.05)
@@ -181,12 +181,11 @@ def test_the_papers_calibration_matches_the_labels_and_leaves_no_path_empty() ->
     np.testing.assert_allclose(shares, expected, rtol=0.05)
 
 
-@pytest.mark.parametrize("balanced", [True, False])
-def test_paths_that_no_document_prefers_and_that_score_alike_get_documents(balanced: bool) -> None:
+def test_paths_that_no_document_prefers_and_that_score_alike_get_documents() -> None:
     features, nll, _ = _separable()
     nll[:, 2] = nll[:, 3] = nll.max(axis=1) + 5  # two untrained paths: the same scores, the worst
-    router = fit_discriminative(features[:120], nll[:120], balanced=balanced)
-    again = fit_discriminative(features[:120], nll[:120], balanced=balanced)
+    router = fit_discriminative(features[:120], nll[:120])
+    again = fit_discriminative(features[:120], nll[:120])
     assert router.to_bytes() == again.to_bytes()
     counts = np.bincount(router.route(Prefixes(features)), minlength=4)
     assert (counts > 0.03 * len(features)).all(), counts
@@ -206,13 +205,6 @@ def test_with_too_few_documents_no_path_asks_for_more_than_half_of_its_share() -
     np.testing.assert_allclose(shares, [0.625, 0.125, 0.125, 0.125])
 
 
-def test_balanced_calibration_loads_the_paths_alike() -> None:
-    features, nll, _ = _separable()
-    weights = np.random.default_rng(0).integers(20, 100, len(features))
-    router = fit_discriminative(features, nll, balanced=True, weights=weights)
-    assert np.abs(_loads(router.route(Prefixes(features)), weights, 4) - 1).max() < 0.05
-
-
 def test_targets_of_labels() -> None:
     assert label_targets(np.array([0, 0, 1, 1]), 2, 0.5).tolist() == [0.5, 0.5]
     targets = label_targets(np.repeat([0, 1, 2], [950, 40, 10]), 4, 0.2)
@@ -228,10 +220,10 @@ def test_discriminative_needs_scores_of_the_grid() -> None:
     with pytest.raises(ConfigurationError, match=r"grid 2 x 4 has 8 paths"):
         fit_router(config, sample, (2, 4), 0)
     with pytest.raises(ConfigurationError, match="at least 4 documents"):
-        fit_discriminative(_features(documents=3), np.ones((3, 4)), balanced=True)
+        fit_discriminative(_features(documents=3), np.ones((3, 4)))
     for nll in (np.ones((3, 4)), np.full((DOCUMENTS, 4), np.nan)):
         with pytest.raises(ValueError, match="do not fit"):
-            fit_discriminative(_features(), nll, balanced=True)
+            fit_discriminative(_features(), nll)
 
 
 # -- label and random
@@ -336,9 +328,7 @@ def test_broken_files_of_every_kind() -> None:
     ("values", "message"),
     [
         ({"kind": "label", "train_paths": 2}, "no second best"),
-        ({"kind": "discriminative", "balanced": False}, "calibration = 'paper'"),
         ({"kind": "oracle"}, "known: kmeans, product_kmeans"),
-        ({"calibration": "none"}, "paper"),
         ({"train_paths": 0}, "greater than or equal to 1"),
     ],
 )
