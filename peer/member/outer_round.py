@@ -214,7 +214,7 @@ class OuterRound:
         missing = [row for row in rows if self._asked_for.get(row.file, -math.inf) < again_s]
         if missing:
             self._asked_for.update((row.file, now_s) for row in missing)
-            boxes = [box for box in self.mailboxes() if box != self.known.me]
+            boxes = [box for box in self.mailboxes() if box != self.known.me][: 2 * MAILBOXES]
             others = tuple(dict.fromkeys((*others, *boxes)))
             self.known.do(Gather(self.module, tuple(missing), {r.file: others for r in missing}))
 
