@@ -194,6 +194,16 @@ def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
     member.strand.handle(e.StateHere(MODULE, held))
     (check,) = member.take(a.Check)
     assert check.step == silent.name
+    member.strand.handle(e.Checked(MODULE, silent.name, 3.0, 3.0))
+    assert member.strand.heaviest().name == member.strand.stand == silent.name
+
+
+def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module() -> None:
+    peers = [f"peer {number}" for number in range(40)]
+    member = Trainer("peer 0", peers)
+    member.hear("peer 1", gathered=False)
+    (gather,) = member.take(a.Gather)
+    assert len(gather.others[name("file peer 1")]) <= 5
 
 
 def test_a_peer_whose_file_is_refused_is_not_waited_for() -> None:

@@ -318,6 +318,36 @@ def test_a_copy_that_is_on_its_way_does_not_let_its_keeper_begin_with_the_genesi
     assert not life.has(a.StartPath)
 
 
+def test_a_newcomer_waits_for_who_told_of_a_chain_and_does_not_begin_with_a_genesis_held() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0, "C": None}
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    genesis = Head(MODULE, life.step.parent, 0, 0, -1, name("genesis"), 10)
+    life.holdings = [Holding("C", genesis)]
+    life.live(3.0)
+    life.tell(e.Told("B", MODULE, steps=tuple(steps)))
+    for ask in life.take(a.Ask):
+        life.tell(e.Failed(ask, "it is silent"))
+    life.live(1.0)
+    assert [ask.peer for ask in life.take(a.Ask)] == ["B"]
+    life.tell(e.Answered("B", MODULE, held=head_of(steps)))
+    life.live(1.0)
+    assert {fetch.head.step for fetch in life.take(a.FetchState)} == {steps[-1].name}
+
+
+def test_a_copy_that_nobody_was_known_to_hold_is_fetched_when_its_path_is_begun() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0}
+    life.see()
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    life.tell(e.Told("B", MODULE, steps=tuple(steps), keep=True))
+    for ask in life.take(a.Ask):
+        life.tell(e.Failed(ask, "it is silent"))
+    life.holdings = [Holding("B", head_of(steps))]
+    life.live(5.0)
+    assert steps[-1].name in [fetch.head.step for fetch in life.take(a.FetchState)]
+
+
 def test_a_newcomer_fetches_what_is_held_of_a_chain_whose_newest_states_nobody_says_to_hold() -> (
     None
 ):
