@@ -344,7 +344,7 @@ def test_a_copy_that_nobody_was_known_to_hold_is_fetched_when_its_path_is_begun(
     for ask in life.take(a.Ask):
         life.tell(e.Failed(ask, "it is silent"))
     life.holdings = [Holding("B", head_of(steps))]
-    life.live(5.0)
+    life.live(8.0)
     assert steps[-1].name in [fetch.head.step for fetch in life.take(a.FetchState)]
 
 

@@ -438,7 +438,7 @@ class Strand(OuterRound):
         )
         others = dict.fromkeys(h.peer_id for h in held if h.peer_id != self.known.me)
         for peer in list(others)[:FIRST_ASKED]:
-            self.ask(peer)
+            self.ask(peer, 0.0)
 
     @property
     def is_settled(self) -> bool:
