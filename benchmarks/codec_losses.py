@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
@@ -32,11 +31,10 @@ from pathlib import Path
 
 import torch
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.outer import canonical_table
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
-from parts.changed_run import ChangedRun
+from parts.changed_run import ChangedRun, LossyReference
 from parts.common import Report, build_parser, scratch_folder
 from support.tiny_run import make_tiny_run
 
@@ -61,28 +59,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     parser.add_argument("--speed", action="store_true", help="only how fast codecs are")
     return parser.parse_args()
-
-
-class LossyReference(ReferenceSwarm):
-    """The reference, but steps miss contributions. The same ones whatever the codec."""
-
-    dropped = 0.0
-
-    def _step_module(self, module: str) -> None:
-        workers = [w for w in self.workers if w.unmerged_tokens.get(module, 0) > 0]
-        chance = random.Random(f"{self.next_round}/{module}/{self.plan.seed}")
-        taken = [worker for worker in workers if chance.random() >= self.dropped]
-        if not taken:
-            return
-        codec = self._rule.codec_of(module)
-        # A peer that is missed has published all the same.
-        files = {worker.peer.peer: worker.publish(module, codec) for worker in workers}
-        table = canonical_table(worker.contribution(module) for worker in taken)
-        chosen = [files[row.peer] for row in table]
-        self.states.put(self._rule.step(self.states[module], chosen, table, self.next_round))
-        for worker in self.workers:
-            if module in worker.modules:
-                worker.commit(module)
 
 
 def final_loss(folder: Path, codec: str, seed: int, chosen: argparse.Namespace) -> float:

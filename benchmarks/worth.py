@@ -10,13 +10,14 @@ changed by --set: one machine (--one-path), DiLoCo (--one-path --peers 8: replic
 has all shards) or DiPaCo (the run's grid, peers spread evenly over its paths). One line of JSON for
 each scored round is appended to --log, and none is made twice. `chosen_by` is the loss of some
 held-out sequences, by which a setting is chosen; `loss` that of others, which is told; nats a
-token. `tokens` are those of all peers, `bytes` what one receives, as `dipaco-bootstrap plan` has
-it.
+token. `nats` and `targets` are those of each sequence that is told. `tokens` are those of all
+peers, `bytes` what one receives, as `dipaco-bootstrap plan` has it.
 
 --table chooses among the settings of a row those of the least `chosen_by` in the last round that
 all were scored after, and tells how many inner steps, tokens and bytes each row needs to reach the
 loss of one machine after --at steps; between scored rounds the loss is taken as linear in the
-logarithm of steps.
+logarithm of steps. In brackets are the 5th and 95th percentile of the speed-up when held-out
+sequences are drawn anew, the same ones for all rows.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import PRIVATE_LEVEL
-from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
-from parts.changed_run import ChangedRun, read_changes
+from parts.changed_run import ChangedRun, LossyReference, read_changes
 
 Figures = dict[str, Any]
 AMOUNTS = ("tokens", "bytes")
+OF_EACH = ("nats", "targets")
+RESAMPLES = 1000
 
 
 def options() -> argparse.Namespace:
@@ -57,14 +60,15 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--decay", action="store_true", help="a run for each of them, whose cosine ends there"
     )
+    parser.add_argument("--dropped", type=float, default=0.0, help="share of contributions (0)")
     parser.add_argument("--held-out-every", type=int, default=4, help="scored sequences (each 4th)")
     parser.add_argument("--table", action="store_true", help="only tell what --log has")
     parser.add_argument("--at", type=int, default=480, help="steps of one machine (480)")
     return parser.parse_args()
 
 
-class Swarm(ReferenceSwarm):
-    """The reference, in which private modules may have an outer step of their own."""
+class Swarm(LossyReference):
+    """A reference in which private modules may have an outer step of their own."""
 
     private_outer: Figures | None = None
 
@@ -94,8 +98,9 @@ def measure(chosen: argparse.Namespace) -> None:
         "private_outer": chosen.private_outer,
         "held_out_every": chosen.held_out_every,
         "decay": chosen.decay,
+        "dropped": chosen.dropped,
     }
-    known = [({"decay": False, **line["of"]}, line["round"]) for line in read_log(chosen.log)]
+    known = [(line["of"], line["round"]) for line in read_log(chosen.log)]
     missing = [n for n in map(int, chosen.rounds.split(",")) if (of, n) not in known]
     swarm: Swarm | None = None
     for number in missing:
@@ -113,10 +118,10 @@ def measure(chosen: argparse.Namespace) -> None:
             "bytes": number * received_bytes(swarm),
         }
         line = {"of": of, "round": number, **run.scores(swarm.states), **amounts}
-        text = json.dumps({**line, "cpu_s": round(time.process_time(), 1)})
-        print(text, flush=True)
+        line["cpu_s"] = round(time.process_time(), 1)
+        print(*(f"{name} {value}" for name, value in line.items() if name not in OF_EACH))
         with chosen.log.open("a") as file:
-            file.write(text + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def _changed(chosen: argparse.Namespace, changes: Figures) -> ChangedRun:
@@ -132,13 +137,14 @@ def _swarm(chosen: argparse.Namespace, run: ChangedRun, peers: int, paths: int) 
         peers=[SimulatedPeer(n % paths, n // paths) for n in range(peers)],
         settings=SimulatorSettings(validation_sequences=0),
     )
+    swarm.dropped = chosen.dropped
     if chosen.private_outer:
         rate, momentum = map(float, chosen.private_outer.split("/"))
         swarm.private_outer = {"learning_rate": rate, "momentum": momentum}
     return swarm
 
 
-def received_bytes(swarm: ReferenceSwarm) -> int:
+def received_bytes(swarm: Swarm) -> int:
     """Return what a peer of path 0 fetches in a round: the contributions of all others who train
     one of its modules, or keep it where few train it."""
     plan, grid, total = swarm.plan, swarm.grid, 0
@@ -164,26 +170,30 @@ def table(lines: Sequence[Figures], at: int) -> str:
         row = (not of["one_path"], of["peers"], of["run"])
         parts = [f"{field} {value}" for field, value in of["set"].items()]
         parts += [f"private modules {of['private_outer']}"] if of["private_outer"] else []
-        parts += ["cosine"] if of.get("decay") else []
+        parts += ["cosine"] if of["decay"] else []
+        parts += [f"{of['dropped']:.0%} missed"] if of["dropped"] else []
         setting = ", ".join([*parts, f"{of['steps']} steps a round"])
         rows.setdefault(row, {}).setdefault(setting, []).append(line)
     best = {row: chosen_setting(settings) for row, settings in rows.items()}
     one = [line for row, (_, curve) in best.items() if row[:2] == (False, 1) for line in curve]
-    target = next((line["loss"] for line in one if _steps(line) == at), None)
-    if target is None:
+    machine = next((line for line in one if _steps(line) == at), None)
+    if machine is None:
         raise ConfigurationError(f"the log has no one machine (--one-path) after {at} steps")
     told = [
-        f"One machine after {at} steps: loss {target:.4f}, perplexity {math.exp(target):.1f}.\n",
+        f"One machine after {at} steps: loss {machine['loss']:.4f}, "
+        f"perplexity {math.exp(machine['loss']):.1f}.\n",
         "| | steps a peer | speed-up | tokens of all | MB received by a peer | setting |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for (is_grid, peers, run), (setting, curve) in sorted(best.items()):
         kind = f"DiPaCo {Path(run).name}" if is_grid else "one machine" if peers == 1 else "DiLoCo"
-        steps, end = steps_to(target, curve), _last(curve)
+        steps, end = steps_to(machine["loss"], _points(curve)), max(curve, key=_steps)
         amounts = "not reached | | |"
         if steps is not None:
             tokens, received = (steps / _steps(end) * end[name] / 1e6 for name in AMOUNTS)
-            amounts = f"{steps:.0f} | {at / steps:.2f} | {tokens:.2f} M | {received:.1f}"
+            low, high = speed_ups(machine, curve, at)
+            amounts = f"{steps:.0f} | {at / steps:.2f} ({low:.2f} to {high:.2f})"
+            amounts += f" | {tokens:.2f} M | {received:.1f}"
         told.append(f"| {kind}, {peers} | {amounts} | {setting} |")
     return "\n".join(told)
 
@@ -200,26 +210,43 @@ def chosen_setting(settings: Mapping[str, list[Figures]]) -> tuple[str, list[Fig
     )
 
 
-def steps_to(target: float, curve: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return after how many inner steps a curve reaches a loss, or None if it does not."""
-    before: tuple[float, float] | None = None
-    for line in sorted(curve, key=_steps):
-        steps, loss = _steps(line), line["loss"]
+def speed_ups(machine: Figures, curve: Sequence[Figures], at: int) -> np.ndarray:
+    """Return the 5th and the 95th percentile of the speed-up, held-out sequences drawn anew."""
+    losses = [_drawn_losses(line) for line in curve]
+    found = []
+    for number, target in enumerate(_drawn_losses(machine)):
+        points = [(_steps(line), loss[number]) for line, loss in zip(curve, losses, strict=True)]
+        found.append(at / (steps_to(target, points) or math.inf))
+    return np.percentile(found, (5, 95))
+
+
+def _drawn_losses(line: Figures) -> np.ndarray:
+    """Return the loss of each drawing, [RESAMPLES]; the same drawings for every line."""
+    nats, targets = (np.array(line[name], dtype=float) for name in OF_EACH)
+    chances = np.full(len(nats), 1 / len(nats))
+    drawn = np.random.default_rng(0).multinomial(len(nats), chances, size=RESAMPLES)
+    return (drawn @ nats) / (drawn @ targets)
+
+
+def steps_to(target: float, points: Sequence[tuple[int, float]]) -> float | None:
+    """Return after how many inner steps a curve of (steps, loss) reaches a loss, or None."""
+    before: tuple[int, float] | None = None
+    for steps, loss in sorted(points):
         if loss <= target:
             if before is None or before[1] == loss:
                 return steps
             share = (before[1] - target) / (before[1] - loss)
-            return before[0] * (steps / before[0]) ** share
+            return float(before[0] * (steps / before[0]) ** share)
         before = (steps, loss)
     return None
 
 
+def _points(curve: Sequence[Figures]) -> list[tuple[int, float]]:
+    return [(_steps(line), line["loss"]) for line in curve]
+
+
 def _steps(line: Mapping[str, Any]) -> int:
     return int(line["round"]) * int(line["of"]["steps"])
-
-
-def _last(curve: Sequence[Figures]) -> Figures:
-    return max(curve, key=_steps)
 
 
 def main() -> int:

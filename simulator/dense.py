@@ -1,7 +1,8 @@
 """The dense baseline: one path-sized model, trained on all shards together.
 
-What a swarm is measured against: the same base model, inner optimizer, batch size and schedule,
-but no routing, no modules and no outer steps. Scored on the same held-out tokens.
+What a swarm is measured against: the same base model, inner optimizer and batch size, but no
+routing, no modules and no outer steps. Its rate falls to the end, because one machine is better
+with that. Scored on the same held-out tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dipaco.modules.config import InnerConfig
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunPlan
@@ -41,6 +43,7 @@ def train_dense(
     *,
     device: torch.device | str = "cpu",
     optimizer: str = "adamw",
+    learning_rate: float | None = None,
     micro_batch_size: int | None = None,
     validation_sequences: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
@@ -49,7 +52,8 @@ def train_dense(
 ) -> DenseResult:
     """Train the base model for `steps` inner steps on all shards mixed, and score it.
 
-    Batches are drawn uniformly from all training sequences, each once an epoch. `on_step` is
+    Batches are drawn uniformly from all training sequences, each once an epoch. For the rate see
+    `baseline_inner`. `on_step` is
     called with the number of the step and its loss. `validation_sequences` is per path, as in
     `ReferenceSwarm`. With a `checkpoint` file the training is saved there every `save_every_s`
     seconds, a later call for the same plan and optimizer goes on from it bit for bit, and it is
@@ -58,9 +62,8 @@ def train_dense(
     device = torch.device(device)
     plan = run.plan()
     model = run.base_model(plan).to(device)
-    inner = InnerLoop(
-        model, plan.inner, device, optimizer=optimizer, micro_batch_size=micro_batch_size
-    )
+    config = baseline_inner(plan.inner, steps, learning_rate)
+    inner = InnerLoop(model, config, device, optimizer=optimizer, micro_batch_size=micro_batch_size)
     kept = DenseCheckpoint(checkpoint, plan.run_id, save_every_s) if checkpoint else None
     batches = MixedBatches(run, plan)
     loss = train_steps(inner, batches.batch, steps, checkpoint=kept, on_step=on_step)
@@ -75,6 +78,18 @@ def train_dense(
         train_loss=loss,
         validation=score_dense(run, model, validation_sequences),
     )
+
+
+def baseline_inner(
+    inner: InnerConfig, steps: int, learning_rate: float | None = None
+) -> InnerConfig:
+    """Return the plan's inner optimizer with another peak rate, if one is given.
+
+    Where the plan keeps its rate, the baseline's falls by a cosine that ends with `steps`.
+    """
+    decay_steps = inner.decay_steps or max(1, steps - inner.warmup_steps)
+    changes = {"decay_steps": decay_steps, "learning_rate": learning_rate or inner.learning_rate}
+    return inner.model_copy(update=changes)
 
 
 def score_dense(

@@ -64,6 +64,10 @@ class CommandSettings(ComputeSettings):
             least=0,
         ),
     ] = 0
+    dense_rate: Annotated[
+        float | None,
+        Option("peak learning rate of the baseline (default: the plan's)", "RATE", least=1e-9),
+    ] = None
     validation_sequences: Annotated[
         int | None,
         Option(

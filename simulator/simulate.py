@@ -145,6 +145,7 @@ def _run_dense(
         settings.dense_steps,
         device=choose_device(settings.device)[0],
         optimizer=settings.optimizer,
+        learning_rate=settings.dense_rate,
         validation_sequences=settings.validation_sequences,
         on_step=printer.dense_step(settings.dense_steps) if printer else None,
     )

@@ -216,7 +216,12 @@ def test_one_path_has_what_all_paths_have(tmp_path: Path) -> None:
         assert 10 < len(of_paths) < 60
     states = {module: grid.genesis_state(grid.plan(), module) for module in grid_modules(grid)}
     base = {module: whole.genesis_state(plan, module) for module in grid_modules(whole)}
-    assert grid.scores(states) == pytest.approx(whole.scores(base), abs=1e-4)
+    of_paths, of_one = grid.scores(states), whole.scores(base)
+    assert of_paths["nats"] == pytest.approx(of_one["nats"], abs=0.011)
+    for name in ("loss", "chosen_by", "targets"):
+        assert of_paths[name] == pytest.approx(of_one[name], abs=1e-4)
+    mean = sum(of_one["nats"]) / sum(of_one["targets"])
+    assert of_one["loss"] == pytest.approx(mean, abs=1e-3)
 
 
 def grid_modules(run: ChangedRun) -> tuple[str, ...]:
@@ -224,7 +229,7 @@ def grid_modules(run: ChangedRun) -> tuple[str, ...]:
 
 
 def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored() -> None:
-    curve = [{"round": n, "of": {"steps": 10}, "loss": loss} for n, loss in ((4, 3.0), (9, 2.0))]
+    curve = [(40, 3.0), (90, 2.0)]
     assert worth.steps_to(2.5, curve) == pytest.approx(60.0)
     assert worth.steps_to(3.0, curve) == 40
     assert worth.steps_to(1.9, curve) is None

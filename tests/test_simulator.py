@@ -10,15 +10,16 @@ import pytest
 import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
+from dipaco.modules.config import InnerConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.inner import InnerLoop
+from dipaco.modules.inner import InnerLoop, learning_rate_at
 from dipaco.modules.outer import Contribution, OuterRule, publish
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.trainer import PathTrainer
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator.dense import MixedBatches, score_dense, train_dense
+from dipaco.simulator.dense import MixedBatches, baseline_inner, score_dense, train_dense
 from dipaco.simulator.path_worker import Workbench
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.report import RoundReport
@@ -332,3 +333,15 @@ def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(
     model = PathModel(shared_run.plan().model)
     model.load_state_dict(result.parameters)
     assert score_dense(shared_run, model) == result.validation
+    other = train_dense(shared_run, 12, learning_rate=1e-3)
+    assert other.validation != result.validation
+
+
+def test_the_rate_of_the_dense_baseline_falls_to_its_end_unless_the_plan_says_how() -> None:
+    kept = InnerConfig(learning_rate=3e-3, warmup_steps=4)
+    fallen = baseline_inner(kept, 20)
+    rates = [learning_rate_at(fallen, step) for step in (3, 4, 12, 20)]
+    assert rates == pytest.approx([3e-3, 3e-3, 1.65e-3, 3e-4])
+    assert learning_rate_at(baseline_inner(kept, 20, 8e-3), 4) == pytest.approx(8e-3)
+    planned = InnerConfig(decay_steps=100)
+    assert baseline_inner(planned, 20) == planned

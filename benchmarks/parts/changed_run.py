@@ -1,9 +1,10 @@
-"""A prepared run with a few fields of its plan changed, for the reference alone."""
+"""A prepared run with a few fields of its plan changed, and a reference that loses work."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import parse_config
-from dipaco.modules.evaluate import LossSum, sum_losses
+from dipaco.modules.evaluate import row_losses
+from dipaco.modules.outer import canonical_table
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
+from dipaco.simulator.reference import ReferenceSwarm
 
 Changes = Mapping[str, Any]
 """New values of fields of the plan, by "section.field" or "field"."""
@@ -99,25 +102,61 @@ class ChangedRun(RunFolder):
         Which these are follows from what is in them: they are the same however paths divide them.
         """
         rows = self.validation_tokens(self._plan, path)
-        marks = np.array([zlib.crc32(row.tobytes()) for row in rows]) % (2 * self._held_out_every)
-        return rows[marks == 0], rows[marks == 1]
+        halves = _marks(rows) % (2 * self._held_out_every)
+        return rows[halves == 0], rows[halves == 1]
 
-    def scores(self, states: Mapping[str, ModuleState]) -> dict[str, float]:
-        """Return the losses of every path's states on its held-out sequences, nats a token."""
-        halves = zip(*self._sums(states), strict=True)
-        losses = [LossSum.total(half).loss for half in halves]
+    def scores(self, states: Mapping[str, ModuleState]) -> dict[str, Any]:
+        """Return the losses of every path's states on its held-out sequences, nats a token.
+
+        With the nats and the targets of each sequence whose loss is told, in an order that every
+        grid has.
+        """
+        chosen_by, told = (np.concatenate(rows) for rows in zip(*self._rows(states), strict=True))
+        told = told[np.argsort(told[:, 0])]
         return {
-            name: round(math.nan if loss is None else loss, 5)
-            for name, loss in zip(("chosen_by", "loss"), losses, strict=True)
+            **{name: _loss(rows) for name, rows in (("chosen_by", chosen_by), ("loss", told))},
+            "nats": told[:, 1].round(2).tolist(),
+            "targets": told[:, 2].astype(int).tolist(),
         }
 
-    def _sums(self, states: Mapping[str, ModuleState]) -> Iterator[tuple[LossSum, LossSum]]:
+    def _rows(self, states: Mapping[str, ModuleState]) -> Iterator[list[np.ndarray]]:
+        """Yield the halves of each path: mark, nats and targets of each sequence, [N, 3]."""
         grid, model = self.grid(self._plan), PathModel(self._plan.model).eval()
         prefix = self._plan.routing.prefix_tokens
         for path in range(grid.path_count):
             load_path(model, grid, path, states)
-            chosen_by, told = self.held_out(path)
-            yield (
-                LossSum(*sum_losses(model, chosen_by, prefix)),
-                LossSum(*sum_losses(model, told, prefix)),
-            )
+            yield [
+                np.stack((_marks(rows), *row_losses(model, rows, prefix)), axis=1)
+                for rows in self.held_out(path)
+            ]
+
+
+def _marks(rows: np.ndarray) -> np.ndarray:
+    return np.array([zlib.crc32(row.tobytes()) for row in rows], dtype=np.int64)
+
+
+def _loss(rows: np.ndarray) -> float:
+    targets = rows[:, 2].sum()
+    return round(rows[:, 1].sum() / targets, 5) if targets else math.nan
+
+
+class LossyReference(ReferenceSwarm):
+    """The reference, but steps miss contributions. The same ones whatever the codec."""
+
+    dropped = 0.0
+
+    def _step_module(self, module: str) -> None:
+        workers = [w for w in self.workers if w.unmerged_tokens.get(module, 0) > 0]
+        chance = random.Random(f"{self.next_round}/{module}/{self.plan.seed}")
+        taken = [worker for worker in workers if chance.random() >= self.dropped]
+        if not taken:
+            return
+        codec = self._rule.codec_of(module)
+        # A peer that is missed has published all the same.
+        files = {worker.peer.peer: worker.publish(module, codec) for worker in workers}
+        table = canonical_table(worker.contribution(module) for worker in taken)
+        chosen = [files[row.peer] for row in table]
+        self.states.put(self._rule.step(self.states[module], chosen, table, self.next_round))
+        for worker in self.workers:
+            if module in worker.modules:
+                worker.commit(module)
