@@ -54,7 +54,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, help="that train (one for each path)")
     parser.add_argument("--one-path", action="store_true", help="a path that has all shards")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the plan")
-    parser.add_argument("--private-outer", help="RATE/MOMENTUM of private modules (the plan's)")
     parser.add_argument("--steps", type=int, default=10, help="inner steps of a round (10)")
     parser.add_argument("--rounds", default="10", help="scored after these (10)")
     parser.add_argument(
@@ -65,20 +64,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="only tell what --log has")
     parser.add_argument("--at", type=int, default=480, help="steps of one machine (480)")
     return parser.parse_args()
-
-
-class Swarm(LossyReference):
-    """A reference in which private modules may have an outer step of their own."""
-
-    private_outer: Figures | None = None
-
-    def _step_module(self, module: str) -> None:
-        rule = self._rule
-        if self.private_outer and self.grid.level_of(module) == PRIVATE_LEVEL:
-            outer = rule.outer.model_copy(update=self.private_outer)
-            self._rule = type(rule)(rule.contributions, outer, rule.shard_sequences)
-        super()._step_module(module)
-        self._rule = rule
 
 
 def measure(chosen: argparse.Namespace) -> None:
@@ -95,14 +80,13 @@ def measure(chosen: argparse.Namespace) -> None:
         "peers": peers,
         "steps": chosen.steps,
         "set": changes,
-        "private_outer": chosen.private_outer,
         "held_out_every": chosen.held_out_every,
         "decay": chosen.decay,
         "dropped": chosen.dropped,
     }
     known = [(line["of"], line["round"]) for line in read_log(chosen.log)]
     missing = [n for n in map(int, chosen.rounds.split(",")) if (of, n) not in known]
-    swarm: Swarm | None = None
+    swarm: LossyReference | None = None
     for number in missing:
         if swarm is None or chosen.decay:
             if chosen.decay:
@@ -130,21 +114,18 @@ def _changed(chosen: argparse.Namespace, changes: Figures) -> ChangedRun:
     )
 
 
-def _swarm(chosen: argparse.Namespace, run: ChangedRun, peers: int, paths: int) -> Swarm:
-    swarm = Swarm(
+def _swarm(chosen: argparse.Namespace, run: ChangedRun, peers: int, paths: int) -> LossyReference:
+    swarm = LossyReference(
         run,
         steps_per_round=chosen.steps,
         peers=[SimulatedPeer(n % paths, n // paths) for n in range(peers)],
         settings=SimulatorSettings(validation_sequences=0),
     )
     swarm.dropped = chosen.dropped
-    if chosen.private_outer:
-        rate, momentum = map(float, chosen.private_outer.split("/"))
-        swarm.private_outer = {"learning_rate": rate, "momentum": momentum}
     return swarm
 
 
-def received_bytes(swarm: Swarm) -> int:
+def received_bytes(swarm: LossyReference) -> int:
     """Return what a peer of path 0 fetches in a round: the contributions of all others who train
     one of its modules, or keep it where few train it."""
     plan, grid, total = swarm.plan, swarm.grid, 0
@@ -169,7 +150,6 @@ def table(lines: Sequence[Figures], at: int) -> str:
         of = line["of"]
         row = (not of["one_path"], of["peers"], of["run"])
         parts = [f"{field} {value}" for field, value in of["set"].items()]
-        parts += [f"private modules {of['private_outer']}"] if of["private_outer"] else []
         parts += ["cosine"] if of["decay"] else []
         parts += [f"{of['dropped']:.0%} missed"] if of["dropped"] else []
         setting = ", ".join([*parts, f"{of['steps']} steps a round"])

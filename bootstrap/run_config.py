@@ -59,7 +59,7 @@ class BaseConfig(Config):
         description="Folder of a Llama checkpoint to start from; steps is 0 then, unless given.",
     )
     steps: int = Field(1000, ge=0, description="0: paths start from random parameters.")
-    learning_rate: float = Field(4e-4, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(4e-3, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(50, ge=0, description="Linear warmup.")
     batch_sequences: int = Field(8, ge=1, description="Sequences in a batch.")
     floor_ratio: float = Field(
@@ -130,7 +130,7 @@ class RunConfig(Config):
         )
 
     def base_inner(self) -> InnerConfig:
-        """Return the settings of the inner loop for dense pretraining: AdamW as in the run."""
+        """Return the settings of the inner loop for dense pretraining: the run's optimizer."""
         return self.inner.model_copy(
             update={
                 "learning_rate": self.base.learning_rate,

@@ -55,6 +55,8 @@ class Scale:
 FULL = Scale(base_steps=150, join_s=40.0, round_s=20.0, rounds=11, steps=300, scored_documents=1000)
 QUICK = Scale(base_steps=40, join_s=25.0, round_s=10.0, rounds=6, steps=100, scored_documents=30)
 GREATEST_FACTOR = 4
+# The best peak rate of those tried (1.5, 3 and 6e-3) for the dense model.
+DENSE_RATE = "3e-3"
 # What a process may take until others can call it. Peers are nice: other programs come first.
 START_LIMIT_S = 600.0
 
@@ -371,7 +373,7 @@ def report(demo: Demo, survivor: Process) -> None:
     dense_folder = demo.folder / "dense"
     demo.command(
         "dipaco-simulate", str(demo.run_folder), "--rounds", "0", "--dense-steps", str(steps),
-        "--out", str(dense_folder), "--validation-sequences", "0",
+        "--dense-rate", DENSE_RATE, "--out", str(dense_folder), "--validation-sequences", "0",
     )  # fmt: skip
     dense = demo.json_of(
         demo.ask(

@@ -154,9 +154,9 @@ class InnerConfig(Config):
     steps)."""
 
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for the matrices of blocks, AdamW for everything else."
+        "muon", description="muon: for the matrices of blocks, AdamW for everything else."
     )
-    learning_rate: float = Field(4e-4, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(1.5e-3, gt=0, description="Peak learning rate.")
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.99, ge=0, lt=1)
     epsilon: float = Field(1e-8, gt=0)
@@ -190,8 +190,8 @@ class OuterConfig(Config):
     all who hold the module know. The paper keeps it constant, and so do the defaults.
     """
 
-    learning_rate: float = Field(0.7, gt=0, description="Peak learning rate.")
-    momentum: float = Field(0.9, ge=0, lt=1)
+    learning_rate: float = Field(0.8, gt=0, description="Peak learning rate.")
+    momentum: float = Field(0.5, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0, description="Linear warmup of a module's first steps.")
     decay: Literal["cosine", "linear"] = Field(
         "cosine", description="How the learning rate falls from the peak to the floor."

@@ -180,7 +180,11 @@ def computed_vectors() -> dict[str, str]:
     table = canonical_table(
         [Contribution(1, "QmB", 300), Contribution(0, "QmA", 100), Contribution(1, "QmC", 100)]
     )
-    rule = OuterRule(ContributionsConfig(codec="int4"), OuterConfig(), {0: 3, 1: 7})
+    rule = OuterRule(
+        ContributionsConfig(codec="int4"),
+        OuterConfig(learning_rate=0.7, momentum=0.9),
+        {0: 3, 1: 7},
+    )
     gradients = [torch.tensor([0.1, 0.2, 0.3, 0.4]) * number for number in (1, -2, 3)]
     files = [CODECS["int4"].encode(gradient) for gradient in gradients]
     parent = genesis_name("0123456789abcdef", "L0.E0")

@@ -69,7 +69,8 @@ def test_rate_is_positive_and_never_above_the_peak(
 def test_a_step_is_adamw_on_the_mean_loss() -> None:
     """Against torch's AdamW and a loss written out here."""
     model, reference = model_of(), model_of()
-    loop = loop_of(model, weight_decay=0.1, gradient_clip=0.05)
+    config = config_of(optimizer="adamw", weight_decay=0.1, gradient_clip=0.05)
+    loop = InnerLoop(model, config, CPU)
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     norms = [p for p in reference.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -92,7 +93,8 @@ def test_norms_do_not_decay() -> None:
     loop = loop_of(weight_decay=0.5)
     decay = {
         id(p): group["weight_decay"]
-        for group in loop._optimizers["optimizer"].param_groups
+        for optimizer in loop._optimizers.values()
+        for group in optimizer.param_groups
         for p in group["params"]
     }
     for name, parameter in loop.model.named_parameters():

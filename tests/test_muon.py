@@ -189,9 +189,9 @@ def test_the_loss_goes_down(adamw: str) -> None:
 
 
 def test_the_optimizer_is_part_of_the_plan() -> None:
-    assert InnerConfig().model_dump(mode="json")["optimizer"] == "adamw"
-    written = InnerConfig(optimizer="muon").model_dump(mode="json")
-    assert InnerConfig(**written).optimizer == "muon"
+    assert InnerConfig().model_dump(mode="json")["optimizer"] == "muon"
+    written = InnerConfig(optimizer="adamw").model_dump(mode="json")
+    assert InnerConfig(**written).optimizer == "adamw"
     with pytest.raises(ConfigurationError, match=r"RUN: optimizer: .*'adamw' or 'muon'"):
         parse_config(InnerConfig, {"optimizer": "adam"}, "RUN")
     assert load_run_config(TINY).base_inner().optimizer == load_run_config(TINY).inner.optimizer

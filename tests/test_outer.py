@@ -46,6 +46,10 @@ GOLDEN_DIGESTS = {
 }
 
 
+# Section 7.1; the golden digests are of steps with it.
+PAPER = OuterConfig(learning_rate=0.7, momentum=0.9)
+
+
 def rule_of(
     codec: str = "float32",
     shard_sequences: Mapping[int, int] | None = None,
@@ -53,7 +57,7 @@ def rule_of(
     **contributions: object,
 ) -> OuterRule:
     config = ContributionsConfig(codec=codec, **contributions)  # type: ignore[arg-type]
-    return OuterRule(config, outer or OuterConfig(), shard_sequences)
+    return OuterRule(config, outer or PAPER, shard_sequences)
 
 
 PLAIN = rule_of()
@@ -249,7 +253,7 @@ def test_a_path_without_sequences_has_no_weight() -> None:
 @pytest.mark.parametrize("rescaling", [True, False])
 def test_the_step_is_nesterov(rescaling: bool) -> None:
     state, gradients = state_of(), [drawn(9, 0.01), drawn(10, 0.01)]
-    config = OuterConfig(learning_rate=0.7, momentum=0.9, sqrt_paths_rescaling=rescaling)
+    config = PAPER.model_copy(update={"sqrt_paths_rescaling": rescaling})
     rule = rule_of(outer=config, shorten=False)
     parameter = torch.nn.Parameter(state.parameters.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
@@ -396,7 +400,8 @@ def test_the_step_takes_the_rate_of_its_version() -> None:
         return rule_of(outer=config).step(state_of(version=version), files, TABLE, 4).digest
 
     warm = OuterConfig(warmup_steps=8)
-    assert digest(warm, 3) == digest(OuterConfig(learning_rate=0.7 * 4 / 8), 3)
+    rate = warm.learning_rate
+    assert digest(warm, 3) == digest(OuterConfig(learning_rate=rate * 4 / 8), 3)
     assert digest(warm, 7) == digest(OuterConfig(), 7)
 
 
