@@ -167,12 +167,14 @@ def table(lines: Sequence[Figures], at: int) -> str:
     ]
     for (is_grid, peers, run), (setting, curve) in sorted(best.items()):
         kind = f"DiPaCo {Path(run).name}" if is_grid else "one machine" if peers == 1 else "DiLoCo"
-        steps, end = steps_to(machine["loss"], _points(curve)), max(curve, key=_steps)
+        end = max(curve, key=_steps)
+        steps = steps_to(machine["loss"], [(_steps(line), line["loss"]) for line in curve])
         amounts = "not reached | | |"
         if steps is not None:
             tokens, received = (steps / _steps(end) * end[name] / 1e6 for name in AMOUNTS)
             low, high = speed_ups(machine, curve, at)
-            amounts = f"{steps:.0f} | {at / steps:.2f} ({low:.2f} to {high:.2f})"
+            least = f"{low:.2f}" if low else f"below {at / _steps(end):.2f}"
+            amounts = f"{steps:.0f} | {at / steps:.2f} ({least} to {high:.2f})"
             amounts += f" | {tokens:.2f} M | {received:.1f}"
         told.append(f"| {kind}, {peers} | {amounts} | {setting} |")
     return "\n".join(told)
@@ -219,10 +221,6 @@ def steps_to(target: float, points: Sequence[tuple[int, float]]) -> float | None
             return float(before[0] * (steps / before[0]) ** share)
         before = (steps, loss)
     return None
-
-
-def _points(curve: Sequence[Figures]) -> list[tuple[int, float]]:
-    return [(_steps(line), line["loss"]) for line in curve]
 
 
 def _steps(line: Mapping[str, Any]) -> int:

@@ -235,6 +235,19 @@ def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored() -> None:
     assert worth.steps_to(1.9, curve) is None
 
 
+def test_a_speed_up_spreads_as_far_as_sequences_differ() -> None:
+    def scored(steps: int, *nats: float) -> dict[str, Any]:
+        return {"of": {"steps": 10}, "round": steps // 10, "nats": nats, "targets": [2] * 4}
+
+    machine = scored(480, 6.0, 6.0, 6.0, 6.0)
+    alike = [scored(120, 8.0, 8.0, 8.0, 8.0), scored(240, 4.0, 4.0, 4.0, 4.0)]
+    assert worth.speed_ups(machine, alike, 480) == pytest.approx([2.0 * 2**0.5] * 2)
+    unlike = [scored(120, 8.0, 8.0, 8.0, 8.0), scored(240, 3.0, 3.0, 5.0, 5.0)]
+    low, high = worth.speed_ups(machine, unlike, 480)
+    assert 2.0 < low < 2.0 * 2**0.5 < high < 4.0
+    assert list(worth.speed_ups(machine, alike[:1], 480)) == [0.0, 0.0]
+
+
 def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:
     sample = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
 
