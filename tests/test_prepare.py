@@ -92,7 +92,8 @@ def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, 
     streams = [run.train_tokens(plan, path).astype("<u2").tobytes() for path in range(4)]
     found = 0
     for text, path in zip(texts, paths.tolist(), strict=True):
-        needle = np.array(router.tokenizer.document_tokens(text), "<u2").tobytes()
+        # A last token that would be alone in a row is left out.
+        needle = np.array(router.tokenizer.document_tokens(text)[:-1], "<u2").tobytes()
         holders = [p for p, stream in enumerate(streams) if needle in stream]
         # Those that are held out are nowhere.
         assert holders in ([], [path])
@@ -181,7 +182,7 @@ def test_another_run_is_not_overwritten(
     folder = _copied(prepared, tmp_path)
     run = RunFolder(folder / "an out")
     before, envelope = run.plan(), run.manifest_path.read_bytes()
-    write_run(folder, RUN_TOML.replace("seed = 3", "seed = 3\n[outer]\nmomentum = 0.5"))
+    write_run(folder, RUN_TOML.replace("seed = 3", "seed = 3\n[outer]\nmomentum = 0.7"))
     with pytest.raises(ConfigurationError, match=f"{before.run_id}.*outer.momentum.*--replace"):
         _prepare(folder / "RUN.toml", run.path)
     # Other texts make another run too, which is known once they are read.

@@ -46,6 +46,8 @@ modules_per_level = {levels}
 [inner]
 batch_sequences = 4
 warmup_steps = 2
+[outer]
+momentum = 0.9
 [router]
 kind = "{kind}"
 prefix_tokens = 8
