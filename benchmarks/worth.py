@@ -194,11 +194,9 @@ def chosen_setting(settings: Mapping[str, list[Figures]]) -> tuple[str, list[Fig
 
 def speed_ups(machine: Figures, curve: Sequence[Figures], at: int) -> np.ndarray:
     """Return the 5th and the 95th percentile of the speed-up, held-out sequences drawn anew."""
-    losses = [_drawn_losses(line) for line in curve]
-    found = []
-    for number, target in enumerate(_drawn_losses(machine)):
-        points = [(_steps(line), loss[number]) for line, loss in zip(curve, losses, strict=True)]
-        found.append(at / (steps_to(target, points) or math.inf))
+    steps = [_steps(line) for line in curve]
+    drawn = zip(_drawn_losses(machine), *map(_drawn_losses, curve), strict=True)
+    found = [at / (steps_to(t, [*zip(steps, c, strict=True)]) or math.inf) for t, *c in drawn]
     return np.percentile(found, (5, 95))
 
 

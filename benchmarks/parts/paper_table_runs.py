@@ -51,10 +51,14 @@ prefix_tokens = {size.prefix_tokens}
 training_documents = 8000
 {train_paths}
 [inner]
+optimizer = "adamw"
 learning_rate = {learning_rate}
 decay_steps = {size.steps}
 floor_ratio = 0.1
 batch_sequences = {size.batch_sequences}
+[outer]
+learning_rate = 0.7
+momentum = 0.9
 [rounds]
 inner_steps = {size.round_steps}
 """

@@ -63,7 +63,7 @@ def make_synthetic_run(
         start_s=start_s,
         model=model,
         grid=GridConfig(modules_per_level=modules_per_level),
-        inner=InnerConfig(batch_sequences=batch_sequences),
+        inner=InnerConfig(optimizer="adamw", batch_sequences=batch_sequences),
         outer=OuterConfig(**(outer or {})),
         rounds=RoundsConfig(**rounds),
         contributions=ContributionsConfig(codec=codec),
