@@ -59,8 +59,8 @@ class CommandSettings(ComputeSettings):
     dense_steps: Annotated[
         int,
         Option(
-            "then train the dense baseline for S steps on all shards mixed, at a rate that falls to "
-            "the end unless the run has a schedule (default: none)",
+            "then train the dense baseline for S steps on all shards mixed; its rate falls to the "
+            "end, unless the run has a schedule (default: none)",
             "S",
             least=0,
         ),
