@@ -103,7 +103,7 @@ def measure(chosen: argparse.Namespace) -> None:
         }
         line = {"of": of, "round": number, **run.scores(swarm.states), **amounts}
         line["cpu_s"] = round(time.process_time(), 1)
-        print(*(f"{name} {value}" for name, value in line.items() if name not in OF_EACH))
+        print(json.dumps({n: line[n] for n in line if n not in OF_EACH}), flush=True)
         with chosen.log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
