@@ -192,6 +192,10 @@ class OuterConfig(Config):
 
     learning_rate: float = Field(0.8, gt=0, description="Peak learning rate.")
     momentum: float = Field(0.5, ge=0, lt=1)
+    private_learning_rate: float = Field(
+        0.5, gt=0, description="Peak learning rate of what one path has for itself."
+    )
+    private_momentum: float = Field(0.0, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0, description="Linear warmup of a module's first steps.")
     decay: Literal["cosine", "linear"] = Field(
         "cosine", description="How the learning rate falls from the peak to the floor."

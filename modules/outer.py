@@ -166,6 +166,15 @@ class OuterRule:
         shared, private = self.contributions.codecs
         return CODECS[private if module.startswith(PRIVATE_LEVEL) else shared]
 
+    def outer_of(self, module: str) -> OuterConfig:
+        """Return the outer optimizer of a module. One trainer's gradient is noisier than the
+        average of several, so a private module has a rate and a momentum of its own."""
+        outer = self.outer
+        if not module.startswith(PRIVATE_LEVEL):
+            return outer
+        own = {"learning_rate": outer.private_learning_rate, "momentum": outer.private_momentum}
+        return outer.model_copy(update=own)
+
     def weights(self, table: Sequence[Contribution], usual: Usual = UNKNOWN) -> tuple[float, ...]:
         """Return the weight of each row of a canonical table; together they are 1.
 
@@ -235,9 +244,10 @@ class OuterRule:
         if paths is not None and not contributing <= set(paths):
             raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
         combine = self._combination(state, files, rows)
-        root = fp32(math.sqrt(len(contributing))) if self.outer.sqrt_paths_rescaling else None
-        mu = fp32(self.outer.momentum)
-        rate = fp32(outer_learning_rate(self.outer, state.version))
+        outer = self.outer_of(state.module)
+        root = fp32(math.sqrt(len(contributing))) if outer.sqrt_paths_rescaling else None
+        mu = fp32(outer.momentum)
+        rate = fp32(outer_learning_rate(outer, state.version))
         size = state.layout.size
         parameters, momentum = own_pages(size), own_pages(size)
         memory = torch.empty(min(size, self.piece_values))

@@ -123,10 +123,12 @@ class RoutingPlan(Config):
 
 def check_codec(contributions: ContributionsConfig, outer: OuterConfig) -> None:
     """Check that the codec goes with the outer optimizer. Raises ValueError."""
-    if "top64" in contributions.codecs and outer.momentum > 0:
+    momenta = (outer.momentum, outer.private_momentum)
+    if any(c == "top64" and m for c, m in zip(contributions.codecs, momenta, strict=True)):
         raise ValueError(
             "the codec top64 keeps what it does not send, and with outer momentum that is "
-            "applied twice; set outer.momentum = 0 or take another codec"
+            "applied twice; set outer.momentum = 0 (outer.private_momentum for private_codec), or "
+            "take another codec"
         )
 
 

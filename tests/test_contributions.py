@@ -227,3 +227,8 @@ def test_top64_goes_with_no_outer_momentum() -> None:
         parse_config(RunConfig, values, "run.toml")
     plain = parse_config(RunConfig, {**values, "outer": {"momentum": 0}}, "run.toml")
     assert plain.contributions.codecs == ("top64", "top64")
+    private = {"momentum": 0, "private_momentum": 0.5}
+    with pytest.raises(ConfigurationError, match=r"outer\.private_momentum"):
+        parse_config(RunConfig, {**values, "outer": private}, "run.toml")
+    only = {"codec": "int4", "private_codec": "top64"}
+    parse_config(RunConfig, {**values, "contributions": only}, "run.toml")

@@ -405,6 +405,20 @@ def test_the_step_takes_the_rate_of_its_version() -> None:
     assert digest(warm, 7) == digest(OuterConfig(), 7)
 
 
+def test_private_modules_take_an_outer_step_of_their_own() -> None:
+    outer = OuterConfig(
+        learning_rate=0.8, momentum=0.5, private_learning_rate=0.25, private_momentum=0.0,
+        warmup_steps=8,
+    )  # fmt: skip
+    alike = OuterConfig(learning_rate=0.25, momentum=0.0, warmup_steps=8)
+    rule, files = rule_of(outer=outer), files_of(PLAIN, drawn(5))
+    row = [Contribution(7, "a", 100)]
+    for module, other in (("P7", rule_of(outer=alike)), ("L0.E0", rule_of(outer=outer))):
+        state = state_of(module=module)
+        shared = other.step(replace(state, module="L0.E0"), files, row, 4)
+        assert rule.step(state, files, row, 4).digest == replace(shared, module=module).digest
+
+
 def test_private_modules_may_have_a_codec_of_their_own() -> None:
     rule = rule_of("int2", private_codec="float32")
     assert [rule.codec_of(module).name for module in ("L0.E3", "P7")] == ["int2", "float32"]

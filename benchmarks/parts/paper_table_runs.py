@@ -26,6 +26,8 @@ from parts.paper_table_cells import LEARNING_RATES, PRIVATE_BLOCKS, SHAPES, Cell
 
 RUN_TOML = (
     'name = "paper-table"\n'
+    "outer = {{ learning_rate = 0.7, momentum = 0.9, "
+    "private_learning_rate = 0.7, private_momentum = 0.9 }}\n"
     + CORPUS_TOML
     + """\
 {train_limit}
@@ -56,9 +58,6 @@ learning_rate = {learning_rate}
 decay_steps = {size.steps}
 floor_ratio = 0.1
 batch_sequences = {size.batch_sequences}
-[outer]
-learning_rate = 0.7
-momentum = 0.9
 [rounds]
 inner_steps = {size.round_steps}
 """
