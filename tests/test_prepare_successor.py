@@ -48,6 +48,7 @@ batch_sequences = 4
 warmup_steps = 2
 [outer]
 momentum = 0.9
+private_momentum = 0.9
 [router]
 kind = "{kind}"
 prefix_tokens = 8
@@ -154,6 +155,7 @@ def test_the_simulator_begins_with_the_genesis(chain: dict[str, Path], tmp_path:
         if module in grid.modules_of_path(5):
             # Nesterov: momentum' = m * momentum + gradient.
             assert state.version == 1
+            assert plan.outer.momentum == plan.outer.private_momentum
             carried = plan.outer.momentum * genesis.momentum
             assert (state.momentum - carried).norm() < carried.norm()
         else:

@@ -147,7 +147,8 @@ def test_paths_used_least_lately_go_first(out: Path) -> None:
 
 def changed(state: ModuleState) -> ModuleState:
     """Return a newer state that says something else."""
-    parameters = state.parameters.flip(0).clone()
+    drawn = torch.Generator().manual_seed(state.version)
+    parameters = torch.randn(state.layout.size, generator=drawn)
     return ModuleState(
         module=state.module,
         version=state.version + 1,
