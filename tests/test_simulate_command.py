@@ -45,6 +45,9 @@ def test_the_output_is_a_run_folder_with_the_states(
     out = tmp_path / "out"
     lines = simulate(capsys, shared_run.path, "--rounds", 2, "--out", out, "--dense-steps", 3)
     assert lines[-1]["dense"]["steps"] == 3
+    slow = ("--rounds", 0, "--dense-steps", 3, "--dense-rate", 1e-6)
+    other = simulate(capsys, shared_run.path, *slow)[-1]["dense"]
+    assert other["perplexity"] > lines[-1]["dense"]["perplexity"]
     assert (out / "dense.safetensors").is_file()
     written = RunFolder(out)
     plan = written.plan()
