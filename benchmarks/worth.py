@@ -13,11 +13,11 @@ held-out sequences, by which a setting is chosen; `loss` that of others, which i
 token. `nats` and `targets` are those of each sequence that is told. `tokens` are those of all
 peers, `bytes` what one receives, as `dipaco-bootstrap plan` has it.
 
---table chooses among the settings of a row those of the least `chosen_by` in the last round that
-all were scored after, and tells how many inner steps, tokens and bytes each row needs to reach the
-loss of one machine after --at steps; between scored rounds the loss is taken as linear in the
-logarithm of steps. In brackets are the 5th and 95th percentile of the speed-up when held-out
-sequences are drawn anew, the same ones for all rows.
+--table chooses among the settings of a --row those of the least `chosen_by` in the last round that
+all were scored after. It tells the row's last loss, and how many inner steps, tokens and bytes it
+needs to reach the loss of one machine after --at steps; between scored rounds the loss is taken as
+linear in the logarithm of steps. In brackets are the 5th and 95th percentile of the speed-up when
+held-out sequences are drawn anew, the same ones for all rows.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from parts.changed_run import ChangedRun, LossyReference, read_changes
 Figures = dict[str, Any]
 AMOUNTS = ("tokens", "bytes")
 OF_EACH = ("nats", "targets")
+ONE_MACHINE = "one machine"
 RESAMPLES = 1000
 
 
@@ -53,6 +54,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, required=True, help="where figures are appended")
     parser.add_argument("--peers", type=int, help="that train (one for each path)")
     parser.add_argument("--one-path", action="store_true", help="a path that has all shards")
+    parser.add_argument("--row", help="its name in the table (one machine, DiLoCo or DiPaCo)")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the plan")
     parser.add_argument("--steps", type=int, default=10, help="inner steps of a round (10)")
     parser.add_argument("--rounds", default="10", help="scored after these (10)")
@@ -74,7 +76,9 @@ def measure(chosen: argparse.Namespace) -> None:
     peers = chosen.peers or paths
     if peers % paths:
         raise ConfigurationError(f"--peers {peers} must be a multiple of the {paths} paths")
+    kind = f"DiPaCo {chosen.run.name}" if not chosen.one_path else "DiLoCo"
     of = {
+        "row": chosen.row or (ONE_MACHINE if kind == "DiLoCo" and peers == 1 else kind),
         "run": str(chosen.run),
         "one_path": chosen.one_path,
         "peers": peers,
@@ -145,28 +149,27 @@ def read_log(file: Path) -> list[Figures]:
 
 def table(lines: Sequence[Figures], at: int) -> str:
     """Return the speed-up of each row of a log against one machine after `at` steps."""
-    rows: dict[tuple[Any, ...], dict[str, list[Figures]]] = {}
+    rows: dict[tuple[str, int], dict[str, list[Figures]]] = {}
     for line in lines:
         of = line["of"]
-        row = (not of["one_path"], of["peers"], of["run"])
+        row = (of["row"], of["peers"])
         parts = [f"{field} {value}" for field, value in of["set"].items()]
         parts += ["cosine"] if of["decay"] else []
         parts += [f"{of['dropped']:.0%} missed"] if of["dropped"] else []
         setting = ", ".join([*parts, f"{of['steps']} steps a round"])
         rows.setdefault(row, {}).setdefault(setting, []).append(line)
     best = {row: chosen_setting(settings) for row, settings in rows.items()}
-    one = [line for row, (_, curve) in best.items() if row[:2] == (False, 1) for line in curve]
+    _, one = best.get((ONE_MACHINE, 1), ("", []))
     machine = next((line for line in one if _steps(line) == at), None)
     if machine is None:
         raise ConfigurationError(f"the log has no one machine (--one-path) after {at} steps")
     told = [
         f"One machine after {at} steps: loss {machine['loss']:.4f}, "
         f"perplexity {math.exp(machine['loss']):.1f}.\n",
-        "| | steps a peer | speed-up | tokens of all | MB received by a peer | setting |",
-        "|---|---:|---:|---:|---:|---|",
+        "| | loss (steps) | steps a peer | speed-up | tokens of all | MB received | setting |",
+        "|---|---:|---:|---:|---:|---:|---|",
     ]
-    for (is_grid, peers, run), (setting, curve) in sorted(best.items()):
-        kind = f"DiPaCo {Path(run).name}" if is_grid else "one machine" if peers == 1 else "DiLoCo"
+    for (row, peers), (setting, curve) in best.items():
         end = max(curve, key=_steps)
         steps = steps_to(machine["loss"], [(_steps(line), line["loss"]) for line in curve])
         amounts = "not reached | | |"
@@ -176,7 +179,8 @@ def table(lines: Sequence[Figures], at: int) -> str:
             least = f"{low:.2f}" if low else f"below {at / _steps(end):.2f}"
             amounts = f"{steps:.0f} | {at / steps:.2f} ({least} to {high:.2f})"
             amounts += f" | {tokens:.2f} M | {received:.1f}"
-        told.append(f"| {kind}, {peers} | {amounts} | {setting} |")
+        loss = f"{end['loss']:.4f} ({_steps(end)})"
+        told.append(f"| {row}, {peers} | {loss} | {amounts} | {setting} |")
     return "\n".join(told)
 
 

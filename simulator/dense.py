@@ -53,11 +53,10 @@ def train_dense(
     """Train the base model for `steps` inner steps on all shards mixed, and score it.
 
     Batches are drawn uniformly from all training sequences, each once an epoch. For the rate see
-    `baseline_inner`. `on_step` is
-    called with the number of the step and its loss. `validation_sequences` is per path, as in
-    `ReferenceSwarm`. With a `checkpoint` file the training is saved there every `save_every_s`
-    seconds, a later call for the same plan and optimizer goes on from it bit for bit, and it is
-    removed at the end.
+    `baseline_inner`. `on_step` is called with the number of the step and its loss.
+    `validation_sequences` is per path, as in `ReferenceSwarm`. With a `checkpoint` file the
+    training is saved there every `save_every_s` seconds, a later call for the same plan and
+    optimizer goes on from it bit for bit, and it is removed at the end.
     """
     device = torch.device(device)
     plan = run.plan()

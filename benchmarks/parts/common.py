@@ -21,15 +21,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-# What every RUN.toml on the corpus says of it, for `str.format` with its folder.
-CORPUS_TOML = """\
-seed = 0
-[data]
-train = "{data}/train-*.jsonl.gz"
-validation = "{data}/validation.jsonl.gz"
-text_field = "text"
-label_field = "domain"
-"""
 # As a user starts a peer, but a step takes a while in which the processor is free; and none is
 # taken before a file is there.
 _STEADY_PEER = """
