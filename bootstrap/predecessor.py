@@ -29,7 +29,7 @@ from dipaco.dht.manifest import (
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.state import ModuleState, StateSummary, read_state, read_state_summary
+from dipaco.modules.state import ModuleState, read_state, read_state_summary
 from dipaco.modules.store import StateStore
 from dipaco.routing.run_folder import RunFolder
 
@@ -156,23 +156,11 @@ class Predecessor:
     def path_steps(self) -> int:
         """Return the most inner steps that any path has behind it, `first_step` included."""
         per_step = self.plan.inner.batch_sequences * self.plan.model.sequence_length
-        counted = [
-            progress.tokens // per_step
-            for summary in self._summaries
-            for progress in summary.progress.values()
-        ]
-        return self.plan.inner.first_step + max(counted, default=0)
-
-    def outer_steps(self) -> int:
-        """Return the most outer steps that any module has behind it, `first_step` included."""
-        versions = [summary.version for summary in self._summaries]
-        return self.plan.outer.first_step + max(versions, default=0)
-
-    @cached_property
-    def _summaries(self) -> tuple[StateSummary, ...]:
-        """The headers of the chosen states; those still at their genesis count nothing."""
         files = (self._states.find(digest) for digest in self.digests.values())
-        return tuple(read_state_summary(file) for file in files if file is not None)
+        # States still at their genesis count nothing.
+        summaries = [read_state_summary(file) for file in files if file is not None]
+        counted = [p.tokens // per_step for s in summaries for p in s.progress.values()]
+        return self.plan.inner.first_step + max(counted, default=0)
 
     def tokens_folder(self, inputs: str) -> Path | None:
         """Return where the corpus lies as tokens, if the old run was prepared here from the same

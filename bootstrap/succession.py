@@ -17,7 +17,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json, sha256_of_file
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import InnerConfig, OuterConfig
+from dipaco.modules.config import InnerConfig
 from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis_index
@@ -164,13 +164,13 @@ class Succession:
                 f"Genesis: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "
                 f"tokens, each path's modules on its own new shard"
             )
-        self._say_schedule("inner", plan.inner, self.predecessor.path_steps())
-        self._say_schedule("outer", plan.outer, self.predecessor.outer_steps())
+        self._say_schedule(plan.inner)
 
-    def _say_schedule(self, section: str, config: InnerConfig | OuterConfig, steps: int) -> None:
-        """Point out that a schedule starts over, which may not be intended."""
-        if (config.warmup_steps or config.decay_steps) and steps and not config.first_step:
+    def _say_schedule(self, inner: InnerConfig) -> None:
+        """Point out that the schedule starts over, which may not be intended."""
+        steps = self.predecessor.path_steps()
+        if (inner.warmup_steps or inner.decay_steps) and steps and not inner.first_step:
             self.display.say(
-                f"[{section}] The learning rate starts its warmup and decay over; the modules have "
+                f"[inner] The learning rate starts its warmup and decay over; the modules have "
                 f"{steps} steps behind them. To go on with one schedule write first_step = {steps}"
             )

@@ -184,33 +184,14 @@ class InnerConfig(Config):
 
 
 class OuterConfig(Config):
-    """Nesterov on the averaged outer gradient (DiPaCo section 7.1; DiLoCo Alg. 1).
+    """Nesterov on the averaged outer gradient (DiPaCo section 7.1; DiLoCo Alg. 1)."""
 
-    The learning rate may follow a schedule by the module's own outer steps (its version), which
-    all who hold the module know. The paper keeps it constant, and so do the defaults.
-    """
-
-    learning_rate: float = Field(0.8, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(0.8, gt=0)
     momentum: float = Field(0.5, ge=0, lt=1)
     private_learning_rate: float = Field(
-        0.5, gt=0, description="Peak learning rate of what one path has for itself."
+        0.5, gt=0, description="Learning rate of what one path has for itself."
     )
     private_momentum: float = Field(0.0, ge=0, lt=1)
-    warmup_steps: int = Field(0, ge=0, description="Linear warmup of a module's first steps.")
-    decay: Literal["cosine", "linear"] = Field(
-        "cosine", description="How the learning rate falls from the peak to the floor."
-    )
-    decay_steps: int = Field(
-        0, ge=0, description="Outer steps from the peak to the floor; 0 keeps the peak."
-    )
-    floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the decay / peak.")
-    first_step: int = Field(
-        0,
-        ge=0,
-        le=2**40,
-        description="Where in the schedule a module's first outer step of this run stands, for a "
-        "run that goes on with another's modules.",
-    )
     sqrt_paths_rescaling: bool = Field(
         True, description="Scale the average by the root of the contributing paths (section 2.7)."
     )

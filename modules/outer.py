@@ -247,7 +247,7 @@ class OuterRule:
         outer = self.outer_of(state.module)
         root = fp32(math.sqrt(len(contributing))) if outer.sqrt_paths_rescaling else None
         mu = fp32(outer.momentum)
-        rate = fp32(outer_learning_rate(outer, state.version))
+        rate = fp32(outer.learning_rate)
         size = state.layout.size
         parameters, momentum = own_pages(size), own_pages(size)
         memory = torch.empty(min(size, self.piece_values))
@@ -310,38 +310,6 @@ class OuterRule:
 def greatest_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
     """Return how long a contribution to a module of this layout is."""
     return codec.file_bytes(layout.size)
-
-
-def outer_learning_rate(config: OuterConfig, version: int) -> float:
-    """Return the learning rate of the step that a module of this version takes (0 is the first).
-
-    Linear warmup, then the peak, or a fall from the peak to the floor, which stays. Only sums,
-    products and quotients of doubles, each rounded by itself: every machine gets the same bits.
-    """
-    step = version + config.first_step
-    if step < config.warmup_steps:
-        return config.learning_rate * ((step + 1) / config.warmup_steps)
-    if not config.decay_steps:
-        return config.learning_rate
-    done = min(step - config.warmup_steps, config.decay_steps) / config.decay_steps
-    left = 1.0 - done if config.decay == "linear" else _half_cosine(done)
-    return config.learning_rate * (config.floor_ratio + (1.0 - config.floor_ratio) * left)
-
-
-def _half_cosine(done: float) -> float:
-    """Return (1 + cos(pi * done)) / 2 for `done` in [0, 1], exact at the ends and the middle.
-
-    Cosines of different libraries differ in the last bit. This is the series of sin(x) up to x^19
-    at x = pi / 2 * (1 - 2 * done), within 4e-16 of the true value.
-    """
-    x = (math.pi / 2) * (1.0 - 2.0 * done)
-    if abs(x) == math.pi / 2:
-        return 0.0 if done else 1.0
-    square = x * x
-    series = 1.0
-    for order in range(18, 0, -2):
-        series = 1.0 - square / (order * (order + 1)) * series
-    return 0.5 * (1.0 + x * series)
 
 
 def advanced_progress(

@@ -393,24 +393,9 @@ def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
     torch.testing.assert_close(stepped.parameters, local)
 
 
-def test_the_step_takes_the_rate_of_its_version() -> None:
-    files = files_of(PLAIN, drawn(5), drawn(6))
-
-    def digest(config: OuterConfig, version: int) -> str:
-        return rule_of(outer=config).step(state_of(version=version), files, TABLE, 4).digest
-
-    warm = OuterConfig(warmup_steps=8)
-    rate = warm.learning_rate
-    assert digest(warm, 3) == digest(OuterConfig(learning_rate=rate * 4 / 8), 3)
-    assert digest(warm, 7) == digest(OuterConfig(), 7)
-
-
 def test_private_modules_take_an_outer_step_of_their_own() -> None:
-    outer = OuterConfig(
-        learning_rate=0.8, momentum=0.5, private_learning_rate=0.25, private_momentum=0.0,
-        warmup_steps=8,
-    )  # fmt: skip
-    alike = OuterConfig(learning_rate=0.25, momentum=0.0, warmup_steps=8)
+    outer = OuterConfig(private_learning_rate=0.25, private_momentum=0.1)
+    alike = OuterConfig(learning_rate=0.25, momentum=0.1)
     rule, files = rule_of(outer=outer), files_of(PLAIN, drawn(5))
     row = [Contribution(7, "a", 100)]
     for module, other in (("P7", rule_of(outer=alike)), ("L0.E0", rule_of(outer=outer))):
