@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 CodecName = Literal["float32", "int8", "int4", "int2", "sign", "top64"]
-MeanName = Literal["weighted_mean", "trimmed_mean", "centered_clipping"]
+MeanName = Literal["weighted_mean", "trimmed_mean"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.
 LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
@@ -284,12 +284,6 @@ class ContributionsConfig(Config):
         lt=0.5,
         description="trimmed_mean: share of the paths whose greatest values, and of those whose "
         "least values, are left out of a coordinate; rounded up, but one or two paths remain.",
-    )
-    centre_multiple: float = Field(
-        2.0,
-        ge=1,
-        description="centered_clipping: greatest distance of a path from the median, as a multiple "
-        "of the median distance.",
     )
 
     @property

@@ -15,18 +15,18 @@ from typing import TypeVar
 import torch
 from dipaco.base.errors import IntegrityError
 
-from . import robust_mean
+from . import trimmed_mean
 from .config import ContributionsConfig, OuterConfig
 from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm, pieces
 from .device import all_finite, own_pages
 from .grid import PRIVATE_LEVEL, ModuleLayout
 from .plan import RunPlan, ShardIndex
-from .robust_mean import fp32
 from .state import ModuleState, PathProgress
+from .trimmed_mean import fp32
 
-# What a row may count, as a multiple of the median row: machines differ. A robust mean expects
+# What a row may count, as a multiple of the median row: machines differ. A trimmed mean expects
 # liars: a row that moves its path's schedule on does more harm than one that counts too little.
-GREATEST_LEAP, ROBUST_LEAP = 16, 1
+GREATEST_LEAP, TRIMMED_LEAP = 16, 1
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
 GREATEST_OF_MEDIAN, GREATEST_OF_USUAL = 4, 2
 # Values that are combined at a time. Changes no bit.
@@ -238,7 +238,7 @@ class OuterRule:
         replicas of a path count once. Given the module's `paths`, rows of other paths raise
         ValueError. Raises `IntegrityError` when a number is not finite.
         """
-        leap = GREATEST_LEAP if self._robust_mean() is None else ROBUST_LEAP
+        leap = TRIMMED_LEAP if self._is_trimmed else GREATEST_LEAP
         rows = bounded_table(canonical_table(table), Usual.of(state.progress, state.version), leap)
         contributing = {row.path for row in rows}
         if paths is not None and not contributing <= set(paths):
@@ -280,15 +280,15 @@ class OuterRule:
         if self.contributions.shorten and len(files) > 1:
             norms = [contribution_norm(codec, data, values) for data in files]
         scales = self.scales(norms)
-        mean = self._robust_mean() if len(files) >= robust_mean.LEAST_VOTERS else None
-        paths = [row.path for row in rows]
+        trims = self._is_trimmed and len(files) >= trimmed_mean.LEAST_VOTERS
+        paths, share = [row.path for row in rows], self.contributions.trim_share
         sums = torch.empty(min(values, self.piece_values))
 
         def combine(begin: int, end: int) -> torch.Tensor:
             pieces = (codec.decode(data, values, begin, end) for data in files)
-            if mean is not None:
+            if trims:
                 scaled = [p.mul_(fp32(s)) for p, s in zip(pieces, scales, strict=True)]
-                return robust_mean.of_paths(scaled, weights, paths, mean).clone()
+                return trimmed_mean.of_paths(scaled, weights, paths, share).clone()
             total = sums[: end - begin].zero_()
             for piece, weight, scale in zip(pieces, weights, scales, strict=True):
                 total.add_(piece.mul_(fp32(weight * scale)))
@@ -296,15 +296,9 @@ class OuterRule:
 
         return combine
 
-    def _robust_mean(self) -> robust_mean.Mean | None:
-        config = self.contributions
-        if config.combine == "trimmed_mean":
-            return lambda values, votes: robust_mean.trimmed_mean(values, votes, config.trim_share)
-        if config.combine == "centered_clipping":
-            return lambda values, votes: robust_mean.centered_clipping(
-                values, votes, config.centre_multiple
-            )
-        return None
+    @property
+    def _is_trimmed(self) -> bool:
+        return self.contributions.combine == "trimmed_mean"
 
 
 def greatest_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:

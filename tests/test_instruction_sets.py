@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 GOLDEN_TESTS = (
     "test_contributions.py",
     "test_outer.py",
-    "test_robust_mean.py",
+    "test_trimmed_mean.py",
     "test_state.py",
 )
 TIMEOUT_S = 300

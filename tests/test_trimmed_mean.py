@@ -1,4 +1,4 @@
-"""Robust means: what a few can move, and what the bits are."""
+"""The trimmed mean: what a few can move, and what the bits are."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import pytest
 import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import ContributionsConfig, parse_config
-from dipaco.modules.robust_mean import (
-    MEASURED_VALUES,
-    Mean,
-    centered_clipping,
-    exact_norm,
+from dipaco.modules.trimmed_mean import (
     of_paths,
     trim_count,
     trimmed_mean,
@@ -24,25 +20,15 @@ from hypothesis import strategies as st
 from support.exact_numbers import square_roots
 
 SIZE = 300
-TRIMMED = functools.partial(trimmed_mean, share=0.2)
-CENTERED = functools.partial(centered_clipping, multiple=2.0)
-ROBUST = [TRIMMED, CENTERED]
-GOLDEN_DIGESTS = (
-    "8c2cf105c8ca5de512c8bd487888eb773c98f289fcdb072df53cfa3290d3223c",
-    "2f34eade1932b2809d32f5bcf1dd81ee790f6d2d0b56d7138641f6657f326f92",
-)
+SHARE = 0.2
+TRIMMED = functools.partial(trimmed_mean, share=SHARE)
+GOLDEN_DIGEST = "8c2cf105c8ca5de512c8bd487888eb773c98f289fcdb072df53cfa3290d3223c"
 
 
 def drawn(count: int, seed: int = 0, size: int = SIZE) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(size, generator=generator)
     return [common + 0.5 * torch.randn(size, generator=generator) for _ in range(count)]
-
-
-def plain(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    whole = sum(weights)
-    pairs = zip(values, weights, strict=True)
-    return torch.stack([value.double() * (weight / whole) for value, weight in pairs]).sum(0)
 
 
 weights_of = st.lists(st.floats(0.05, 20.0), min_size=3, max_size=12)
@@ -77,43 +63,15 @@ def test_trimming_keeps_every_coordinate_within_what_the_others_say(
     assert bool((average >= others.amin(0)).all() and (average <= others.amax(0)).all())
 
 
-@settings(deadline=None, max_examples=50)
-@given(weights_of, st.integers(0, 99), st.floats(-1e30, 1e30))
-def test_one_of_n_moves_a_clipped_mean_by_its_weight_in_usual_distances(
-    weights: list[float], seed: int, lie: float
-) -> None:
-    """Whatever one says, the average stays within twice the others' distances of their values."""
-    values = drawn(len(weights), seed)
-    values[0] = torch.full((SIZE,), lie)
-    average = CENTERED(values, weights)
-    others = values[1:]
-    widest = max(exact_norm(one - other) for one in others for other in others)
-    # The median of the coordinates is within the others' box, of which this is a diagonal.
-    box = torch.stack(others)
-    diagonal = exact_norm(box.amax(0) - box.amin(0))
-    assert min(exact_norm(average - other) for other in others) <= 3 * (diagonal + widest)
-
-
-@settings(deadline=None, max_examples=30)
-@given(weights_of, st.integers(0, 99))
-def test_what_nobody_exceeds_is_a_weighted_mean(weights: list[float], seed: int) -> None:
-    values = drawn(len(weights), seed)
-    wide = functools.partial(centered_clipping, multiple=1e6)(values, weights)
-    assert torch.equal(wide, weighted_mean(values, weights))
-    torch.testing.assert_close(wide.double(), plain(values, weights), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("mean", ROBUST)
-def test_of_two_the_weighted_mean_is_taken(mean: Mean) -> None:
+def test_of_two_the_weighted_mean_is_taken() -> None:
     values = drawn(2)
     values[1].mul_(1e6)
-    assert torch.equal(mean(values, [3.0, 1.0]), weighted_mean(values, [0.75, 0.25]))
+    assert torch.equal(TRIMMED(values, [3.0, 1.0]), weighted_mean(values, [0.75, 0.25]))
 
 
-@pytest.mark.parametrize("mean", ROBUST)
-def test_equal_values_are_their_own_average(mean: Mean) -> None:
+def test_equal_values_are_their_own_average() -> None:
     value = drawn(1)[0]
-    average = mean([value.clone() for _ in range(5)], [1.0, 2.0, 3.0, 4.0, 5.0])
+    average = TRIMMED([value.clone() for _ in range(5)], [1.0, 2.0, 3.0, 4.0, 5.0])
     torch.testing.assert_close(average, value, rtol=1e-6, atol=0)
 
 
@@ -128,26 +86,17 @@ def test_a_trimmed_mean_is_that_of_exact_arithmetic() -> None:
         assert float(found[coordinate]) == pytest.approx(exact, rel=1e-5, abs=1e-6)
 
 
-def test_distances_are_measured_block_by_block() -> None:
-    values = drawn(5, size=2 * MEASURED_VALUES + 9)
-    values[2][MEASURED_VALUES] = 1e9
-    whole = CENTERED(values, [1.0] * 5)
-    for begin in range(0, whole.numel(), MEASURED_VALUES):
-        block = [value[begin : begin + MEASURED_VALUES] for value in values]
-        assert torch.equal(whole[begin : begin + MEASURED_VALUES], CENTERED(block, [1.0] * 5))
-
-
 def test_many_replicas_of_a_lying_path_have_one_vote() -> None:
     honest, lie = drawn(3), torch.full((SIZE,), 1e6)
     rows, paths = [*honest, lie, lie, lie, lie], [0, 1, 2, 3, 3, 3, 3]
     weights = [0.25, 0.25, 0.25, *[0.0625] * 4]
-    average = of_paths(rows, weights, paths, TRIMMED)
+    average = of_paths(rows, weights, paths, SHARE)
     assert bool((average <= torch.stack(honest).amax(0)).all())
 
 
 def test_a_lying_replica_among_three_is_outvoted() -> None:
     honest, lie = drawn(2), torch.full((SIZE,), 1e6)
-    average = of_paths([honest[0], lie, honest[1]], [0.3, 0.4, 0.3], [5, 5, 5], TRIMMED)
+    average = of_paths([honest[0], lie, honest[1]], [0.3, 0.4, 0.3], [5, 5, 5], SHARE)
     assert bool((average <= torch.stack(honest).amax(0)).all())
 
 
@@ -156,22 +105,21 @@ def test_replicas_count_alike_whatever_they_say_of_their_tokens() -> None:
     can check would decide."""
     rows = drawn(4)
     claims = ([0.25] * 4, [0.1, 0.1, 0.1, 0.7])
-    first, second = (of_paths(rows, weights, [5] * 4, TRIMMED) for weights in claims)
+    first, second = (of_paths(rows, weights, [5] * 4, SHARE) for weights in claims)
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("mean", "golden"), zip(ROBUST, GOLDEN_DIGESTS, strict=True))
-def test_golden_means(mean: Mean, golden: str) -> None:
+def test_a_golden_mean() -> None:
     """Pins the bits; a change that is meant raises the protocol version too."""
     roots = square_roots(12_000)
     rows = [roots.roll(1_000 * number) * (1 + number % 3) for number in range(6)]
-    average = of_paths(rows, [0.1, 0.2, 0.15, 0.25, 0.2, 0.1], [0, 0, 1, 1, 4, 5], mean)
-    assert hashlib.sha256(average.numpy().tobytes()).hexdigest() == golden
+    average = of_paths(rows, [0.1, 0.2, 0.15, 0.25, 0.2, 0.1], [0, 0, 1, 1, 4, 5], SHARE)
+    assert hashlib.sha256(average.numpy().tobytes()).hexdigest() == GOLDEN_DIGEST
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("trim_share", 0.5), ("trim_share", 0.0), ("centre_multiple", 0.5), ("combine", "median")],
+    [("trim_share", 0.5), ("trim_share", 0.0), ("combine", "median")],
 )
 def test_impossible_settings_are_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigurationError, match=key):
