@@ -78,11 +78,11 @@ def row_losses(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's negative log-likelihood, float64 [N] in nats, and its targets, int64 [N].
 
-    `tokens` is [N, T], of any integer type, also a memory map. A target counts as in
-    `sequence_loss`: no padding, and not among the first `skip_tokens` positions. Rows are taken
-    in order, as many `at_once` as memory allows, which may change rounding. The model stays where
-    it is; `device` says where, by default that of its parameters. Raises `ConfigurationError` when
-    not even one row fits in memory.
+    `tokens` is [N, T], of any integer type, also a memory map. A target counts if it is no padding,
+    and not among the first `skip_tokens` positions (DiPaCo section 2.4: the routing prefix is
+    excluded when models are compared). Rows are taken in order, as many `at_once` as memory allows,
+    which may change rounding. The model stays where it is; `device` says where, by default that of
+    its parameters. Raises `ConfigurationError` when not even one row fits in memory.
     """
     device = device or next(model.parameters()).device
     at_once = at_once or scoring_at_once(device)

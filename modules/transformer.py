@@ -278,16 +278,3 @@ def head_losses(model: PathModel, hidden: torch.Tensor, targets: torch.Tensor) -
     """Return the loss in nats of each target, fp32 [n], for outputs [n, H] of the last block."""
     logits = model.logits(hidden).float()
     return F.cross_entropy(logits, targets, ignore_index=PAD_TOKEN, reduction="none")
-
-
-def sequence_loss(
-    model: PathModel, tokens: torch.Tensor, skip_tokens: int = 0
-) -> tuple[torch.Tensor, int]:
-    """Return the summed negative log-likelihood (nats, fp32 scalar) and the targets counted.
-
-    A target at position t of `tokens` [B, T] counts if t >= max(1, skip_tokens) and it is no
-    padding (DiPaCo section 2.4: the routing prefix is excluded when models are compared).
-    """
-    mask = target_mask(tokens, skip_tokens)
-    losses = token_losses(model, tokens)
-    return torch.where(mask, losses, 0.0).sum(), int(mask.sum())
