@@ -22,6 +22,7 @@ NAMES = sorted(
 sys.path.insert(0, str(FOLDER))
 import gpu_path  # noqa: E402
 import worth  # noqa: E402
+from dipaco.base.errors import ConfigurationError  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
 from parts import common, mutations  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
@@ -246,6 +247,32 @@ def test_a_speed_up_spreads_as_far_as_sequences_differ() -> None:
     low, high = worth.speed_ups(machine, unlike, 480)
     assert 2.0 < low < 2.0 * 2**0.5 < high < 4.0
     assert list(worth.speed_ups(machine, alike[:1], 480)) == [0.0, 0.0]
+
+
+def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose() -> None:
+    def scored(row: str, peers: int, rate: float, steps: int, *losses: float) -> dict[str, Any]:
+        of = {"row": row, "peers": peers, "steps": 10, "set": {"inner.learning_rate": rate}}
+        chosen_by, loss = losses
+        return {
+            "of": {**of, "decay": False, "dropped": 0.0},
+            "round": steps // 10, "chosen_by": chosen_by, "loss": loss,
+            "nats": [loss], "targets": [1], "tokens": 512 * peers * steps, "bytes": 0,
+        }  # fmt: skip
+
+    lines = [
+        scored("one machine", 1, 3e-3, 240, 3.0, 3.0),
+        scored("DiLoCo", 4, 3e-3, 60, 3.2, 3.3),
+        scored("DiLoCo", 4, 3e-3, 120, 2.9, 3.0),
+        scored("DiLoCo", 4, 6e-3, 120, 2.95, 2.0),
+        scored("2x2", 4, 3e-3, 120, 3.1, 3.1),
+    ]
+    told = worth.table(lines, 240).splitlines()[-3:]
+    assert told[0].startswith("| one machine, 1 | 3.0000 (240) | 240 | 1.00 (1.00 to 1.00) ")
+    assert told[1].startswith("| DiLoCo, 4 | 3.0000 (120) | 120 | 2.00 (2.00 to 2.00) | 0.25 M ")
+    assert "inner.learning_rate 0.003" in told[1]
+    assert told[2].startswith("| 2x2, 4 | 3.1000 (120) | not reached |")
+    with pytest.raises(ConfigurationError, match="no one machine"):
+        worth.table(lines, 480)
 
 
 def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:
