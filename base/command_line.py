@@ -22,6 +22,7 @@ import io
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -444,11 +445,13 @@ def _explain(error: Exception) -> tuple[int, str]:
 def _reader_left() -> bool:
     """Return whether standard output is a pipe that nobody reads any more, as with `| head`."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes again on exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
+        descriptor = sys.stdout.fileno()
     except (OSError, ValueError):
-        pass
-    return False
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # Python flushes again on exit, and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True

@@ -283,5 +283,32 @@ def test_a_mistyped_option_is_one_line_after_the_usage(name: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+SAY_FOR_EVER = """
+import sys
+from dipaco.base.command_line import run_command
+def main():
+    while True:
+        print("a line", flush=True)
+sys.exit(run_command(main, debug=False))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(unbuffered: str) -> None:
+    """As with `| head -1`, also in containers, which often set PYTHONUNBUFFERED."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SAY_FOR_EVER],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
 if __name__ == "__main__":
     sys.stdout.write(describe_all())
