@@ -446,7 +446,7 @@ def _reader_left() -> bool:
     """Return whether standard output is a pipe that nobody reads any more, as with `| head`."""
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # None where it was closed at the start.
         return False
     poll = select.poll()
     poll.register(descriptor, 0)

@@ -76,9 +76,9 @@ def measure(chosen: argparse.Namespace) -> None:
     peers = chosen.peers or paths
     if peers % paths:
         raise ConfigurationError(f"--peers {peers} must be a multiple of the {paths} paths")
-    kind = f"DiPaCo {chosen.run.name}" if not chosen.one_path else "DiLoCo"
+    one_path = ONE_MACHINE if peers == 1 else "DiLoCo"
     of = {
-        "row": chosen.row or (ONE_MACHINE if kind == "DiLoCo" and peers == 1 else kind),
+        "row": chosen.row or (one_path if chosen.one_path else f"DiPaCo {chosen.run.name}"),
         "run": str(chosen.run),
         "one_path": chosen.one_path,
         "peers": peers,

@@ -20,7 +20,6 @@ from pydantic import (
 )
 
 CodecName = Literal["float32", "int8", "int4", "int2", "sign", "top64"]
-MeanName = Literal["weighted_mean", "trimmed_mean"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.
 LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
@@ -277,7 +276,9 @@ class ContributionsConfig(Config):
     shorten: bool = Field(
         True, description="Shorten contributions that are longer than the group's median."
     )
-    combine: MeanName = Field("weighted_mean", description="How contributions become one.")
+    combine: Literal["weighted_mean", "trimmed_mean"] = Field(
+        "weighted_mean", description="How contributions become one."
+    )
     trim_share: float = Field(
         0.2,
         gt=0,

@@ -306,8 +306,8 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(unbuffered: str) -> 
         assert process.stderr
         process.stdout.readline()
         process.stdout.close()
-        assert process.stderr.read() == b""
         assert process.wait(60) == 1
+        assert process.stderr.read() == b""
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
     foreign |= {"--exclude", "--tasks", "--once", "--accidents", "--calm", "--idle", "--trace"}
     foreign |= {"--set-version", "--model", "--spec", "--build", "--now", "--signal", "--to"}
     foreign |= {"--phases", "--seeds", "--at", "--held-out-every", "--log", "--one-path", "--table"}
-    foreign |= {"--decay"}
+    foreign |= {"--decay", "--row"}
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(code_of(text))))
     assert mentioned <= everywhere | foreign, mentioned - everywhere - foreign
 
