@@ -1,4 +1,4 @@
-# make demo      the main job on the shipped corpus, in about eight minutes (QUICK=1: about four)
+# make demo      the main job on the shipped corpus, in about five minutes (QUICK=1: about three)
 # make test      what CI runs: lint, types, and the tests that prove the promises; ten minutes
 # make test-all  every test, the slow ones too
 # make pythons   what make test runs, with each promised Python that is here
