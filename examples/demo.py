@@ -384,7 +384,7 @@ def report(demo: Demo, survivor: Process) -> None:
 def main() -> int:
     """Run the demo; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--out", type=Path, default=HERE.parent / "demo-run")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
