@@ -51,6 +51,8 @@ class Evaluated:
     routed: LossSum
     mixed: LossSum | None = None
     """By the best paths of each document, mixed."""
+    chosen: LossSum | None = None
+    """By the one of those paths to which the routing prefix costs least."""
     base: LossSum | None = None
     baseline: LossSum | None = None
 
@@ -62,6 +64,7 @@ class Evaluated:
             documents=sum(part.documents for part in parts),
             routed=LossSum.total(part.routed for part in parts),
             mixed=_total(part.mixed for part in parts),
+            chosen=_total(part.chosen for part in parts),
             base=_total(part.base for part in parts),
             baseline=_total(part.baseline for part in parts),
         )
@@ -75,6 +78,8 @@ class Evaluated:
         }
         if self.mixed is not None:
             values["mixed_perplexity"] = self.mixed.perplexity
+        if self.chosen is not None:
+            values["chosen_perplexity"] = self.chosen.perplexity
         if self.base is not None:
             values["base_perplexity"] = self.base.perplexity
         if self.baseline is not None:
@@ -162,7 +167,7 @@ def evaluate(
 
     `base` is whether to score the base model too, `baseline` a dense model of the run's shape to
     score on the same tokens. With `rerouting` every path scores every document; with `mix` so many
-    of the best paths score each, alone and mixed. `progress` is told
+    of the best paths score each, alone and mixed, and one is chosen. `progress` is told
     what is being done. Windows and losses lie in `folder`, where a later call finds the losses
     of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
 
@@ -186,9 +191,9 @@ def evaluate(
         references: dict[str, np.ndarray] = {}
         if mix > 1:
             file = Path(temporary) / "nats.f32"
-            own, references["mixed"], missing = _losses_of_mixtures(
-                source, windows, file, device, progress
-            )
+            mixtures, missing = _losses_of_mixtures(source, windows, file, device, progress)
+            own = mixtures.pop("routed")
+            references |= mixtures
         elif rerouting is None:
             own, missing = _losses_of_routed_paths(source, windows, device, progress)
         if rerouting is not None:
@@ -252,8 +257,9 @@ def _losses_of_mixtures(
     file: Path,
     device: torch.device,
     progress: Callable[[str], None],
-) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Return the loss of each document by its path, and by its best paths mixed, fp64 [N]; and the
+) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
+    """Return the loss of each document, fp64 [N], by its path (`routed`), by its best paths mixed
+    (`mixed`) and by the one of them to which the routing prefix costs least (`chosen`); and the
     paths without a state.
 
     What each path says of each token lies in `file`. Where another than the first has no state, the
@@ -264,7 +270,7 @@ def _losses_of_mixtures(
     ranked = np.where(np.isin(ranked, missing), ranked[:, :1], ranked)
     of_row = ranked[windows.row_documents]
     rows, length = windows.rows.shape
-    own, mixed = np.zeros(len(windows)), np.zeros(len(windows))
+    totals = {name: np.zeros(len(windows)) for name in ("routed", "mixed", "chosen")}
     with storage_errors(file.parent):
         nats = np.memmap(file, np.float32, "w+", shape=(ranked.shape[1], rows, length - 1))
         model: PathModel | None = None
@@ -278,12 +284,17 @@ def _losses_of_mixtures(
                     chosen = of_row[batch, column] == path
                     nats[column, batch[chosen], : losses.shape[1]] = losses[chosen]
             source.forget(path)
+        first_rows = np.unique(windows.row_documents, return_index=True)[1]
+        prefix = nats[:, first_rows, : windows.prefix_tokens - 1].sum(axis=2, dtype=np.float64)
+        columns = prefix.argmin(axis=0)[windows.row_documents]
         for start in range(0, rows, _ROWS_AT_ONCE):
             batch = np.arange(start, min(start + _ROWS_AT_ONCE, rows))
             found = nats[:, batch]
-            _add_up(own, windows, batch, found[0])
-            _add_up(mixed, windows, batch, mixed_losses(torch.from_numpy(found)).numpy())
-    return own, mixed, tuple(sorted(set(windows.paths.tolist()) & set(missing)))
+            mixed = mixed_losses(torch.from_numpy(found)).numpy()
+            chosen = found[columns[batch], np.arange(len(batch))]
+            for name, losses in (("routed", found[0]), ("mixed", mixed), ("chosen", chosen)):
+                _add_up(totals[name], windows, batch, losses)
+    return totals, tuple(sorted(set(windows.paths.tolist()) & set(missing)))
 
 
 def document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray) -> np.ndarray:

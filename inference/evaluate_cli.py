@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command, Option
 
-from .options import CorpusSettings, RerouterSettings, check_mix, parse_windows
+from .options import CorpusSettings, RerouterSettings, check_paths, parse_windows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,12 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
         ),
     ] = None
     mix: Annotated[
-        int, Option("also mix the N best paths of each document, at N passes", "N", least=1)
+        int,
+        Option(
+            "also its N best paths mixed, and the one of them to which its first tokens cost least",
+            "N",
+            least=1,
+        ),
     ] = 1
     json: Annotated[bool, Option("print one JSON object")] = False
 
@@ -67,7 +72,7 @@ def run(settings: EvaluationSettings) -> int:
     say = notes.print if notes.is_terminal else seldom(notes.print)
     with settings.open_source() as source:
         settings.check_labels(source.plan)
-        check_mix(settings.mix, source)
+        check_paths("--mix", settings.mix, source)
         baseline = load_baseline(settings.baseline, source.plan) if settings.baseline else None
         rerouting = Rerouting(settings.read_rerouter(source.plan), windows) if windows else None
         report = evaluate(
@@ -114,12 +119,12 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     if overall.base is not None:
         headings.insert(2, "base model")
     if overall.mixed is not None:
-        headings.insert(2, "mixed")
+        headings[2:2] = ["chosen", "mixed"]
     table = Table(*headings)
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
             table.add_section()
-        models = (part.routed, part.mixed, part.base, part.baseline)
+        models = (part.routed, part.chosen, part.mixed, part.base, part.baseline)
         cells = [_perplexity(losses.perplexity) for losses in models if losses is not None]
         table.add_row(name, *cells, str(part.documents), str(part.routed.tokens))
     return table

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from dipaco.base.errors import DipacoError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.transformer import PathModel
+from dipaco.modules.device import autocast_for
+from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.routing.tokenizer import Tokenizer
 
 from .mixing import decoder_of
@@ -63,6 +64,22 @@ def generate_tokens(
             return
         yield token
         context = [*context[-longest:], token]
+
+
+@torch.no_grad()
+def cheapest_path(
+    source: StateSource, paths: Sequence[int], prompt: Sequence[int], device: torch.device
+) -> int:
+    """Return the path to which the end of `prompt` that fits a sequence costs least nats, the first
+    of equal ones. One path is in memory at a time."""
+    text = torch.tensor([prompt[-source.plan.model.sequence_length :]], device=device)
+    model: PathModel | None = None
+    costs: list[float] = []
+    for path in paths:
+        model = assemble_path(source, path, model=model, device=device)
+        with autocast_for(device):
+            costs.append(float(token_losses(model, text).sum()))
+    return paths[costs.index(min(costs))]
 
 
 def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

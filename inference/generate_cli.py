@@ -13,7 +13,7 @@ from typing import Annotated
 from dipaco.base.command_line import Command, Option
 from dipaco.base.errors import ConfigurationError
 
-from .options import RerouterSettings, SamplingSettings, check_mix
+from .options import RerouterSettings, SamplingSettings, check_paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,9 @@ class GenerationSettings(SamplingSettings, RerouterSettings):
         ),
     ] = None
     mix: Annotated[int, Option("mix the N best paths, at N times the work", "N", least=1)] = 1
+    choose: Annotated[
+        int, Option("use the one of the N best paths to which the prompt costs least", "N", least=1)
+    ] = 1
     reroute: Annotated[
         int | None,
         Option("choose the path again every W tokens and say so on standard error", "W", least=1),
@@ -41,6 +44,8 @@ class GenerationSettings(SamplingSettings, RerouterSettings):
         super().__post_init__()
         if self.reroute is not None and self.mix > 1:
             raise ConfigurationError("give --reroute or --mix, not both: a mixture moves by itself")
+        if self.choose > 1 and (self.mix > 1 or self.path is not None or self.reroute is not None):
+            raise ConfigurationError("give --choose without --mix, --path and --reroute")
         if self.reroute is not None:
             # Its home imports PyTorch.
             from .rerouting import GREATEST_WINDOW
@@ -54,7 +59,13 @@ class GenerationSettings(SamplingSettings, RerouterSettings):
 def run(settings: GenerationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from .generate import PathChooser, generate_tokens, prompt_tokens, stream_text
+    from .generate import (
+        PathChooser,
+        cheapest_path,
+        generate_tokens,
+        prompt_tokens,
+        stream_text,
+    )
     from .sources import assemble_path
 
     device = settings.prepare_process()
@@ -62,12 +73,16 @@ def run(settings: GenerationSettings) -> int:
     with settings.open_source() as source:
         tokenizer = source.tokenizer()
         tokens = prompt_tokens(tokenizer, prompt)
-        check_mix(settings.mix, source)
+        check_paths("--mix", settings.mix, source)
+        check_paths("--choose", settings.choose, source)
         paths = [] if settings.path is None else [settings.path]
         if len(paths) < settings.mix:  # only then are the router and its base model needed
             router = source.document_router(device)
             ranked = router.nearest_paths([tokens], source.grid.path_count)[0].tolist()
-            paths = [*paths, *(path for path in ranked if path not in paths)][: settings.mix]
+            paths = [*paths, *(path for path in ranked if path not in paths)]
+            paths = paths[: max(settings.mix, settings.choose)]
+        if settings.choose > 1:
+            paths = [cheapest_path(source, paths, tokens, device)]
         path = paths[0]
         chooser = None
         if settings.reroute is not None:

@@ -181,11 +181,11 @@ class SamplingSettings(Settings):
         )
 
 
-def check_mix(count: int, source: StateSource) -> None:
-    """Raise ConfigurationError if a run has fewer paths than shall be mixed."""
+def check_paths(option: str, count: int, source: StateSource) -> None:
+    """Raise ConfigurationError if a run has fewer paths than `option` asks for."""
     if count > source.grid.path_count:
         raise ConfigurationError(
-            f"--mix {count}: this run has {source.grid.path_count} paths; --mix 2 is usual"
+            f"{option} {count}: this run has {source.grid.path_count} paths; {option} 2 is usual"
         )
 
 

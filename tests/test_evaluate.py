@@ -35,6 +35,7 @@ from dipaco.inference.sources import (
 from dipaco.modules.compose import gather_module
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.routing.corpus import Document
+from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
@@ -351,9 +352,9 @@ def test_the_command_prints_one_json_object(
 def test_paths_are_mixed(
     trained: tuple[Path, list[dict]], damaged: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Each token by the two best paths of its document, weighted by what they said before it."""
+    """Each token by the best paths of its document, weighted by what they said before it."""
     source, documents = DiskSource(trained[0]), held_out()
-    report = evaluate(source, documents, device=CPU, mix=2, base=False)
+    report = evaluate(source, documents, device=CPU, mix=4, base=False)
     plain = evaluate(source, documents, device=CPU, base=False)
     assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
     router = source.document_router(CPU)
@@ -361,10 +362,10 @@ def test_paths_are_mixed(
     nll = 0.0
     for document in documents:
         tokens = np.array(router.tokenizer.document_tokens(document.text))
-        pair = router.nearest_paths([tokens], 2)[0].tolist()
+        best = router.nearest_paths([tokens], 4)[0].tolist()
         rows = torch.from_numpy(scoring_windows(tokens, length, prefix).astype(np.int64))
         with torch.no_grad():
-            logprobs = [assemble_path(source, p)(rows)[:, :-1].log_softmax(-1) for p in pair]
+            logprobs = [assemble_path(source, p)(rows)[:, :-1].log_softmax(-1) for p in best]
         targets = rows[:, 1:, None]
         losses = [-found.gather(2, targets)[..., 0] for found in logprobs]
         mixed = mixed_losses(torch.stack(losses))[:, prefix - 1 :]
@@ -378,6 +379,20 @@ def test_paths_are_mixed(
     assert alone.overall.mixed is not None
 
 
+def test_the_prefix_chooses_among_the_best_paths(
+    trained: tuple[Path, list[dict]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that the router likes least is taken when the first tokens cost it least."""
+    source, documents = DiskSource(trained[0]), held_out()
+    right = evaluate(source, documents, device=CPU, base=False).overall
+    ranked = DocumentRouter.nearest_paths
+    monkeypatch.setattr(DocumentRouter, "nearest_paths", lambda *asked: ranked(*asked)[:, ::-1])
+    found = evaluate(source, documents, device=CPU, mix=4, base=False).overall
+    assert found.chosen is not None
+    assert found.chosen.nll == pytest.approx(right.routed.nll, rel=1e-6)
+    assert found.routed.nll > 1.05 * right.routed.nll
+
+
 def test_paths_are_mixed_by_the_commands(
     trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,7 +401,9 @@ def test_paths_are_mixed_by_the_commands(
     assert evaluate_cli.main([*arguments, "2"]) == 0
     assert "mixed" in capsys.readouterr().out
     assert evaluate_cli.main([*arguments, "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mixed_perplexity"] > 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["mixed_perplexity"] > 1
+    assert report["chosen_perplexity"] > 1
     assert evaluate_cli.main([*arguments, "5"]) == ConfigurationError.exit_code
     assert "--mix 5: this run has 4 paths" in capsys.readouterr().err
 

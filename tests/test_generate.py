@@ -23,7 +23,7 @@ from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.modules.transformer import PathModel
+from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
@@ -323,6 +323,23 @@ def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
 
 
+def test_the_command_chooses_by_the_prompt(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of so many paths the one to which the prompt costs least, whatever the router likes."""
+    source = DiskSource(out)
+    router = source.document_router(torch.device("cpu"))
+    for prompt in tiny_documents(4, 1, 5):
+        tokens = prompt_tokens(source.tokenizer(), prompt[:60])
+        with torch.no_grad():
+            models = [assemble_path(source, path) for path in range(4)]
+            losses = [float(token_losses(m, torch.tensor([tokens])).sum()) for m in models]
+        ranked = router.nearest_paths([tokens], 4)[0].tolist()
+        for count in (1, 2, 4):
+            chosen = min(ranked[:count], key=losses.__getitem__)
+            arguments = ["--state-dir", str(out), prompt[:60], "--max-tokens", "1"]
+            assert generate_cli.main([*arguments, "--choose", str(count)]) == 0
+            assert f"path {chosen} (" in capsys.readouterr().err
+
+
 def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--state-dir", str(out), "", "--max-tokens", "3"]
     assert generate_cli.main([*arguments, "--path", "3"]) == 0
@@ -360,6 +377,9 @@ def test_a_chosen_path_needs_no_router(
         ["--top-k", "-1"],
         ["--max-tokens", "-1"],
         ["--reroute", "4", "--mix", "2"],
+        ["--choose", "2", "--mix", "2"],
+        ["--choose", "2", "--reroute", "4"],
+        ["--choose", "5"],
     ],
 )
 def test_impossible_options_are_refused(
