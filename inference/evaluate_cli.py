@@ -121,6 +121,7 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     if overall.mixed is not None:
         headings[2:2] = ["chosen", "mixed"]
     table = Table(*headings)
+    table.columns[0].no_wrap = True
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
             table.add_section()
