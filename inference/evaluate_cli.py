@@ -111,7 +111,7 @@ def show(report: EvaluationReport, console: Console) -> None:
 
 
 def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     headings = [what, "perplexity", "documents", "tokens"]
     if overall.baseline is not None:
@@ -120,7 +120,7 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
         headings.insert(2, "base model")
     if overall.mixed is not None:
         headings[2:2] = ["chosen", "mixed"]
-    table = Table(*headings)
+    table = Table(*(Column(heading, overflow="fold") for heading in headings))
     table.columns[0].no_wrap = True
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
