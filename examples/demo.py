@@ -136,7 +136,7 @@ class Demo:
         """Let the swarm continue `prompt`."""
         return self.ask(
             "dipaco-generate", "--initial-peers", address, "--max-tokens", "48", "--seed", "1",
-            prompt,
+            "--choose", "2", prompt,
         )  # fmt: skip
 
     def start(self, name: str, program: str, *arguments: str) -> Process:
